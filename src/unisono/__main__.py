@@ -1,0 +1,5 @@
+"""``python -m unisono``."""
+
+from unisono.cli.main import entry
+
+entry()

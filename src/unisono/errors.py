@@ -1,0 +1,103 @@
+"""Errors a user can act on.
+
+Every problem has four parts: what was given, the rule it breaks, what follows from that, and the nearest thing that
+works. Several problems travel in one exception, because users should see all of them at once. This module imports
+nothing else of unisono.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong, in four parts; each is a sentence fragment without a final full stop."""
+
+    given: str
+    rule: str
+    consequence: str
+    nearest: str
+
+    def __str__(self) -> str:
+        return f"{self.given}\n  rule: {self.rule}\n  so:   {self.consequence}\n  try:  {self.nearest}"
+
+
+class UnisonoError(Exception):
+    """Base of the family. ``exit_code`` is what the command line ends with; 2 means the user must change something."""
+
+    exit_code = 1
+
+    def __init__(self, *problems: Problem) -> None:
+        super().__init__(*problems)
+        self.problems: tuple[Problem, ...] = problems
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return str(self.problems[0])
+        return "\n".join([f"{len(self.problems)} problems", *(f"{i}. {p}" for i, p in enumerate(self.problems, 1))])
+
+
+class ConfigError(UnisonoError):
+    """The run configuration is wrong."""
+
+    exit_code = 2
+
+
+class PlanError(UnisonoError):
+    """The plan cannot be carried out: batch arithmetic, devices, layout."""
+
+    exit_code = 2
+
+
+class DataError(UnisonoError):
+    """The data is missing, too short or damaged."""
+
+    exit_code = 2
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint cannot be written, or cannot be loaded as asked."""
+
+    exit_code = 2
+
+
+class ExtraError(UnisonoError):
+    """An optional dependency is not installed."""
+
+    exit_code = 2
+
+
+class LaunchError(UnisonoError):
+    """The environment that started this process contradicts itself, or processes cannot be started."""
+
+    exit_code = 2
+
+
+class NumericsError(UnisonoError):
+    """Training cannot go on: too many steps in a row had non-finite values."""
+
+
+class CommError(UnisonoError):
+    """Ranks lost each other, or disagree."""
+
+
+def missing_extra(extra: str, package: str, purpose: str) -> ExtraError:
+    """The one-line answer to an optional dependency that is absent."""
+    return ExtraError(
+        Problem(
+            given=f"{purpose} needs the package {package!r}, which is not installed",
+            rule=f"it comes with the extra {extra!r}",
+            consequence="nothing was started",
+            nearest=f"pip install 'unisono[{extra}]'",
+        )
+    )
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` for the closest of ``known``, or the list of all of them."""
+    names: Sequence[str] = sorted(known)
+    close = get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else "one of: " + ", ".join(names)

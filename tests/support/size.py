@@ -1,0 +1,44 @@
+"""The line budget: no module over 600 lines, the hot loop at most 120, the public surface at most 40 names."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MODULE_LINES = 600
+HOT_LOOP_LINES = 120
+PUBLIC_NAMES = 40
+
+
+def problems() -> list[str]:
+    """One line per broken bound."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines > MODULE_LINES:
+            found.append(f"{path.relative_to(ROOT)}: {lines} lines, at most {MODULE_LINES}: two rooms in one")
+    engine = ast.parse((ROOT / "src/unisono/train/engine.py").read_text(encoding="utf-8"))
+    loop = sum(
+        node.end_lineno - node.lineno + 1
+        for cls in engine.body
+        if isinstance(cls, ast.ClassDef) and cls.name == "Engine"
+        for node in cls.body
+        if isinstance(node, ast.FunctionDef) and node.end_lineno is not None
+    )
+    if not 0 < loop <= HOT_LOOP_LINES:
+        found.append(f"the hot loop has {loop} lines, at most {HOT_LOOP_LINES}")
+    surface = ast.parse((ROOT / "src/unisono/__init__.py").read_text(encoding="utf-8"))
+    for node in surface.body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            names = len(ast.literal_eval(node.value))
+            if names > PUBLIC_NAMES:
+                found.append(f"{names} public names, at most {PUBLIC_NAMES}")
+    return found
+
+
+if __name__ == "__main__":
+    found = problems()
+    print("\n".join(found) or "sizes are within budget")
+    sys.exit(bool(found))
