@@ -1,0 +1,201 @@
+"""How options are declared, and the flat view of a tree of options classes that everything else here reads.
+
+An options class is a frozen, kw-only dataclass. A leaf is a field made with ``option``; a section is a plain field
+whose type is again such a dataclass. Leaves hold what TOML can say: booleans, numbers, strings, ``Literal``, arrays
+(``tuple``, ``list``) and string-keyed tables (``dict``), unions of those, and ``None`` (written ``"none"``). This
+module only declares; ``check`` judges values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+_SPEC = "unisono"
+_CALLABLE = get_origin(Callable[[], None])
+_SCALARS = (bool, int, float, str)
+BASE = "base"  # the one top-level key of a TOML file that is no option: the layer beneath
+
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spec:
+    """What ``option`` was told about one field."""
+
+    help: str = ""
+    choices: tuple[Any, ...] | None = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    python_only: bool = False
+
+
+def option(
+    default: D,
+    help: str,
+    *,
+    choices: Sequence[Any] | None = None,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    python_only: bool = False,
+) -> D:
+    """Declare one leaf of an options class; a legal value satisfies ``value >= ge``, ``value > gt`` and so on.
+
+    ``default`` may be a tuple, dict or list; dicts and lists are copied for every instance. For arrays and tables the
+    limits and choices hold for each element; ``None`` is exempt. ``python_only`` marks a ``str | Callable`` field:
+    files, ``--set`` and the environment give it strings, only a Python file gives it a callable.
+    """
+    allowed = None if choices is None else tuple(choices)
+    spec = Spec(help=help, choices=allowed, ge=ge, gt=gt, le=le, lt=lt, python_only=python_only)
+    metadata = {_SPEC: spec}
+    if isinstance(default, dict | list):
+        mutable = cast("dict[Any, Any] | list[Any]", default)
+        return cast(D, field(default_factory=mutable.copy, metadata=metadata))
+    return cast(D, field(default=default, metadata=metadata))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """One option in place: dotted ``key``, the ``type`` TOML may give it (no ``None``, no callable), its default."""
+
+    key: str
+    type: Any
+    optional: bool
+    default: Any
+    spec: Spec
+    choices: tuple[Any, ...] | None
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """All leaves and all sections (``""`` is the root) of an options class by dotted key, in order of declaration."""
+
+    cls: type
+    leaves: dict[str, Leaf]
+    sections: dict[str, type]
+
+    def members(self, section: str) -> list[str]:
+        """Names of the leaves and sub-sections directly inside ``section``."""
+        return [declared.name for declared in fields(self.sections[section])]
+
+    def leaves_of(self, section: str) -> list[Leaf]:
+        """The leaves directly inside ``section``."""
+        keys = (join(section, name) for name in self.members(section))
+        return [self.leaves[key] for key in keys if key in self.leaves]
+
+
+def join(section: str, name: str) -> str:
+    """The dotted key of ``name`` inside ``section``."""
+    return f"{section}.{name}" if section else name
+
+
+@cache
+def layout_of(cls: type) -> Layout:
+    """The flat view of an options class; a declaration this machinery cannot hold is a TypeError."""
+    layout = Layout(cls=cls, leaves={}, sections={})
+    _collect(layout, cls, "", None)
+    if BASE in layout.members(""):
+        raise TypeError(f"{cls.__name__}.{BASE}: the name is taken by the layering key of TOML files")
+    return layout
+
+
+def _collect(layout: Layout, cls: type, section: str, instance: object | None) -> None:
+    """Enter ``cls`` and what is below it; ``instance`` is the section's own default, where its parent gave one."""
+    layout.sections[section] = cls
+    hints = get_type_hints(cls)
+    for declared in fields(cls):
+        key, hint = join(section, declared.name), hints[declared.name]
+        default = _default(declared) if instance is None else getattr(instance, declared.name)
+        if isinstance(hint, type) and is_dataclass(hint):
+            _collect(layout, hint, key, None if default is MISSING else default)
+        else:
+            layout.leaves[key] = _leaf(key, hint, default, declared)
+
+
+def _default(declared: Field[Any]) -> Any:
+    if declared.default_factory is not MISSING:
+        return declared.default_factory()
+    return declared.default
+
+
+def _leaf(key: str, hint: Any, default: Any, declared: Field[Any]) -> Leaf:
+    spec = cast(Spec, declared.metadata.get(_SPEC, Spec()))
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    plain = tuple(arm for arm in arms if arm is not NoneType and not _is_callable_type(arm))
+    if default is MISSING or callable(default):
+        raise TypeError(f"{key}: an option needs a default that TOML can write")
+    if not plain or not all(map(_is_plain, plain)) or any(map(_is_callable_type, arms)) != spec.python_only:
+        raise TypeError(f"{key}: an option cannot have the type {hint}")
+    only = plain[0] if len(plain) == 1 else None
+    return Leaf(
+        key=key,
+        type=Union[plain],  # noqa: UP007 - built from a tuple
+        optional=NoneType in arms,
+        default=default,
+        spec=spec,
+        choices=get_args(only) if get_origin(only) is Literal else spec.choices,
+    )
+
+
+def _is_callable_type(arm: Any) -> bool:
+    return _CALLABLE in (arm, get_origin(arm))
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether TOML can write every value of the type."""
+    if hint in _SCALARS:
+        return True
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return all(isinstance(choice, str | int) for choice in args)
+    if origin in (tuple, list):
+        return all(_is_plain(arg) for arg in args if arg is not Ellipsis)
+    return origin is dict and args[0] is str and _is_plain(args[1])
+
+
+# ---------------------------------------------------------------------------------------------- in words
+
+_ONE = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+_MANY = {bool: "booleans", int: "whole numbers", float: "numbers", str: "strings"}
+
+
+def type_words(leaf: Leaf) -> str:
+    """The type as a reader of TOML files would say it: ``a number or "none"``."""
+    return " or ".join([*_arm_words(leaf.type), *(['"none"'] if leaf.optional else [])])
+
+
+def limit_words(spec: Spec) -> str:
+    """The range in signs, ``>= 0 and < 1``; empty where there is none."""
+    bounds = ((">=", spec.ge), (">", spec.gt), ("<=", spec.le), ("<", spec.lt))
+    return " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
+
+
+def _arm_words(hint: Any) -> Iterator[str]:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Union:
+        for arm in args:
+            yield from _arm_words(arm)
+    elif origin is Literal:
+        yield from (f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in args)
+    elif origin is dict:
+        yield f"a table of {_many(args[1])}"
+    elif origin in (tuple, list):
+        length = "" if origin is list or args[-1] is Ellipsis else f"{len(args)} "
+        yield f"an array of {length}{_many(args[0])}"
+    else:
+        yield _ONE[hint]
+
+
+def _many(hint: Any) -> str:
+    return _MANY[hint] if hint in _MANY else "values, each " + " or ".join(_arm_words(hint))

@@ -1,0 +1,94 @@
+"""A configuration after all layers: the typed value, where each part came from, a hash, and TOML that loads again.
+
+The hash is over the values alone, in a canonical form: order and layout of files, origins, and the path of a Python
+file do not enter. Where a value is a callable, the content of the Python file that gave it enters in its place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+from unisono.config.fields import BASE, Layout
+from unisono.config.pythonfile import PythonFile
+from unisono.config.values import CALLABLE, encode, toml_value
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """An option that two configurations hold differently: values as TOML, and where each came from."""
+
+    key: str
+    left: str
+    right: str
+    left_origin: str
+    right_origin: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved(Generic[T]):
+    """``value`` is the options object; ``origins`` says for each dotted key ``default``, ``planned``, ``file:line``,
+    the Python file, ``env NAME`` or ``--set``; ``hash`` is 32 hex digits; ``python`` is the file callables come from.
+    """
+
+    value: T
+    origins: dict[str, str]
+    hash: str
+    python: PythonFile | None
+    layout: Layout = field(repr=False)
+    encoded: dict[str, Any] = field(repr=False)  # dotted key -> value as TOML and JSON hold it
+
+    def to_toml(self) -> str:
+        """A complete file: every option, and ``base`` where callables need their Python file. Same hash on reload."""
+        lines = [f"# resolved configuration {self.hash}"]
+        if self.python:
+            lines.append(f"{BASE} = {toml_value(str(self.python.path))}")
+        for section in self.layout.sections:
+            leaves = self.layout.leaves_of(section)
+            lines += ["", f"[{section}]"] if section and leaves else []
+            lines += [f"{leaf.name} = {toml_value(self.encoded[leaf.key])}" for leaf in leaves]
+        return "\n".join(lines) + "\n"
+
+    def shown(self, key: str) -> str:
+        """The value as TOML; a callable with the digest of its file."""
+        text = toml_value(self.encoded[key])
+        return f"{text} @{self.python.digest[:12]}" if self.python and self._is_callable(key) else text
+
+    def _is_callable(self, key: str) -> bool:
+        # a string that looks like a label cannot get here: ``check`` takes it for the label it is
+        encoded = self.encoded[key]
+        python_only = self.layout.leaves[key].spec.python_only
+        return python_only and isinstance(encoded, str) and encoded.startswith(CALLABLE)
+
+
+def resolve(
+    value: T, values: dict[str, Any], origins: dict[str, str], layout: Layout, python: PythonFile | None
+) -> Resolved[T]:
+    """Seal typed ``values`` by dotted key and the object made of them."""
+    encoded = {key: encode(item) for key, item in values.items()}
+    needed = python if any(callable(item) for item in values.values()) else None
+    canonical = json.dumps([encoded, needed.digest if needed else None], sort_keys=True, separators=(",", ":"))
+    digest = blake2b(canonical.encode(), digest_size=16).hexdigest()
+    return Resolved(value=value, origins=origins, hash=digest, python=needed, layout=layout, encoded=encoded)
+
+
+def diff(a: Resolved[T], b: Resolved[T]) -> list[Difference]:
+    """The options in which ``a`` and ``b`` differ, in order of declaration; empty exactly when the hashes agree."""
+    if a.layout.cls is not b.layout.cls:
+        raise TypeError(f"cannot compare {a.layout.cls.__name__} with {b.layout.cls.__name__}")
+    return [
+        Difference(
+            key=key, left=a.shown(key), right=b.shown(key), left_origin=a.origins[key], right_origin=b.origins[key]
+        )
+        for key in a.layout.leaves
+        if a.shown(key) != b.shown(key)
+    ]
+
+
+def render_origins(resolved: Resolved[T]) -> list[tuple[str, str, str]]:
+    """``(key, value as TOML, origin)`` for every option, in order of declaration."""
+    return [(key, resolved.shown(key), resolved.origins[key]) for key in resolved.layout.leaves]

@@ -1,0 +1,208 @@
+"""Where values come from: TOML files and what lies beneath them, a Python file, the environment, ``--set``.
+
+Each source becomes a list of entries in order of precedence; nothing is interpreted here beyond the layering key
+``base``. A TOML file is data: no value of it is imported, called or constructed. Only ``base`` may name a Python file,
+and that file then runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from unisono.config.fields import BASE, Layout
+from unisono.config.pythonfile import PythonFile, run_python
+from unisono.config.tomlfile import NOTHING_STARTED, KeyPath, read_toml
+from unisono.config.values import ENV, SET, literal, shown
+from unisono.errors import ConfigError, Problem
+
+SUFFIXES = (".toml", ".py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A raw value for a key path (a leaf, or a section as a dict), and the origin of every path at or below it."""
+
+    path: KeyPath
+    raw: Any
+    origin: Callable[[KeyPath], str]
+
+    def nested(self) -> Any:
+        """The value as seen from the first name of the path: ``a.b.c = 1`` is ``{b: {c: 1}}`` for ``a``."""
+        raw = self.raw
+        for name in reversed(self.path[1:]):
+            raw = {name: raw}
+        return raw
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """What the files gave, lowest layer first, and what was wrong with them."""
+
+    layout: Layout
+    entries: list[Entry] = field(default_factory=list[Entry])
+    python: PythonFile | None = None
+    files: list[Path] = field(default_factory=list[Path])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    cause: BaseException | None = None  # what a Python file raised, for its traceback
+
+    def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = ()) -> None:
+        """Read one file after the layers beneath it; ``named`` is the line that names it, ``above`` the way here."""
+        try:
+            self._check(path, named, above)
+            if path.suffix == ".py":
+                self._python(path, named)
+            else:
+                self._toml(path, above)
+            self.files.append(path)
+        except ConfigError as error:
+            self.problems.extend(error.problems)
+            self.cause = self.cause or error.__cause__
+        except OSError as error:
+            self.problems.append(_unreadable(path, named, error))
+
+    def _check(self, path: Path, named: str, above: tuple[Path, ...]) -> None:
+        if path.suffix not in SUFFIXES:
+            raise ConfigError(
+                Problem(
+                    given=f"{named}{path} is neither TOML nor Python",
+                    rule="a configuration is a .toml file or a .py file with def config()",
+                    consequence=NOTHING_STARTED,
+                    nearest=f"{path.stem}.toml",
+                )
+            )
+        if path.resolve() in above:
+            way = [*above[above.index(path.resolve()) :], path.resolve()]
+            raise ConfigError(
+                Problem(
+                    given=f"{named}comes back to {path}",
+                    rule="the layers beneath a file end somewhere",
+                    consequence=NOTHING_STARTED,
+                    nearest="drop one base of " + " -> ".join(step.name for step in way),
+                )
+            )
+
+    def _toml(self, path: Path, above: tuple[Path, ...]) -> None:
+        read = read_toml(path)
+        base = read.values.pop(BASE, None)
+        if isinstance(base, str):
+            named = f"{read.where((BASE,))}: {BASE} = {shown(base)}: "
+            self.layer(path.parent / base, named=named, above=(*above, path.resolve()))
+        elif base is not None:
+            self.problems.append(
+                Problem(
+                    given=f"{read.where((BASE,))}: {BASE} = {shown(base)}",
+                    rule=f"{BASE} names one file, as a string, relative to this one",
+                    consequence=NOTHING_STARTED,
+                    nearest=f'{BASE} = "other.toml"',
+                )
+            )
+        self.entries.extend(Entry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items())
+
+    def _python(self, path: Path, named: str) -> None:
+        if self.files:
+            raise ConfigError(
+                Problem(
+                    given=f"{named}{path} comes after {self.files[-1]}",
+                    rule="a Python file gives every value, so it can only be the lowest layer",
+                    consequence=NOTHING_STARTED,
+                    nearest=f"name {path.name} first",
+                )
+            )
+        value, self.python = run_python(path, self.layout.cls)
+        objects: dict[str, object] = {}
+        for section, expected in self.layout.sections.items():  # parents come before what they hold
+            parent, _, name = section.rpartition(".")
+            if section and parent not in objects:
+                continue
+            found = getattr(objects[parent], name) if section else value
+            if isinstance(found, expected):
+                objects[section] = found
+                self._set_by(found, section, path)
+            else:
+                self.problems.append(
+                    Problem(
+                        given=f"{path}: {section} = {shown(found)}",
+                        rule=f"{section} is an instance of {expected.__name__}",
+                        consequence=NOTHING_STARTED,
+                        nearest=f"{name}={expected.__name__}(...)",
+                    )
+                )
+
+    def _set_by(self, options: object, section: str, path: Path) -> None:
+        """What differs from the default counts as set: a dataclass cannot tell a default from the same value given."""
+        for leaf in self.layout.leaves_of(section):
+            raw: object = getattr(options, leaf.name)
+            if type(raw) is not type(leaf.default) or raw != leaf.default:
+                self.entries.append(fixed(leaf.key, raw, str(path)))
+
+
+def fixed(key: str, raw: Any, origin: str) -> Entry:
+    """An entry whose origin is the same everywhere."""
+    return Entry(path=tuple(key.split(".")), raw=raw, origin=lambda _: origin)
+
+
+def read_files(paths: Sequence[str | Path], layout: Layout) -> Reading:
+    """Entries of all files; every file is read even where another one is at fault."""
+    reading = Reading(layout=layout)
+    for path in paths:
+        reading.layer(Path(path))
+    return reading
+
+
+def planned_entries(planned: Mapping[str, Any]) -> list[Entry]:
+    """Values the planner chose, for what the user left open."""
+    return [fixed(key, raw, "planned") for key, raw in planned.items()]
+
+
+def environment_entries(environ: Mapping[str, str]) -> list[Entry]:
+    """``UNISONO__OPTIM__LR=0.1`` sets ``optim.lr``; names without the double underscore are not ours."""
+    ours = {name: name.removeprefix(ENV).lower().replace("__", ".") for name in sorted(environ) if name.startswith(ENV)}
+    return [fixed(key, literal(environ[name]), f"env {name}") for name, key in ours.items()]
+
+
+def override_entries(overrides: Sequence[str], problems: list[Problem]) -> list[Entry]:
+    """``optim.lr=0.1`` as ``--set`` takes it."""
+    entries: list[Entry] = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if equals and key.strip():
+            entries.append(fixed(key.strip(), literal(value.strip()), SET))
+        else:
+            problems.append(
+                Problem(
+                    given=f"{SET} {shown(text)}",
+                    rule=f"{SET} takes KEY=VALUE with a dotted key",
+                    consequence=NOTHING_STARTED,
+                    nearest=f"{SET} {key.strip() or 'section.name'}=VALUE",
+                )
+            )
+    return entries
+
+
+def _unreadable(path: Path, named: str, error: OSError) -> Problem:
+    if not isinstance(error, FileNotFoundError):
+        return Problem(
+            given=f"{named}{path}: {error.strerror}",
+            rule="a configuration is a file this process may read",
+            consequence=NOTHING_STARTED,
+            nearest=f"ls -ld {path}",
+        )
+    folder = path.parent
+    present = sorted(item.name for item in folder.iterdir() if item.suffix in SUFFIXES) if folder.is_dir() else []
+    stems = {Path(name).stem: name for name in present}  # the suffix alone would make any two names alike
+    if close := get_close_matches(path.stem, stems, n=1):
+        nearest = f"did you mean {folder / stems[close[0]]}?"
+    elif present:
+        nearest = f"{folder} holds " + ", ".join(present[:8])
+    else:
+        nearest = f"{folder} holds no .toml or .py file" if folder.is_dir() else f"there is no folder {folder}"
+    return Problem(
+        given=f"{named}no file {path}",
+        rule="every configuration that is named exists",
+        consequence=NOTHING_STARTED,
+        nearest=nearest,
+    )

@@ -1,0 +1,53 @@
+"""What every test shares: warm worker processes, and guards against what a test leaves behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from pool import pool as pool
+
+# set by pytest, or by torch's compiler when it is imported
+TORCHS_OWN = {
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+    "COLUMNS",
+    "KINETO_LOG_LEVEL",
+    "LINES",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a changed environment, a process group or a thread."""
+    before = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    changed -= TORCHS_OWN
+    assert not changed, f"environment left changed: {sorted(changed)}"
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        assert not (dist.is_available() and dist.is_initialized()), "a process group was left open"
+    deadline = time.monotonic() + 2
+    while (
+        left := [t for t in threading.enumerate() if t not in threads and not t.daemon and not _compilers(t)]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"threads left running: {left}"
+
+
+def _compilers(thread: threading.Thread) -> bool:
+    """torch's compiler keeps its pool of compiling threads for the life of the process."""
+    return "torch._inductor" in sys.modules and thread.name.startswith("ThreadPoolExecutor")

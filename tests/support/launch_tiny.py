@@ -1,0 +1,18 @@
+"""Launch the tiny run in processes of its own: ``python launch_tiny.py RUN_DIR PROCESSES '{settings}'``. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from unisono.launch import LaunchOptions, launch
+
+if __name__ == "__main__":
+    run_dir, processes, settings = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    options = LaunchOptions(
+        processes=processes, threads=1, numa="off", max_restarts=settings.pop("max_restarts", 2), timeout_s=60.0
+    )
+    script = str(Path(__file__).with_name("tiny.py"))
+    command = [sys.executable, script, json.dumps({"run_dir": str(run_dir), **settings})]
+    sys.exit(launch(command, options, run_dir=run_dir, run_id="drill"))
