@@ -1,0 +1,39 @@
+"""A check at start-up that all ranks hold the same thing: configuration, plan, table of parameters."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from unisono.dist.world import World
+from unisono.errors import CommError, Problem
+
+_SHOWN_CHARS = 120
+
+
+def agree(world: World, name: str, value: Any) -> None:
+    """Returns if ``value`` (JSON types) is equal on all ranks, else raises CommError naming the ranks that differ.
+
+    A collective. For large values pass a hash.
+    """
+    texts = [json.dumps(each, sort_keys=True) for each in world.gather_json(value)]
+    counts = Counter(texts)
+    if len(counts) == 1:
+        return
+    # a tie goes to the value of the lowest rank, so that all ranks name the same culprit
+    usual = max(counts, key=lambda text: (counts[text], -texts.index(text)))
+    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    raise CommError(
+        Problem(
+            given=f"{name} is {_short(texts[odd[0]])} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank "
+            f"{', '.join(str(rank) for rank, text in enumerate(texts) if text == usual)}",
+            rule=f"{name} is the same on all {world.world} ranks",
+            consequence="the ranks would train different things, so no step was made",
+            nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others",
+        )
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

@@ -1,0 +1,335 @@
+"""Which process of which job is this? One ``JobSpec``, read from the environment of whatever started the process.
+
+Sources, in two kinds. A *launcher* started exactly this process and numbers it: our own (``UNISONO_*``), torchrun
+(``RANK``, ``WORLD_SIZE`` …) and MXNet's tracker (``DMLC_*``). An *allocation* describes the tasks a launcher may run
+inside: SLURM and Open MPI. The launcher speaks for the process; the allocation numbers it only where no launcher does.
+Two launchers must agree on rank and world. A launcher inside an allocation of N tasks must give a world that is a
+multiple of N: ``srun -N2 --ntasks-per-node=1 torchrun …`` is fine, a forgotten ``WORLD_SIZE=1`` in a task of four is
+not - four runs would write into one folder. Contradictions and half-set groups are errors, never a silent choice.
+
+Imports no torch. The rendezvous itself is ``unisono.dist.world``.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from unisono.errors import LaunchError, Problem
+
+Source = Literal["single", "unisono", "torchrun", "slurm", "openmpi", "dmlc"]
+
+LOOPBACK = "127.0.0.1"
+
+# srun numbers its steps from 0; batch and interactive shells have no step id, or one from here on, and are one process
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """The place of one process in its job.
+
+    ``epoch`` counts the attempts of a run: it is part of every key in the store, so that a restarted group never reads
+    what a dead one left behind. ``listen_fd`` is a listening socket inherited from the launcher (rank 0 only): the port
+    is never free between choosing and using it. ``shared_store`` says that a store already listens at
+    ``master_addr:master_port`` (torchrun's), so rank 0 must not open one.
+    """
+
+    run_id: str = "single"
+    epoch: int = 0
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    local_world: int = 1
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    source: Source = "single"
+    listen_fd: int | None = None
+    shared_store: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """All ranks share this host, so nothing needs to leave the loopback interface."""
+        return self.local_world == self.world
+
+    def environ(self) -> dict[str, str]:
+        """The variables our launcher sets for this process; torch's ``env://`` names go along and say the same."""
+        own = {
+            "UNISONO_RUN_ID": self.run_id,
+            "UNISONO_EPOCH": str(self.epoch),
+            "UNISONO_RANK": str(self.rank),
+            "UNISONO_LOCAL_RANK": str(self.local_rank),
+            "UNISONO_WORLD": str(self.world),
+            "UNISONO_LOCAL_WORLD": str(self.local_world),
+            "UNISONO_MASTER_ADDR": self.master_addr,
+            "UNISONO_MASTER_PORT": str(self.master_port),
+        }
+        if self.listen_fd is not None:
+            own["UNISONO_LISTEN_FD"] = str(self.listen_fd)
+        return own | {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.local_world),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
+    """The JobSpec that ``environ`` describes; world 1 and source ``single`` where nothing numbers this process.
+
+    Raises LaunchError naming both sides where sources contradict each other, and naming what is missing where a source
+    is only half set.
+    """
+    launchers = [job for read in (_own, _torchrun, _dmlc) if (job := read(environ)) is not None]
+    allocations = [job for read in (_slurm, _openmpi) if (job := read(environ)) is not None]
+    for other in launchers[1:]:
+        if (other.rank, other.world) != (launchers[0].rank, launchers[0].world):
+            raise LaunchError(_contradiction(launchers[0], other, "both number this process"))
+    if launchers:
+        for outer in allocations:
+            if launchers[0].world % outer.world:
+                raise LaunchError(
+                    _contradiction(launchers[0], outer, "a world must be a multiple of the tasks it is started in")
+                )
+        return launchers[0]
+    # mpirun starts its daemons as a SLURM step of its own: of the two, Open MPI is the one that numbers processes
+    return allocations[-1] if allocations else JobSpec()
+
+
+# --- the sources ---------------------------------------------------------------------------------------------------
+
+
+def _own(environ: Mapping[str, str]) -> JobSpec | None:
+    names = ("RUN_ID", "EPOCH", "RANK", "LOCAL_RANK", "WORLD", "LOCAL_WORLD", "MASTER_ADDR", "MASTER_PORT")
+    if not _all_or_none(environ, "unisono", [f"UNISONO_{name}" for name in names], marker="UNISONO_RANK"):
+        return None
+    listen_fd = environ.get("UNISONO_LISTEN_FD")
+    return _checked(
+        JobSpec(
+            run_id=environ["UNISONO_RUN_ID"],
+            epoch=_whole(environ, "UNISONO_EPOCH"),
+            rank=_whole(environ, "UNISONO_RANK"),
+            local_rank=_whole(environ, "UNISONO_LOCAL_RANK"),
+            world=_whole(environ, "UNISONO_WORLD"),
+            local_world=_whole(environ, "UNISONO_LOCAL_WORLD"),
+            master_addr=environ["UNISONO_MASTER_ADDR"],
+            master_port=_whole(environ, "UNISONO_MASTER_PORT"),
+            source="unisono",
+            listen_fd=None if listen_fd is None else _whole(environ, "UNISONO_LISTEN_FD"),
+        )
+    )
+
+
+def _torchrun(environ: Mapping[str, str]) -> JobSpec | None:
+    # MASTER_ADDR and MASTER_PORT alone are what people export for srun and mpirun, so they do not announce torchrun
+    identity = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environ]
+    if not identity:
+        return None
+    _all_or_none(environ, "torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"], identity[0])
+    world = _whole(environ, "WORLD_SIZE")
+    return _checked(
+        JobSpec(
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "torchrun"),
+            epoch=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            rank=_whole(environ, "RANK"),
+            local_rank=_whole(environ, "LOCAL_RANK"),
+            world=world,
+            local_world=_whole(environ, "LOCAL_WORLD_SIZE", world if _is_loopback(environ["MASTER_ADDR"]) else 1),
+            master_addr=environ["MASTER_ADDR"],
+            master_port=_whole(environ, "MASTER_PORT"),
+            source="torchrun",
+            shared_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    )
+
+
+def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
+    if "DMLC_ROLE" not in environ:
+        return None
+    role = environ["DMLC_ROLE"]
+    if role != "worker":
+        raise LaunchError(
+            Problem(
+                given=f"DMLC_ROLE={role!r}",
+                rule="a synchronous run has workers only; it needs no scheduler and no parameter server",
+                consequence="this process has nothing to do and was not started",
+                nearest="start the workers alone (tracker option -s 0), or run `unisono train` under torchrun",
+            )
+        )
+    rank_name = "DMLC_RANK" if "DMLC_RANK" in environ else "DMLC_WORKER_ID"
+    names = ["DMLC_NUM_WORKER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", rank_name]
+    _all_or_none(environ, "dmlc", ["DMLC_ROLE", *names], "DMLC_ROLE")
+    rank, world = _whole(environ, rank_name), _whole(environ, "DMLC_NUM_WORKER")
+    on_one_host = _is_loopback(environ["DMLC_PS_ROOT_URI"])
+    return _checked(
+        JobSpec(
+            run_id="dmlc",
+            rank=rank,
+            local_rank=rank if on_one_host else 0,
+            world=world,
+            local_world=world if on_one_host else 1,
+            master_addr=environ["DMLC_PS_ROOT_URI"],
+            master_port=_whole(environ, "DMLC_PS_ROOT_PORT"),
+            source="dmlc",
+        )
+    )
+
+
+def _slurm(environ: Mapping[str, str]) -> JobSpec | None:
+    procid, step = environ.get("SLURM_PROCID"), environ.get("SLURM_STEP_ID")
+    if procid is None or (step is None and procid == "0"):
+        return None
+    names = ["SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID"]
+    _all_or_none(environ, "slurm", names, "SLURM_PROCID")
+    if _whole(environ, "SLURM_STEP_ID") >= _FIRST_SPECIAL_STEP:
+        return None
+    world = _whole(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or str(world)
+    per_node = list(_slurm_counts(counts))
+    node = _whole(environ, "SLURM_NODEID", 0)
+    local_world = per_node[node] if node < len(per_node) else world
+    job_id = environ["SLURM_JOB_ID"]
+    return _checked(
+        JobSpec(
+            run_id=f"slurm-{job_id}.{step}",
+            epoch=_whole(environ, "SLURM_RESTART_COUNT", 0),
+            rank=_whole(environ, "SLURM_PROCID"),
+            local_rank=_whole(environ, "SLURM_LOCALID"),
+            world=world,
+            local_world=local_world,
+            master_addr=_master_addr(environ, "slurm", LOOPBACK if local_world == world else first_slurm_host(nodes)),
+            master_port=_master_port(environ, f"slurm-{job_id}"),
+            source="slurm",
+        )
+    )
+
+
+def _openmpi(environ: Mapping[str, str]) -> JobSpec | None:
+    names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if not _all_or_none(environ, "openmpi", names, "OMPI_COMM_WORLD_RANK"):
+        return None
+    rank, world, local_rank, local_world = (_whole(environ, name) for name in names)
+    # one name per mpirun, the same on all its ranks: Open MPI 5 (PMIx), then Open MPI 4
+    run_id = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "openmpi"
+    return _checked(
+        JobSpec(
+            run_id=run_id,
+            rank=rank,
+            local_rank=local_rank,
+            world=world,
+            local_world=local_world,
+            master_addr=_master_addr(environ, "openmpi", LOOPBACK if local_world == world else None),
+            master_port=_master_port(environ, run_id),
+            source="openmpi",
+        )
+    )
+
+
+# --- reading and checking ------------------------------------------------------------------------------------------
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"[0-9]{1,18}", text.strip()):
+        raise LaunchError(
+            Problem(
+                given=f"{name}={text!r}",
+                rule="it is a whole number, 0 or more",
+                consequence="this process does not know its place in the job and was not started",
+                nearest=f"unset {name}, or let the launcher set it",
+            )
+        )
+    return int(text)
+
+
+def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], marker: str) -> bool:
+    """Whether this source is there, which its ``marker`` says; raises when it is there in part only."""
+    if marker not in environ:
+        return False
+    missing = [name for name in names if name not in environ]
+    if missing:
+        present = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
+        raise LaunchError(
+            Problem(
+                given=f"{source} set {present} but not {', '.join(missing)}",
+                rule=f"{source} sets all of {', '.join(names)}, or none",
+                consequence="this process does not know its place in the job and was not started",
+                nearest=f"set {', '.join(missing)}, or unset {marker} to run as one process",
+            )
+        )
+    return True
+
+
+def _checked(job: JobSpec) -> JobSpec:
+    def wrong() -> Iterator[tuple[str, str]]:
+        if job.world < 1 or not 0 <= job.rank < job.world:
+            yield f"rank {job.rank} of world {job.world}", "0 <= rank < world"
+        if not 1 <= job.local_world <= max(job.world, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
+            yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
+        if not 0 <= job.master_port < 2**16:
+            yield f"port {job.master_port}", "a port is at most 65535"
+
+    problems = [
+        Problem(
+            given=f"{job.source} gives {given}",
+            rule=rule,
+            consequence="this process does not know its place in the job and was not started",
+            nearest="let the launcher set these variables, and export none of them by hand",
+        )
+        for given, rule in wrong()
+    ]
+    if problems:
+        raise LaunchError(*problems)
+    return job
+
+
+def _contradiction(a: JobSpec, b: JobSpec, rule: str) -> Problem:
+    return Problem(
+        given=f"{a.source} says rank {a.rank} of {a.world}, {b.source} says rank {b.rank} of {b.world}",
+        rule=rule,
+        consequence="guessing would start several runs in one folder, so nothing was started",
+        nearest=f"unset the variables of {a.source} or of {b.source}, whichever is a leftover",
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _master_addr(environ: Mapping[str, str], source: str, default: str | None) -> str:
+    address = environ.get("MASTER_ADDR") or default
+    if address is None:
+        raise LaunchError(
+            Problem(
+                given=f"{source} started ranks on several hosts and does not say where rank 0 is",
+                rule="all ranks meet at MASTER_ADDR",
+                consequence="the ranks cannot find each other, so nothing was started",
+                nearest="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
+            )
+        )
+    return address
+
+
+def _master_port(environ: Mapping[str, str], run_id: str) -> int:
+    """MASTER_PORT, or one that every rank derives alike from the job's name; two jobs of a host rarely share it."""
+    return _whole(environ, "MASTER_PORT", 20000 + zlib.crc32(run_id.encode()) % 12000)
+
+
+def _slurm_counts(text: str) -> Iterator[int]:
+    """``"2(x3),1"`` -> 2, 2, 2, 1 (SLURM_TASKS_PER_NODE)."""
+    for count, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text):
+        yield from [int(count)] * int(times or 1)
+
+
+def first_slurm_host(nodelist: str | None) -> str | None:
+    """``"gpu[07-09,12],big1"`` -> ``"gpu07"``; None for an empty list."""
+    match = re.match(r"([^\[,]+)(?:\[([0-9]+)[^\]]*\]([^,]*))?", nodelist or "")
+    return None if match is None else "".join(part or "" for part in match.groups())

@@ -1,0 +1,140 @@
+"""Notice of a stop that arrives even while the main thread is blocked in a collective.
+
+A Python signal handler runs only when the main thread is back in the interpreter; a rank that waits for a hung peer
+inside ``all_reduce`` sees its SIGTERM after the timeout, when the grace period is over. The interpreter's C-level
+handler does run at once, and all it does is write one byte to the wakeup descriptor. A thread reads it. The Python
+handler itself is empty. (``sigwait`` in a thread is no way out: native threads do not share the mask, and one of them
+receives the signal with its default action.)
+
+What a stop leads to - agreeing on a last step, saving, exit 75 - is decided by who reads ``requested``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class StopNotice:
+    """Context manager that turns SIGTERM and SIGINT into ``requested``; enter it on the main thread.
+
+    ``signals`` may be any others too, such as SIGUSR1 where a batch system warns with that one. A second SIGINT has its
+    default effect again and ends the process at once: the user insists.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+        self.signals = tuple(signals)
+        self._event = threading.Event()
+        self.signal_name: str | None = None
+        self.at_monotonic_s: float | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._wakeup_fd = -1
+        self._reader: threading.Thread | None = None
+        self._write_end: socket.socket | None = None
+
+    @property
+    def requested(self) -> bool:
+        """A stop signal has arrived since the context was entered."""
+        return self._event.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a stop is requested or ``timeout_s`` has passed; says whether it is."""
+        return self._event.wait(timeout_s)
+
+    def __enter__(self) -> StopNotice:
+        global _active
+        if self._reader is not None or _active is not None:
+            raise RuntimeError("a StopNotice is already active: one process, one notice")
+        read_end, write_end = socket.socketpair()
+        write_end.setblocking(False)
+        try:
+            # both raise ValueError outside the main thread, before anything has been changed
+            self._wakeup_fd = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
+        except ValueError:
+            read_end.close()
+            write_end.close()
+            raise
+        self._write_end = write_end
+        self._reader = threading.Thread(target=self._read, args=(read_end,), name="unisono-stop-notice", daemon=True)
+        self._reader.start()
+        self._handlers = {number: signal.signal(number, _nothing) for number in self.signals}
+        _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        _active = None
+        for number, handler in self._handlers.items():
+            # None stands for a handler that was not installed from Python; it cannot be put back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
+        if self._write_end is not None and self._reader is not None:
+            # forked children may hold copies of the descriptor: closing ours would not end the reader
+            self._write_end.shutdown(socket.SHUT_RDWR)
+            self._write_end.close()
+            self._reader.join()
+        self._write_end = self._reader = None
+
+    def _read(self, read_end: socket.socket) -> None:
+        interrupts = 0
+        with read_end:
+            while received := read_end.recv(64):
+                for number in received:
+                    if number not in self.signals:
+                        continue
+                    if not self._event.is_set():
+                        self.signal_name = signal.Signals(number).name
+                        self.at_monotonic_s = time.monotonic()
+                        self._event.set()
+                    interrupts += number == signal.SIGINT
+                    if interrupts == 2:
+                        _insist()
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Installed so that the C-level handler, which writes the wakeup byte, is."""
+
+
+def _insist() -> None:
+    """SIGINT with its default action, now. signal.signal works on the main thread only, which may never come back."""
+    ctypes.pythonapi.PyOS_setsig(signal.SIGINT.value, ctypes.c_void_p(0))  # 0 is SIG_DFL
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+_active: StopNotice | None = None
+_mask_before_fork: set[Any] = set()
+
+
+# A forked child shares handlers and the wakeup descriptor: a signal meant for the child would look like one of ours, and
+# would not end the child. So stop signals wait while the fork is under way, and the child starts with default actions.
+def _before_fork() -> None:
+    global _mask_before_fork
+    if _active is not None:
+        _mask_before_fork = signal.pthread_sigmask(signal.SIG_BLOCK, _active.signals)
+
+
+def _after_fork_in_parent() -> None:
+    if _active is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork)
+
+
+def _after_fork_in_child() -> None:
+    global _active
+    if _active is not None:
+        signal.set_wakeup_fd(-1)
+        for number in _active.signals:
+            signal.signal(number, signal.SIG_DFL)
+        _active = None
+        signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,56 @@
+"""Last words of a rank survive it, and broken ones do no harm."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from unisono.dist import JobSpec, read_failure, record_failure
+
+JOB = JobSpec(run_id="r", epoch=4, rank=1, local_rank=1, world=2, local_world=2, source="unisono")
+
+
+def boom(text: str) -> ValueError:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        return error
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = record_failure(tmp_path / "logs", JOB, boom("bad sample 7"), step=12)
+    assert path.name == "failure-rank-1.json"
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    failure = read_failure(path.parent, 1, 4)
+    assert failure is not None
+    assert (failure.step, failure.type, failure.message) == (12, "ValueError", "bad sample 7")
+    assert "def boom" not in failure.traceback
+    assert "raise ValueError(text)" in failure.traceback
+    assert [each.name for each in path.parent.iterdir()] == ["failure-rank-1.json"]
+
+
+def test_sameness_is_step_type_and_message(tmp_path: Path) -> None:
+    def recorded(text: str, step: int | None):
+        record_failure(tmp_path, JOB, boom(text), step=step)
+        failure = read_failure(tmp_path, 1, 4)
+        assert failure is not None
+        return failure
+
+    first = recorded("x", 3)
+    assert recorded("x", 3).same_as(first)
+    assert not recorded("x", 4).same_as(first)
+    assert not recorded("y", 3).same_as(first)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"rank": 1}', "[]"])
+def test_missing_or_torn_words_read_as_none(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "failure-rank-1.json").write_text(content)
+    assert read_failure(tmp_path, 1, 4) is None
+
+
+def test_words_of_an_earlier_attempt_are_not_mixed_in(tmp_path: Path) -> None:
+    record_failure(tmp_path, JOB, boom("old"), step=1)
+    assert read_failure(tmp_path, 1, 5) is None

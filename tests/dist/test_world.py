@@ -1,0 +1,379 @@
+"""The collectives, what goes wrong with them, and what is left after them. Real processes on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import WorkersFailed
+from procs import listening, wait_until
+
+from unisono.dist import JobSpec, World, agree, join
+from unisono.errors import CommError, LaunchError
+
+
+def texts(error: CommError) -> str:
+    """The problem as the user reads it, which must have all four parts."""
+    assert all((part.given and part.rule and part.consequence and part.nearest) for part in error.problems)
+    return str(error)
+
+
+# --- it works --------------------------------------------------------------------------------------------------------
+
+
+def every_operation(world: World) -> dict[str, Any]:
+    mine = torch.tensor([1.0, -2.0]) * (world.rank + 1)
+    sent = torch.full((3,), float(world.rank), dtype=torch.bfloat16)
+    side = world.new_group("side")
+    side_sum = side.all_reduce(torch.tensor([world.rank]))
+    side.barrier()
+    world.barrier()
+    side.close()
+    return {
+        "sum": world.all_reduce(mine.clone()).tolist(),
+        "max": world.all_reduce(mine.clone(), "max").tolist(),
+        "min": world.all_reduce(mine.clone(), "min").tolist(),
+        "broadcast": world.broadcast(sent, src=world.world - 1).tolist(),
+        "side": side_sum.item(),
+        "gathered": world.gather_json({"rank": world.rank, "text": "é" * world.rank, "none": None}),
+        "told": world.broadcast_json({"from": world.rank, "shape": (2, 3)}, src=world.world - 1),
+        "group": world.group is not None,
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_operations(pool: Any, ranks: int) -> None:
+    scale = ranks * (ranks + 1) / 2
+    for result in pool.run(every_operation, ranks=ranks):
+        assert result == {
+            "sum": [scale, -2 * scale],
+            "max": [ranks, -2],
+            "min": [1, -2 * ranks],
+            "broadcast": [ranks - 1] * 3,
+            "side": ranks * (ranks - 1) // 2,
+            "gathered": [{"rank": rank, "text": "é" * rank, "none": None} for rank in range(ranks)],
+            "told": {"from": ranks - 1, "shape": [2, 3]},
+            "group": ranks > 1,
+        }
+
+
+def test_one_process_needs_no_group_and_no_port() -> None:
+    before = listening(os.getpid())
+    world = join(JobSpec(), device_type="cpu", timeout_s=1)
+    assert world.group is None
+    assert not torch.distributed.is_initialized()
+    tensor = torch.ones(2)
+    assert world.all_reduce(tensor) is tensor
+    assert world.new_group("side").gather_json((1, 2)) == [[1, 2]]
+    assert listening(os.getpid()) == before
+    world.close()
+    world.close()
+
+
+def big_json(world: World) -> list[int]:
+    return [len(text) for text in world.gather_json("x" * (world.rank * 3_000_000))]
+
+
+def test_json_of_very_unequal_sizes(pool: Any) -> None:
+    assert pool.run(big_json, ranks=2) == [[0, 3_000_000]] * 2
+
+
+def too_big(world: World) -> str:
+    try:
+        world.gather_json("x" * (65 * 2**20))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_json_is_bounded(pool: Any) -> None:
+    assert pool.run(too_big, ranks=2) == ["68157442 bytes of JSON; at most 67108864 are exchanged between ranks"] * 2
+
+
+def two_threads(world: World) -> tuple[float, float]:
+    """Collectives of two groups at once, as training and an asynchronous save have it, in no common order."""
+    side = world.new_group("checkpoint")
+    own, other = torch.ones(2), torch.ones(50_000)
+
+    def save() -> None:
+        for _ in range(40):
+            side.all_reduce(own, "max")
+            side.gather_json({"rank": world.rank})
+
+    saver = threading.Thread(target=save)
+    saver.start()
+    for _ in range(60):
+        world.all_reduce(other, "max")
+    saver.join()
+    return own.sum().item(), other.max().item()
+
+
+def test_a_group_of_its_own_keeps_saves_and_training_apart(pool: Any) -> None:
+    assert pool.run(two_threads, ranks=2) == [(2.0, 1.0)] * 2
+
+
+# --- what it opens, and what it leaves -------------------------------------------------------------------------------
+
+
+def open_files() -> set[str]:
+    found = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found.add(f"{fd.name} {os.readlink(fd)}")
+        except OSError:
+            continue
+    return found
+
+
+def footprint(job: JobSpec) -> dict[str, Any]:
+    """Listeners while two groups are open, then threads, files and environment before and after them."""
+    # the first group of a process starts things of torch's own that stay, such as the pipe of its event loop
+    join_and_leave(replace(job, run_id="warm-up", listen_fd=os.dup(job.listen_fd) if job.listen_fd else None))
+    files, threads = open_files(), native_threads()
+    interfaces: list[str | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("init_process_group", "new_group"):
+            patch.setattr(torch.distributed, name, noting_interface(interfaces, getattr(torch.distributed, name)))
+        world = join(job, device_type="cpu", timeout_s=20)
+        side = world.new_group("side")
+    side.barrier()
+    listeners = listening(os.getpid())
+    world.barrier()
+    world.close()
+    side.close()
+    wait_until(lambda: native_threads() == threads, "the threads of the groups are gone")
+    return {
+        "listeners": listeners,
+        "listening_after": listening(os.getpid()),
+        "files": sorted(open_files() - files),
+        "python_threads": threading.active_count(),
+        "interfaces": [*interfaces, os.environ.get("GLOO_SOCKET_IFNAME")],
+    }
+
+
+def noting_interface(seen: list[str | None], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A host whose name resolves to loopback would hide that gloo goes by the host's name, so look at what it is told."""
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.append(os.environ.get("GLOO_SOCKET_IFNAME"))
+        return function(*args, **kwargs)
+
+    return noting
+
+
+def join_and_leave(job: JobSpec) -> None:
+    world = join(job, device_type="cpu", timeout_s=20)
+    world.barrier()
+    world.close()
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_only_loopback_listens_and_nothing_stays(pool: Any) -> None:
+    for rank, seen in enumerate(pool.run(footprint, ranks=2, joined=False)):
+        loopback = [where for where in seen["listeners"] if where.startswith("0100007F:")]
+        assert seen["listeners"] == loopback, "a listener on another interface than 127.0.0.1"
+        # gloo's two groups, and the store on rank 0
+        assert len(loopback) == (3 if rank == 0 else 2)
+        # the listening socket given to rank 0 of the first meeting is spent with the second one
+        assert seen["listening_after"] == []
+        assert seen["files"] == []
+        assert seen["python_threads"] == 1
+        assert seen["interfaces"] == ["lo", "lo", None]
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def peer_killed(world: World, folder: str) -> None:
+    """The killed rank fails the call as a whole, so the survivor's words come back through a file."""
+    pid = world.gather_json(os.getpid())[1]
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommError) as caught:
+        world.all_reduce(torch.ones(1000))
+    (Path(folder) / "words").write_text(texts(caught.value).replace(f"(pid {pid})", "(its pid)"))
+
+
+def test_a_dead_peer_is_named(pool: Any, tmp_path: Path) -> None:
+    with pytest.raises(WorkersFailed) as caught:
+        pool.run(peer_killed, str(tmp_path), ranks=2)
+    assert caught.value.outcomes == ["ok", "exit code -9"]
+    text = (tmp_path / "words").read_text()
+    assert text.startswith("all_reduce(sum) #2 of 4000 bytes in group 'default' failed on rank 0 of 2 after ")
+    assert text.splitlines()[0].endswith(" s: rank 1 (its pid) has ended")
+    assert "rule: every rank takes part in every collective within 20 s" in text
+    assert "so:   the ranks are no longer in step, and this process cannot go on" in text
+    assert "try:  start again from the newest checkpoint" in text
+
+
+def peer_stopped(world: World) -> str:
+    pids = world.gather_json(os.getpid())
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "went on"
+    try:
+        world.barrier()
+    except CommError as error:
+        os.kill(pids[1], signal.SIGCONT)
+        return texts(error)
+    return "no error"
+
+
+def test_a_hang_ends_with_the_timeout_and_names_the_stopped_rank(pool: Any) -> None:
+    text, other = pool.run(peer_stopped, ranks=2, comm_timeout_s=1.5)
+    assert other == "went on"
+    assert "barrier #2 in group 'default' failed on rank 0 of 2" in text
+    assert text.splitlines()[0].endswith(") is stopped")
+    assert "within 1.5 s" in text
+
+
+def one_skips(world: World) -> str:
+    """Rank 2 leaves out a collective, and so waits in another one than the rest."""
+    try:
+        if world.rank != 2:
+            world.all_reduce(torch.ones(8))
+        else:
+            world.new_group("other").barrier()
+        world.barrier()
+    except CommError as error:
+        return texts(error).splitlines()[0]
+    return "no error"
+
+
+def test_a_rank_that_is_elsewhere_is_named(pool: Any) -> None:
+    said = pool.run(one_skips, ranks=3, comm_timeout_s=2)
+    for rank in (0, 1):
+        assert "all_reduce(sum) #1 of 32 bytes" in said[rank]
+        assert "rank 2 waits in new_group('other') #1" in said[rank]
+
+
+def disagreeing(world: World) -> str:
+    agree(world, "the seed", {"a": 1, "b": [2]})
+    agree(world, "key order", {"a": 1, "b": 2} if world.rank else {"b": 2, "a": 1})
+    try:
+        agree(world, "the plan", {"dp": 3 if world.rank == 1 else 2})
+    except CommError as error:
+        return texts(error)
+    return "no error"
+
+
+def test_disagreement_names_the_odd_rank_on_all_ranks(pool: Any) -> None:
+    said = pool.run(disagreeing, ranks=3)
+    assert said[0] == said[1] == said[2]
+    assert said[0].startswith('the plan is {"dp": 3} on rank 1 and {"dp": 2} on rank 0, 2\n')
+    assert "rule: the plan is the same on all 3 ranks" in said[0]
+    assert "try:  start rank 1 with the same code, configuration and environment as the others" in said[0]
+
+
+def test_a_tie_counts_rank_0_as_usual(pool: Any) -> None:
+    for text in pool.run(disagreeing, ranks=2):
+        assert text.startswith('the plan is {"dp": 3} on rank 1 and {"dp": 2} on rank 0\n')
+
+
+def test_agreement_of_one() -> None:
+    agree(World(JobSpec()), "anything", {"x": 1})
+
+
+# --- meeting ---------------------------------------------------------------------------------------------------------
+
+
+def alone(port: int = 0, **changes: Any) -> JobSpec:
+    return JobSpec(run_id="r", world=2, local_world=2, master_port=port, source="torchrun", **changes)
+
+
+def test_port_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError) as caught:
+            join(alone(port), device_type="cpu", timeout_s=1)
+    text = str(caught.value)
+    assert f"rank 0 was told to listen at 127.0.0.1:{port}, and another process already does" in text
+    assert "the ranks would meet in a foreign job, so nothing was started" in text
+    assert "try:  MASTER_PORT=" in text
+    assert f"MASTER_PORT={port} " not in text
+    assert caught.value.exit_code == 2
+
+
+def test_an_address_of_another_host() -> None:
+    with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 203\.0\.113\.7:\d+ \("):
+        join(alone(4000, master_addr="203.0.113.7"), device_type="cpu", timeout_s=1)
+    with pytest.raises(LaunchError, match=r"the master address 'no-such-host\.invalid' has no meaning on this host"):
+        join(alone(4000, master_addr="no-such-host.invalid"), device_type="cpu", timeout_s=1)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        job = JobSpec(
+            run_id="r", world=3, local_world=3, master_port=port, source="unisono", listen_fd=os.dup(server.fileno())
+        )
+        with pytest.raises(CommError) as caught:
+            join(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.3)
+    assert str(caught.value).startswith("ranks 1, 2 of 3 did not arrive within 0.3 s (seen from rank 0)")
+
+
+def test_a_store_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with pytest.raises(CommError) as caught:
+        join(alone(port, rank=1, local_rank=1), device_type="cpu", timeout_s=5, meet_timeout_s=0.5)
+    assert f"rank 1 of 2 found no store at 127.0.0.1:{port} in 0.5 s" in str(caught.value)
+
+
+def meet_at_a_given_port(job: JobSpec, port: int) -> list[str]:
+    """As srun, mpirun and exported variables have it: nobody holds the port beforehand."""
+    world = join(replace(job, master_port=port, listen_fd=None), device_type="cpu", timeout_s=20)
+    seen = listening(os.getpid())
+    world.barrier()
+    world.close()
+    return [where for where in seen if where.endswith(f":{port:04X}")]
+
+
+def test_rank_0_listens_at_the_master_address_alone(pool: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert pool.run(meet_at_a_given_port, port, ranks=2, joined=False) == [[f"0100007F:{port:04X}"], []]
+
+
+def meet(job: JobSpec, port: int) -> tuple[int, float]:
+    """Joins at a store that outlives this attempt, as torchrun's does; the epochs of the ranks differ on purpose."""
+    if job.rank == 0:
+        # the others look first, and find a complete handshake: that of the dead
+        time.sleep(0.5)
+    world = join(
+        replace(job, master_port=port, listen_fd=None, shared_store=True, epoch=job.rank),
+        device_type="cpu",
+        timeout_s=20,
+    )
+    total = world.all_reduce(torch.ones(1)).item()
+    epoch = world.job.epoch
+    world.close()
+    return epoch, total
+
+
+def test_a_store_full_of_an_earlier_attempts_keys_does_no_harm(pool: Any) -> None:
+    from torch.distributed import TCPStore
+
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=server.detach())
+    for _ in range(2):
+        # the same number of ranks again, and keys of ranks that no longer exist
+        for ranks in (3, 2, 2):
+            assert pool.run(meet, port, ranks=ranks, joined=False) == [(0, float(ranks))] * ranks
+    stale = json.loads(store.get("unisono/pool/offer"))
+    assert len(stale["tokens"]) == 2
+    assert store.num_keys() > 15, "the earlier attempts' keys were there all the time"
