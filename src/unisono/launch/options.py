@@ -1,0 +1,24 @@
+"""Settings of the local launcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.config import option
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchOptions:
+    """How many processes run on this host, with what share of it, and how patient their launcher is."""
+
+    processes: int = option(0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0)
+    threads: int = option(0, "CPU threads of each process; 0 = an even share of the physical cores allowed.", ge=0)
+    allocator: str = option(
+        "tuned", "C allocator: 'tuned' keeps freed memory for the next step.", choices=("tuned", "system")
+    )
+    numa: str = option(
+        "bind", "'bind' pins each of several processes to neighbouring cores of its own.", choices=("bind", "off")
+    )
+    max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
+    timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)
+    grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)

@@ -1,0 +1,101 @@
+"""What each process of a launch gets of this host, decided once, set explicitly and written down.
+
+A launcher that leaves threads to chance makes the same job give other bits under another launcher, as torchrun sets one
+thread and mpirun none. Variables the user has set stay as they are; what is in force, and from where, is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.launch.host import allowed_cores, count_accelerators, cpu_quota, shares
+from unisono.launch.options import LaunchOptions
+
+# glibc hands large blocks back to the kernel on every free, and each step faults its activations in again, page by page
+# (measured: 140 000 faults a step become 13). These keep freed memory in the process, in huge pages where the kernel
+# allows them by madvise; the price is a resident size that stays near its peak. Other allocators ignore them.
+TUNED_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "MALLOC_TOP_PAD_": "268435456",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+# GNU OpenMP's threads spin at the end of each parallel region. On a host with other work they spin away the time slice
+# of the thread they wait for: a step took 1.9 s instead of 0.3 s; on a quiet host a short spin costs nothing (docs/log.md).
+_SPIN = {"GOMP_SPINCOUNT": "1000"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """``affinity`` holds the logical CPUs of each process, or is None when they are not pinned; ``*_from`` says why."""
+
+    processes: int
+    threads: int
+    threads_from: str
+    waiting: dict[str, str]
+    allocator: dict[str, str]
+    affinity: list[list[int]] | None
+    numa: str
+    cores_allowed: int
+    cpu_quota: float | None
+
+    def environ(self) -> dict[str, str]:
+        """Variables for every process of the launch."""
+        return {name: str(self.threads) for name in _THREAD_VARIABLES} | self.waiting | self.allocator
+
+    def record(self) -> dict[str, Any]:
+        """The same as JSON types, for ``launch.json`` and the workers' ``run_start`` event."""
+        return asdict(self)
+
+
+def divide_host(options: LaunchOptions, environ: Mapping[str, str] | None = None) -> Share:
+    """The share of each process under ``options``, on this host and under ``environ`` (default: this process's)."""
+    environ = os.environ if environ is None else environ
+    processes = options.processes or max(1, count_accelerators())
+    cores = allowed_cores()
+    quota = cpu_quota()
+    usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
+    threads, threads_from = _threads(options, environ, usable, processes)
+    affinity, numa = _affinity(options, processes)
+    allocator = TUNED_ALLOCATOR if options.allocator == "tuned" else {}
+    return Share(
+        processes=processes,
+        threads=threads,
+        threads_from=threads_from,
+        waiting={name: environ.get(name, value) for name, value in _SPIN.items()},
+        allocator={name: environ.get(name, value) for name, value in allocator.items()},
+        affinity=affinity,
+        numa=numa,
+        cores_allowed=len(cores),
+        cpu_quota=quota,
+    )
+
+
+def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, processes: int) -> tuple[int, str]:
+    if options.threads:
+        return options.threads, "launch.threads"
+    given = environ.get(_THREAD_VARIABLES[0], "")
+    if given.isdigit() and int(given) > 0:
+        return int(given), f"environment {_THREAD_VARIABLES[0]}"
+    return max(1, usable // processes), f"{usable} usable cores / {processes} processes"
+
+
+def _affinity(options: LaunchOptions, processes: int) -> tuple[list[list[int]] | None, str]:
+    if options.numa == "off":
+        return None, "off"
+    if processes == 1:
+        return None, "not pinned: one process has the whole host"
+    if not hasattr(os, "sched_setaffinity"):
+        return None, "not pinned: this system has no affinity call"
+    cores = allowed_cores()
+    divided = shares(cores, processes)
+    if divided is None:
+        return None, f"not pinned: {processes} processes on {len(cores)} cores"
+    return divided, "bind"

@@ -1,0 +1,412 @@
+"""The launcher's promises, with real processes that crash, hang, stop and are killed. The workers here need no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import run, start
+from procs import command_lines, is_running, listening, marked, wait_until
+
+from unisono.errors import LaunchError
+from unisono.launch import LaunchOptions, launch
+
+# --- how it ends -----------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_end_well(tmp_path: Path) -> None:
+    script = """
+assert (job.source, job.world, job.local_world) == ("unisono", 2, 2)
+assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(job.rank), "2")
+assert sys.stdin.read() == ""
+print("hello from", job.rank)
+seen("env", json.dumps({
+    "launch": json.loads(os.environ["UNISONO_LAUNCH"]), "cpus": sorted(os.sched_getaffinity(0)),
+    "omp": os.environ["OMP_NUM_THREADS"], "mmap": os.environ["MALLOC_MMAP_THRESHOLD_"], "pgid": os.getpgid(0) == os.getpid(),
+}))
+"""
+    launched = start(script, tmp_path)
+    out, _ = launched.process.communicate(timeout=60)
+    assert launched.process.returncode == 0
+    # rank 0 has the launcher's terminal, the others have logs
+    assert out == "hello from 0\n"
+    log = launched.run_dir / "logs" / "rank-1.attempt-0.log"
+    assert log.read_text() == "hello from 1\n"
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    record = launched.record()
+    assert record["processes"] == 2
+    assert record["run_id"] == "test"
+    assert record["allocator"]["MALLOC_TOP_PAD_"] == "268435456"
+    assert record["attempts"] == [
+        {"attempt": 0, "exit_codes": [0, 0], "stopped_by": None, "root_rank": None, "failure": None}
+    ]
+    for rank in (0, 1):
+        told = json.loads((launched.run_dir / f"env.{rank}.0").read_text())
+        share = record["affinity"][rank] if record["affinity"] else None
+        assert told["launch"]["affinity"] == share
+        assert share is None or told["cpus"] == share
+        assert (told["omp"], told["mmap"], told["launch"]["threads"]) == ("1", "4294967296", 1)
+        assert told["pgid"] is True
+    assert sorted(path.name for path in launched.run_dir.iterdir()) == ["env.0.0", "env.1.0", "launch.json", "logs"]
+
+
+def test_a_user_error_is_never_restarted(tmp_path: Path) -> None:
+    code, said, launched = run("sys.exit(2 if job.rank == 1 else 0)", tmp_path)
+    assert code == 2
+    assert "attempt 0: rank 1 (pid " in said
+    assert "ended with exit code 2" in said
+    assert "restarting" not in said
+    assert len(launched.record()["attempts"]) == 1
+
+
+def test_requeue_from_all_is_requeue(tmp_path: Path) -> None:
+    code, said, launched = run("time.sleep(0.2 * job.rank); sys.exit(75)", tmp_path)
+    assert (code, said) == (75, "")
+    assert launched.record()["attempts"][0]["exit_codes"] == [75, 75]
+
+
+def test_a_crash_is_explained_and_restarted_at_the_next_epoch(tmp_path: Path) -> None:
+    script = """
+seen("start", os.environ.get("UNISONO_FAULT"))
+if job.epoch == 0:
+    if job.rank == 1:
+        try:
+            raise ValueError("bad sample 7")
+        except ValueError as error:
+            record_failure(run_dir / "logs", job, error, step=12)
+        sys.exit(1)
+    time.sleep(600)
+"""
+    code, said, launched = run(script, tmp_path, environ={"UNISONO_FAULT": "never@1"})
+    assert code == 0
+    assert "attempt 0: rank 1 (pid " in said
+    assert "launch: it failed in step 12:" in said
+    assert "launch: ValueError: bad sample 7" in said
+    assert "launch: restarting all ranks as attempt 1 (restart 1 of 3)" in said
+    first, second = launched.record()["attempts"]
+    assert (first["exit_codes"], first["root_rank"], first["failure"]) == ([-15, 1], 1, "ValueError: bad sample 7")
+    assert (second["attempt"], second["exit_codes"]) == (1, [0, 0])
+    # a drill hits the first attempt only
+    assert (launched.run_dir / "start.0.0").read_text() == "never@1"
+    assert (launched.run_dir / "start.0.1").read_text() == "None"
+
+
+def test_the_cause_is_named_and_not_the_peer_that_failed_of_it(tmp_path: Path) -> None:
+    script = """
+class CommError(Exception): pass
+def fail(error):
+    record_failure(run_dir / "logs", job, error, step=3)
+    sys.exit(1)
+if job.rank == 0:
+    fail(CommError("all_reduce failed"))
+time.sleep(0.3)
+fail(ZeroDivisionError("the cause"))
+"""
+    code, said, _ = run(script, tmp_path, max_restarts=0)
+    assert code == 1
+    assert "attempt 0: rank 1 (pid " in said
+    assert "ZeroDivisionError: the cause" in said
+    assert "no restart left of 0 (launch.max_restarts); the newest checkpoint is kept" in said
+
+
+def test_the_same_crash_three_times_is_the_end(tmp_path: Path) -> None:
+    script = """
+if job.rank == 0:
+    record_failure(run_dir / "logs", job, RuntimeError("loss is a banana"), step=41)
+    sys.exit(1)
+time.sleep(600)
+"""
+    code, said, launched = run(script, tmp_path, max_restarts=50)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 3
+    assert "launch: RuntimeError in step 41 on rank 0, 3 times in a row" in said
+    assert "rule: a crash that repeats 3 times is not bad luck" in said
+    assert "so:   the run ends here; the newest checkpoint is kept" in said
+    assert "try:  mend the cause shown above, then type the same command again" in said
+
+
+def test_crashes_that_differ_use_up_the_restarts(tmp_path: Path) -> None:
+    script = """
+record_failure(run_dir / "logs", job, RuntimeError("again"), step=job.epoch)
+sys.exit(1)
+"""
+    code, said, launched = run(script, tmp_path, processes=1, max_restarts=4)
+    assert code == 1
+    assert len(launched.record()["attempts"]) == 5
+    assert "no restart left of 4" in said
+
+
+def test_a_killed_worker_is_told_from_a_crash(tmp_path: Path) -> None:
+    code, said, _ = run(
+        "os.kill(os.getpid(), signal.SIGKILL) if job.rank == 1 else time.sleep(600)", tmp_path, max_restarts=0
+    )
+    assert code == 1
+    assert "was killed by signal 9 (SIGKILL), which this launcher did not send; the kernel" in said
+    assert "memory" in said
+    assert "rank-1.attempt-0.log is empty" in said
+
+
+def test_a_wordless_crash_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    script = """
+if job.rank == 1:
+    print("\\n".join(f"line {n}" for n in range(100)))
+    raise KeyError("no such column")
+time.sleep(600)
+"""
+    code, said, launched = run(script, tmp_path, max_restarts=0)
+    assert code == 1
+    assert f"the end of its log {launched.run_dir}/logs/rank-1.attempt-0.log:" in said
+    assert "KeyError: 'no such column'" in said
+    assert "line 99" in said
+    assert "line 50" not in said
+
+
+def test_a_second_launch_in_the_same_folder_counts_on(tmp_path: Path) -> None:
+    run("print(job.epoch)", tmp_path)
+    _, _, launched = run("print(job.epoch)", tmp_path)
+    assert launched.record()["attempts"][0]["attempt"] == 1
+    assert (launched.run_dir / "logs" / "rank-1.attempt-0.log").read_text() == "0\n"
+    assert (launched.run_dir / "logs" / "rank-1.attempt-1.log").read_text() == "1\n"
+
+
+def test_attempts_of_one_process_are_counted_too(tmp_path: Path) -> None:
+    run("sys.exit(2)", tmp_path, processes=1)
+    _, _, launched = run("seen('epoch')", tmp_path, processes=1)
+    assert (launched.run_dir / "epoch.0.1").exists()
+    assert launched.record()["attempt"] == 1
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group with 48 MiB of memory."""
+    root = Path("/sys/fs/cgroup/memory")
+    limit = "memory.limit_in_bytes"
+    if not root.is_dir():
+        root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    group = root / f"unisono-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(48 * 2**20))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_kill_for_lack_of_memory_is_told_from_other_kills(tmp_path: Path, small_memory: Path) -> None:
+    script = f"""
+if job.rank == 1:
+    Path({str(small_memory / "cgroup.procs")!r}).write_text(str(os.getpid()))
+    hoard = [bytearray(b"x") * 2**20 for _ in range(400)]
+time.sleep(600)
+"""
+    code, said, _ = run(script, tmp_path, max_restarts=0)
+    assert code == 1
+    assert "was killed by signal 9 (SIGKILL), which this launcher did not send; the kernel ended" in said
+    assert "most likely out of memory (smaller micro_batch, recompute, or fewer processes)" in said
+
+
+# --- how it is stopped -----------------------------------------------------------------------------------------------
+
+POLITE = """
+with StopNotice() as notice:
+    seen("ready")
+    assert notice.wait(60)
+seen("stopped", notice.signal_name)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT"), (signal.SIGHUP, "SIGTERM"), (signal.SIGUSR1, "SIGTERM")],
+)
+def test_a_stop_is_passed_on_and_the_requeue_code_comes_back(
+    tmp_path: Path, sent: signal.Signals, received: str
+) -> None:
+    launched = start(POLITE, tmp_path)
+    launched.wait_for("ready.0.0", "ready.1.0")
+    launched.process.send_signal(sent)
+    code, said = launched.finish()
+    assert code == 75
+    assert f"{sent.name}: asking 2 ranks to save and end within 20 s" in said
+    assert [(launched.run_dir / f"stopped.{rank}.0").read_text() for rank in (0, 1)] == [received] * 2
+    assert launched.record()["attempts"][0]["stopped_by"] == sent.name
+
+
+def test_a_launch_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    launched = start(POLITE, tmp_path, prefix=["nohup"])
+    launched.wait_for("ready.0.0", "ready.1.0")
+    launched.process.send_signal(signal.SIGHUP)
+    launched.process.send_signal(signal.SIGTERM)
+    code, said = launched.finish()
+    assert code == 75
+    assert "SIGTERM: asking 2 ranks" in said
+    assert "SIGHUP" not in said
+
+
+def test_a_rank_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
+    launched = start(
+        "if job.rank == 1:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN); seen('ready'); time.sleep(600)\n"
+        + POLITE,
+        tmp_path,
+        grace_s=0.5,
+    )
+    launched.wait_for("ready.0.0", "ready.1.0")
+    launched.process.send_signal(signal.SIGTERM)
+    code, said = launched.finish()
+    assert code == 1
+    assert "stopped by SIGTERM, and not every rank said that its state is committed" in said
+    assert "rank 1 (pid " in said
+    assert "was ended by this launcher (SIGKILL)" in said
+    assert launched.record()["attempts"][0]["exit_codes"] == [75, -9]
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    launched = start(
+        "signal.signal(signal.SIGINT, lambda *_: seen('first')); seen('ready')\nwhile True: time.sleep(1)",
+        tmp_path,
+        grace_s=600.0,
+    )
+    launched.wait_for("ready.0.0", "ready.1.0")
+    launched.process.send_signal(signal.SIGINT)
+    launched.wait_for("first.0.0", "first.1.0")
+    launched.process.send_signal(signal.SIGINT)
+    code, _ = launched.finish()
+    assert code == 1
+    assert launched.record()["attempts"][0]["exit_codes"] == [-9, -9]
+
+
+GRANDCHILDREN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+seen("ready")
+"""
+
+
+def test_a_killed_launcher_takes_workers_and_their_children_along(tmp_path: Path) -> None:
+    launched = start(GRANDCHILDREN + "time.sleep(600)", tmp_path)
+    launched.wait_for("ready.0.0", "ready.1.0")
+    family = [launched.process.pid, *launched.children()]
+    # launcher, guard, two workers, two grandchildren
+    wait_until(lambda: len(launched.children()) == 5, "five descendants")
+    assert len(marked(launched.mark)) == 5
+    launched.process.kill()
+    launched.process.communicate()
+    launched.assert_gone(family)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
+def test_workers_end_with_the_launcher_even_without_the_guard(tmp_path: Path) -> None:
+    launched = start("seen('ready'); time.sleep(600)", tmp_path)
+    launched.wait_for("ready.0.0", "ready.1.0")
+    family = [launched.process.pid, *launched.children()]
+    for guard in set(launched.children()) - set(marked(launched.mark)):
+        os.kill(guard, signal.SIGKILL)
+    launched.process.kill()
+    launched.process.communicate()
+    launched.assert_gone(family)
+
+
+def test_a_worker_that_ends_takes_its_children_along(tmp_path: Path) -> None:
+    # finish() fails if anything of the launch is left
+    code, _, _ = run(GRANDCHILDREN, tmp_path)
+    assert code == 0
+
+
+def test_the_guard_is_not_stopped_by_the_terminal(tmp_path: Path) -> None:
+    launched = start("seen('ready'); time.sleep(600)", tmp_path)
+    launched.wait_for("ready.0.0", "ready.1.0")
+    guards = [pid for pid in launched.children() if pid not in marked(launched.mark)]
+    assert len(guards) == 1
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(guards[0], number)
+    family = [launched.process.pid, *launched.children()]
+    launched.process.kill()
+    launched.process.communicate()
+    launched.assert_gone(family)
+    assert not is_running(guards[0])
+
+
+# --- what it opens, and what it shows --------------------------------------------------------------------------------
+
+
+def test_the_port_is_held_from_the_start_and_free_afterwards(tmp_path: Path) -> None:
+    launched = start("seen('ready', job.master_port); time.sleep(1)", tmp_path)
+    launched.wait_for("ready.0.0", "ready.1.0")
+    port = int((launched.run_dir / "ready.0.0").read_text())
+    holders = {pid: listening(pid) for pid in [launched.process.pid, *launched.children()]}
+    assert [where for where in holders.values() if where] == [[f"0100007F:{port:04X}"]]
+    assert listening(launched.process.pid) == [], "the launcher itself keeps no port"
+    launched.finish()
+    assert f":{port:04X} 00000000:0000 0A" not in Path("/proc/net/tcp").read_text()
+
+
+def test_secrets_stay_out_of_argument_vectors_and_files(tmp_path: Path) -> None:
+    canary = "canary-5f1c9e"
+    launched = start("seen('ready'); time.sleep(1)", tmp_path, environ={"WANDB_API_KEY": canary})
+    launched.wait_for("ready.0.0", "ready.1.0")
+    lines = command_lines()
+    assert "guard.py" in lines
+    assert "worker.py" in lines
+    assert canary not in lines
+    launched.finish()
+    for path in launched.run_dir.rglob("*"):
+        assert path.is_dir() or canary not in path.read_text()
+
+
+# --- what cannot be started ------------------------------------------------------------------------------------------
+
+
+def test_unwritable_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LaunchError) as caught:
+        launch(["true"], LaunchOptions(processes=1), run_dir=tmp_path / "file" / "run", run_id="r")
+    text = str(caught.value)
+    assert f"{tmp_path}/file/run cannot be written (Not a directory)" in text
+    assert "so:   no process was started" in text
+    assert "try:  another run.dir" in text
+
+
+def test_unknown_command(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launch(["no-such-program-here"], LaunchOptions(processes=2), run_dir=tmp_path, run_id="r")
+    assert "'no-such-program-here' cannot be started (No such file or directory)" in str(caught.value)
+    assert f"try:  {sys.executable} -m your_module" in str(caught.value)
+
+
+def test_a_launch_inside_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        launch(["true"], LaunchOptions(), run_dir=tmp_path, run_id="r")
+    assert "this process is rank 1 of 4 of a job that torchrun started" in str(caught.value)
+    assert f"4 jobs would write into {tmp_path}, so nothing was started" in str(caught.value)
+
+
+def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    assert launch([sys.executable, "-S", "-c", ""], LaunchOptions(processes=1), run_dir=tmp_path, run_id="r") == 0
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_the_guard_script_imports_nothing_of_ours() -> None:
+    from unisono.launch import guard
+
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", guard.__file__], input="+999999999\n-999999999\n", text=True, env={}, check=False
+    )
+    assert done.returncode == 0
