@@ -1,0 +1,209 @@
+"""The most a device can multiply: a datasheet's figure where we know the device, a measured matrix product where not.
+
+A device we do not know is never taken for one we do: its ceiling is measured once per (device, threads, dtype, torch
+version) and kept in a small JSON file. Left out: bandwidth, attention kernels, fp8, several devices at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+if TYPE_CHECKING:
+    import torch
+
+_T: Final = 1e12
+_QUIET_SPREAD_FRAC: Final = 0.25
+
+# (pattern of the device name, dense peaks in TFLOP/s by arithmetic). Matrix units, no sparsity, fp32 accumulation; "tf32" is
+# what fp32 products run at when TF32 is allowed, "fp32" without it. First match wins. Sources: the vendors' datasheets
+# and architecture papers; figures they give with sparsity are halved.
+_DATASHEET: Final[tuple[tuple[str, dict[str, float]], ...]] = (
+    # NVIDIA Blackwell: HGX B200 table (8 GPUs: 36 PFLOP/s fp16 and 18 TF32, both with sparsity)
+    (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
+    # NVIDIA H200 datasheet, SXM and NVL columns; H100 datasheet, SXM, PCIe and NVL columns; GH200 datasheet
+    (r"\bH200 NVL\b", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    (r"\bH200\b|\bGH200\b", {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
+    (r"\bH100\b.*\bNVL\b", {"bf16": 835.5, "fp16": 835.5, "tf32": 417.5, "fp32": 60}),
+    (r"\bH100\b.*\bPCIe\b", {"bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}),
+    (r"\bH100\b.*\bHBM3\b|\bH100 SXM", {"bf16": 989.4, "fp16": 989.4, "tf32": 494.7, "fp32": 67}),
+    # NVIDIA A100, A30, A40, A10, A10G datasheets
+    (r"\bA100\b", {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5}),
+    (r"\bA40\b", {"bf16": 149.7, "fp16": 149.7, "tf32": 74.8, "fp32": 37.4}),
+    (r"\bA30\b", {"bf16": 165, "fp16": 165, "tf32": 82, "fp32": 10.3}),
+    (r"\bA10\b", {"bf16": 125, "fp16": 125, "tf32": 62.5, "fp32": 31.2}),
+    (r"\bA10G\b", {"bf16": 70, "fp16": 70, "tf32": 35, "fp32": 35}),
+    # NVIDIA L40S and L4 datasheets
+    (r"\bL40S\b", {"bf16": 362.05, "fp16": 362.05, "tf32": 183, "fp32": 91.6}),
+    (r"\bL4\b", {"bf16": 121, "fp16": 121, "tf32": 60, "fp32": 30.3}),
+    # NVIDIA Ada and GA102 white papers, tables with fp32 accumulation
+    (r"\bRTX 4090\b(?! D| Laptop)", {"bf16": 165.2, "fp16": 165.2, "tf32": 82.6, "fp32": 82.6}),
+    (r"\bRTX 3090\b(?! Ti| Laptop)", {"bf16": 71, "fp16": 71, "tf32": 35.6, "fp32": 35.6}),
+    # NVIDIA V100 and T4 datasheets: no bf16, no TF32
+    (r"\bV100-SXM2\b", {"fp16": 125, "fp32": 15.7}),
+    (r"\bV100-PCIE\b", {"fp16": 112, "fp32": 14}),
+    (r"\bT4\b", {"fp16": 65, "fp32": 8.1}),
+    # AMD CDNA 3 and CDNA 2 datasheets; an MI250X shows up as two devices, each half of it
+    (r"\bMI300X\b|\bMI325X\b", {"bf16": 1307.4, "fp16": 1307.4, "tf32": 653.7, "fp32": 163.4}),
+    (r"\bMI250X\b", {"bf16": 191.5, "fp16": 191.5, "fp32": 47.9}),
+)
+
+_ARITHMETIC: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """``value`` in FLOP/s, where it comes from, and whose it is, for printing beside any share of it."""
+
+    value: float
+    kind: Literal["datasheet", "measured"]
+    name: str
+
+    def __str__(self) -> str:
+        origin = "datasheet, dense" if self.kind == "datasheet" else "measured matrix product"
+        return f"{self.value / _T:.4g} TFLOP/s ({self.name}; {origin})"
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None, tf32: bool = False) -> Peak:
+    """The peak of ``device`` for products of ``dtype``: by datasheet if known, else measured (and kept in ``cache``).
+
+    ``tf32`` says that fp32 products may run as TF32. Measuring takes about a second; do it on one process while the
+    others wait, with the run's thread count set.
+    """
+    name = device_name(device)
+    arithmetic = _ARITHMETIC.get(str(dtype).removeprefix("torch."), "")
+    if arithmetic == "fp32" and tf32:
+        arithmetic = "tf32"
+    known = datasheet_peak(name, arithmetic)
+    if known is not None:
+        return Peak(value=known, kind="datasheet", name=f"{name}, {arithmetic}")
+    return measured_ceiling(device, dtype, cache=cache)
+
+
+def datasheet_peak(name: str, arithmetic: str) -> float | None:
+    """Dense peak in FLOP/s of the device of this name for ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if we do not know.
+
+    A slice of a device (MIG) has a fraction of the peak that its name does not tell: not known.
+    """
+    if re.search(r"\bMIG\b", name):
+        return None
+    for pattern, peaks in _DATASHEET:
+        if re.search(pattern, name, re.IGNORECASE):
+            return peaks[arithmetic] * _T if arithmetic in peaks else None
+    return None
+
+
+def device_name(device: torch.device) -> str:
+    """The name the backend gives the device; on a CPU its model name."""
+    if device.type == "cpu":
+        return _cpu_name()
+    import torch
+
+    backend = getattr(torch, device.type, None)
+    naming = getattr(backend, "get_device_name", None)
+    return str(naming(device)) if callable(naming) else device.type
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or "cpu"
+
+
+def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None) -> Peak:
+    """Rate of a large square matrix product: the median of repeats, with this process's thread count.
+
+    ``cache`` is a JSON file; an entry made by the same device, thread count, dtype and torch version is reused. A
+    figure from a busy machine (quartiles further apart than a quarter of the median) is used but not kept. A damaged or
+    unwritable file only costs a new measurement.
+    """
+    import torch
+
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    where = f"{device_name(device)}, {str(dtype).removeprefix('torch.')}"
+    name = f"{where}, {threads} threads" if threads else where
+    key = f"matmul | {name} | torch {torch.__version__}"
+    entries = _read_cache(cache)
+    known = entries.get(key)
+    if isinstance(known, dict) and isinstance(tflops := cast("dict[str, Any]", known).get("tflops"), int | float):
+        return Peak(value=float(tflops) * _T, kind="measured", name=name)
+    result = time_matmul(device, dtype)
+    if cache is not None and result["spread_frac"] <= _QUIET_SPREAD_FRAC:
+        _write_cache(cache, key, result)
+    return Peak(value=result["tflops"] * _T, kind="measured", name=name)
+
+
+def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1.0) -> dict[str, float]:
+    """Time square products, growing until one takes 20 ms, then repeat within ``budget_s`` (at least five times).
+
+    Returns ``{"tflops", "size", "repeats", "spread_frac"}``: rate at the median time, side of the square, number of
+    repeats, distance of the quartiles over the median.
+    """
+    import torch
+
+    def seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+        _wait(device)
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        _wait(device)
+        return time.perf_counter() - begin
+
+    generator = torch.Generator().manual_seed(0)
+    size, once_s = 256, 0.0
+    while True:
+        a, b = (torch.randn(size, size, generator=generator).to(device=device, dtype=dtype) for _ in range(2))
+        seconds(a, b)  # first call: packing, kernel selection
+        once_s = seconds(a, b)
+        if once_s >= 0.02 or size >= 16384:
+            break
+        size *= 2
+    repeats = max(5, min(50, int(budget_s / once_s)))
+    lower_s, median_s, upper_s = statistics.quantiles((seconds(a, b) for _ in range(repeats)), n=4)
+    return {
+        "tflops": 2 * size**3 / median_s / _T,
+        "size": size,
+        "repeats": repeats,
+        "spread_frac": (upper_s - lower_s) / median_s,
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize(device)
+
+
+def _read_cache(cache: Path | None) -> dict[str, Any]:
+    if cache is None:
+        return {}
+    try:
+        entries = json.loads(cache.read_text())
+    except (OSError, ValueError):
+        return {}
+    return cast("dict[str, Any]", entries) if isinstance(entries, dict) else {}
+
+
+def _write_cache(cache: Path, key: str, result: dict[str, float]) -> None:
+    """Add one entry; the file is replaced as a whole, so a reader never sees half of it."""
+    beside = cache.with_name(f".{cache.name}.{os.getpid()}")
+    with contextlib.suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        entries = _read_cache(cache) | {key: result}
+        try:
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(fd, "w") as file:
+                json.dump(entries, file, indent=1, sort_keys=True)
+            os.replace(beside, cache)
+        finally:
+            beside.unlink(missing_ok=True)

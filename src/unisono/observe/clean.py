@@ -1,0 +1,98 @@
+"""What may be stored or shown: secrets are redacted, control characters do not reach a terminal.
+
+Redaction works on names (``hf_token``, ``AWS_SECRET_ACCESS_KEY``), on ``user:password@`` in URLs, and on
+``name=value``, ``--name value`` and ``"name": "value"`` inside any text. A secret under an innocent name is not
+recognised. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+REDACTED = "[redacted]"
+
+_SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|apikey|authorization|cookie|bearer")
+_KEY_OWNER = re.compile(r"api|access|private|secret|auth|encryption|signing|ssh|hmac")
+_VOCABULARY = re.compile(r"eos|bos|pad|unk|sep|cls|mask|start|end|special")
+
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_URL_USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
+_NAME_BEFORE_VALUE = re.compile(r"(--?)?\b([A-Za-z][\w.-]*)(=|[\"']\s*:\s*|\s+)(?=\S)")
+_VALUE = re.compile(r"\"[^\"]*\"|'[^']*'|[^\s,;&)}\]]+")
+_BEARER = re.compile(r"(?i)\b(bearer\s+|authorization:\s*\w+\s+)[\w.~+/=-]{16,}")
+
+_ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+# C0 and C1 controls, and the marks that reorder or hide text (Trojan Source, CVE-2021-42574)
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
+
+
+@lru_cache(maxsize=4096)
+def is_secret(name: str) -> bool:
+    """Whether a field, variable or option of this name usually holds a secret.
+
+    ``token`` counts only as the last word and not in a tokenizer's names (``eos_token``); ``key`` only after a word
+    such as ``api``. Plural ``tokens`` is a count.
+    """
+    words = [word.lower() for word in _WORDS.findall(name)]
+    if not words:
+        return False
+    before = words[-2] if len(words) > 1 else ""
+    if words[-1] == "token":
+        return _VOCABULARY.fullmatch(before) is None
+    if words[-1] in ("key", "keys"):
+        return _KEY_OWNER.fullmatch(before) is not None
+    return any(_SECRET_WORD.fullmatch(word) for word in words)
+
+
+def redact_text(text: str) -> str:
+    """``text`` without URL user information, bearer credentials and the values of secret-like assignments."""
+    if "://" in text:
+        text = _URL_USERINFO.sub(f"{REDACTED}@", text)
+    if len(text) >= 24:  # shorter than any bearer credential; the usual strings skip the search
+        text = _BEARER.sub(rf"\1{REDACTED}", text)
+    if "=" in text or ":" in text or "--" in text:
+        text = _redact_assigned(text)
+    return text
+
+
+def _redact_assigned(text: str) -> str:
+    """``name=value``, ``--name value`` and ``"name": "value"``; prose such as ``the token is`` stays as it is."""
+    parts: list[str] = []
+    done = 0
+    for match in _NAME_BEFORE_VALUE.finditer(text):
+        dashes, name, between = match.groups()
+        if match.end() < done or (between.isspace() and not dashes) or not is_secret(name):
+            continue
+        value = _VALUE.match(text, match.end())
+        if value is not None and not value.group().startswith(REDACTED):
+            parts += [text[done : match.end()], REDACTED]
+            done = value.end()
+    return "".join([*parts, text[done:]]) if parts else text
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """A copy of nested mappings and sequences with secrets replaced; numbers, booleans and None are never secrets."""
+    if isinstance(value, str):
+        return REDACTED if value and name and is_secret(name) else redact_text(value)
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        return {str(key): redact(item, str(key)) for key, item in entries.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        items = cast("Sequence[Any]", value)
+        cleaned: list[Any] = []
+        option = name
+        for item in items:
+            cleaned.append(redact(item, option))
+            starts_option = isinstance(item, str) and item.startswith("-") and "=" not in item
+            option = cast(str, item) if starts_option else name  # the value follows: ["--token", "abc"]
+        return cleaned
+    return value
+
+
+def printable(text: str, *, newlines: bool = False) -> str:
+    """``text`` without escape sequences and control characters; newlines and tabs become spaces unless ``newlines``."""
+    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _ESCAPE_SEQUENCE.sub("", text))
+    return text.expandtabs(4) if newlines else text.replace("\n", " ").replace("\t", " ")

@@ -1,0 +1,384 @@
+"""The events of a run: one append-only JSONL file per rank, the truth every other view is made from.
+
+A line is one JSON object ``{"kind", "t", "m", "rank", "run", "attempt", ...}``: ``t`` is wall-clock time in seconds
+since 1970, ``m`` a monotonic clock in seconds (comparable within one boot of one machine), ``attempt`` counts the
+processes that worked on this run, from 1. ``step`` in an event counts finished optimizer updates.
+
+Numbers that JSON lacks are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as protobuf's JSON
+mapping does); ``number`` turns them back. Secrets are redacted before anything is written or handed on. Left out:
+rotation, buffering and locking between processes; one process writes one file. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from unisono.errors import ConfigError, Problem
+from unisono.observe.clean import is_secret, redact
+
+Event = dict[str, Any]
+Listener = Callable[[Event], None]
+
+EVENTS_FOLDER: Final = "events"
+NUMBERED: Final = ("step", "eval", "skipped_step", "gradient_stats")  # kinds that lie on the step axis of a run
+ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
+_NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def events_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's events live inside a run folder: ``events/rank00003.jsonl``."""
+    return run_dir / EVENTS_FOLDER / f"rank{rank:05d}.jsonl"
+
+
+class EventLog:
+    """Writes one rank's events and hands each to the listeners, in order, on the thread that emits.
+
+    Every event is one ``write()`` of one whole line on an append-only descriptor, so a killed process loses at most the
+    line it was writing. Neither a full disk nor a failing listener raises into the caller: the listener is detached and
+    a ``sink_failed`` event says so; lines that could not be written are counted and reported by an ``events_lost``
+    event once writing works again. Safe to call from several threads.
+
+    Raises ConfigError when the file cannot be opened for appending as a regular file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        run_id: str,
+        attempt: int,
+        wall_clock: Callable[[], float] = time.time,
+        monotonic_clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self.rank = rank
+        self.run_id = run_id
+        self.attempt = attempt
+        self._wall_clock = wall_clock
+        self._monotonic_clock = monotonic_clock
+        self._lock = threading.RLock()  # re-entrant: a listener may emit
+        self._listeners: list[tuple[str, Listener]] = []
+        self._noticed: set[str] = set()
+        self._plain_names: set[str] = set()
+        self._lost_lines = 0
+        self._fd, self._line_open = _open_for_append(path)
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Record one event.
+
+        ``fields`` are numbers, strings, booleans, None, paths, and lists or mappings of these. Raises TypeError for
+        anything else, a tensor above all: reading one here would be a hidden device synchronisation.
+        """
+        if not ENVELOPE.isdisjoint(fields):
+            taken = sorted(ENVELOPE.intersection(fields))
+            raise TypeError(f"event {kind!r}: {', '.join(taken)} belong to every event and cannot be given as fields")
+        with self._lock:
+            event: Event = {
+                "kind": kind,
+                "t": round(self._wall_clock(), 6),
+                "m": round(self._monotonic_clock(), 6),
+                "rank": self.rank,
+                "run": self.run_id,
+                "attempt": self.attempt,
+            }
+            for name, value in fields.items():
+                # numbers under a name seen before cannot hold a secret: the usual case costs one set look-up
+                if name in self._plain_names and type(value) in (float, int):
+                    event[name] = value
+                    continue
+                if not is_secret(name):
+                    self._plain_names.add(name)
+                event[name] = redact(_plain(value, f"{kind}.{name}"), name)
+            self._write(event)
+            for entry in tuple(self._listeners):
+                self._deliver(entry, event)
+
+    def notice(self, code: str, *, what: str, why: str, cost: str, fix: str) -> None:
+        """Say once per process that a slower path was taken: what, why, what it costs, how to avoid it."""
+        with self._lock:
+            if code in self._noticed:
+                return
+            self._noticed.add(code)
+            self.emit("notice", code=code, what=what, why=why, cost=cost, fix=fix)
+
+    def subscribe(self, listener: Listener, name: str | None = None) -> None:
+        """Hand every later event to ``listener``; the first exception it raises detaches it."""
+        with self._lock:
+            self._listeners.append((name or _name_of(listener), listener))
+
+    def close(self) -> None:
+        """Close the file; later events still reach the listeners, but not the disk. Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _deliver(self, entry: tuple[str, Listener], event: Event) -> None:
+        name, listener = entry
+        if entry not in self._listeners:  # detached while this event was on its way
+            return
+        try:
+            listener(event)
+        except Exception as error:
+            self._listeners.remove(entry)
+            self.emit("sink_failed", sink=name, error=f"{type(error).__name__}: {error}", during=event["kind"])
+
+    def _write(self, event: Event) -> None:
+        if self._fd < 0:
+            return
+        if self._lost_lines:
+            # written alone, before the event that found the disk usable again
+            lost = {name: event[name] for name in ENVELOPE} | {"kind": "events_lost", "lines": self._lost_lines}
+            if self._append(encode(lost)) is not None:
+                self._lost_lines += 1
+                return
+            self._lost_lines = 0
+        error = self._append(encode(event))
+        if error is not None:
+            self._lost_lines = 1
+            for entry in tuple(self._listeners):
+                failed = {name: event[name] for name in ENVELOPE} | {"kind": "sink_failed"}
+                self._deliver(entry, {**failed, "sink": "events", "error": error, "during": event["kind"]})
+
+    def _append(self, line: bytes) -> str | None:
+        """Write a line; returns what went wrong. A line cut short is closed by a newline before the next one."""
+        data = (b"\n" if self._line_open else b"") + line + b"\n"
+        try:
+            written = os.write(self._fd, data)
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        if written == len(data):
+            self._line_open = False
+            return None
+        self._line_open = True
+        return f"OSError: only {written} of {len(data)} bytes could be written to {self.path}"
+
+
+def _open_for_append(path: Path) -> tuple[int, bool]:
+    """An append descriptor for a regular file of mode 0600, and whether its last line lacks its newline."""
+    nofollow = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO must not hang
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | nofollow, 0o600), False
+        except FileExistsError:
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | nofollow)
+    except OSError as error:
+        raise _unusable(path, f"{error.strerror or error}") from error
+    try:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise _unusable(path, "it is not a regular file")
+        return fd, facts.st_size > 0 and os.pread(fd, 1, facts.st_size - 1) != b"\n"
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _unusable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            given=f"events file {path} cannot be opened for appending: {reason}",
+            rule="each rank appends its events to a regular file inside the run folder",
+            consequence="nothing was started",
+            nearest=f"give a run folder you can write, or check with: ls -ld {path.parent} {path}",
+        )
+    )
+
+
+def encode(event: Mapping[str, Any]) -> bytes:
+    """One JSON line without its newline; non-finite numbers by the rule of this module."""
+    try:
+        text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(event), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")  # lone surrogates of undecodable file names
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in cast("list[Any]", value)]
+    return value
+
+
+def _plain(value: Any, where: str) -> Any:
+    """``value`` as JSON types; numpy scalars and arrays are accepted, whoever made them has already synchronised."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return float(value) if isinstance(value, float) else int(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(cast("os.PathLike[str]", value))
+    if isinstance(value, Mapping):
+        entries = cast("Mapping[Any, Any]", value)
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in entries.items()}
+    if isinstance(value, list | tuple | set | frozenset | range):
+        items = cast("Iterable[Any]", value)
+        ordered = sorted(items, key=str) if isinstance(value, set | frozenset) else items
+        return [_plain(item, f"{where}[{i}]") for i, item in enumerate(ordered)]
+    if type(value).__module__ == "numpy":
+        return _plain(value.tolist(), where)
+    raise TypeError(
+        f"event field {where} is a {type(value).__module__}.{type(value).__qualname__}; events take numbers, strings, "
+        "booleans, None, paths, lists and mappings: turn it into one of these at your logging cadence"
+    )
+
+
+def _name_of(listener: Listener) -> str:
+    name = getattr(listener, "name", None) or getattr(listener, "__qualname__", None)
+    return str(name or type(listener).__qualname__)
+
+
+def number(value: Any) -> float | None:
+    """The float behind a number or behind the strings that stand for NaN and infinities; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    return _NON_FINITE.get(value) if isinstance(value, str) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventHistory:
+    """What a file of events holds; ``damaged_lines`` counts from 1, ``torn_tail``: the last line is one of them."""
+
+    path: Path
+    events: tuple[Event, ...]
+    damaged_lines: tuple[int, ...] = ()
+    torn_tail: bool = False
+
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each thing a reader should know about the file."""
+        found: list[str] = []
+        inner = self.damaged_lines[:-1] if self.torn_tail else self.damaged_lines
+        if inner:
+            lines = ", ".join(map(str, inner[:5])) + (", ..." if len(inner) > 5 else "")
+            found.append(f"{self.path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short")
+        if self.torn_tail:
+            found.append(f"{self.path.name}: left out the last line, which is incomplete: its process was killed")
+        return tuple(found)
+
+
+def read_events(path: Path) -> EventHistory:
+    """Read one rank's file. Lines cut short by a kill or a full disk are left out and counted, never guessed.
+
+    Raises FileNotFoundError when there is no such file.
+    """
+    events: list[Event] = []
+    damaged: list[int] = []
+    last_line, complete = 0, True
+    with open(path, "rb") as file:
+        for last_line, line in enumerate(file, start=1):
+            complete = line.endswith(b"\n")
+            event = _decode(line)
+            if event is None:
+                damaged.append(last_line)
+            else:
+                events.append(event)
+    torn_tail = bool(damaged) and damaged[-1] == last_line and not complete
+    return EventHistory(path=path, events=tuple(events), damaged_lines=tuple(damaged), torn_tail=torn_tail)
+
+
+def _decode(line: bytes) -> Event | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return cast(Event, event) if isinstance(event, dict) and "kind" in event else None
+
+
+def next_attempt(path: Path) -> int:
+    """The attempt number of a process that goes on with this file: 1 when there is none, else one more than the last.
+
+    Reads the end of the file only, so it costs the same after a million steps.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 closed by the with below; only a missing file is expected here
+    except FileNotFoundError:
+        return 1
+    with file:
+        end = file.seek(0, os.SEEK_END)
+        reach = 1 << 16
+        while True:
+            start = max(0, end - reach)
+            file.seek(start)
+            lines = file.read(end - start).split(b"\n")
+            for line in reversed(lines if start == 0 else lines[1:]):
+                event = _decode(line)
+                if event is not None and isinstance(event.get("attempt"), int):
+                    return int(event["attempt"]) + 1
+            if start == 0:
+                return 1
+            reach *= 4
+
+
+class Rewind:
+    """Finds, event by event, from which step on earlier attempts are repeated by the current one.
+
+    Feed events in file order. ``see`` returns the first repeated step when this event moves the run back, else None: a
+    ``resumed`` event with ``step`` = k (k updates are in the state) repeats k+1 and later; without one, the first event
+    of an attempt that lies on the step axis repeats its own step and later.
+    """
+
+    def __init__(self) -> None:
+        self._attempt: int | None = None
+        self._resumed = False
+        self._numbered = False
+
+    def see(self, event: Mapping[str, Any]) -> int | None:
+        attempt = event.get("attempt")
+        if attempt != self._attempt:
+            self._attempt, self._resumed, self._numbered = attempt, False, False
+        step = event.get("step")
+        if not isinstance(step, int):
+            return None
+        if event["kind"] == "resumed":
+            self._resumed = True
+            return step + 1
+        # after a resumed event only a step can say more: an evaluation of the loaded state repeats no update
+        if self._numbered or event["kind"] not in (("step",) if self._resumed else NUMBERED):
+            return None
+        self._numbered = True
+        return step
+
+
+def collapse_repeated(events: Sequence[Event]) -> list[Event]:
+    """The history as one run without crashes: of steps that were done again after going back, only the later record.
+
+    Removes events of the kinds in ``NUMBERED``; everything else (checkpoints, failures, restarts) stays,
+    because it happened.
+    """
+    rewind = Rewind()
+    first_repeated = [rewind.see(event) for event in events]
+    kept: list[Event] = []
+    limit = math.inf  # the lowest step any later event went back to
+    for event, back_to in zip(reversed(events), reversed(first_repeated), strict=True):
+        step = event.get("step")
+        if event["kind"] not in NUMBERED or not isinstance(step, int) or step < limit:
+            kept.append(event)
+        if back_to is not None:
+            limit = min(limit, back_to)
+    kept.reverse()
+    return kept

@@ -1,0 +1,217 @@
+"""Where the time of a step goes, and how fast steps pass.
+
+``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` turns finished steps into tokens
+per second and an ETA, leaving out what is not steady training: first steps, compilation, evaluation, checkpoints. Every
+quantity has its unit in its name, every clock can be injected. Left out: device clocks. On an accelerator the caller
+measures phases with device events and hands their seconds to ``StepTimers.take``. Needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+PHASES: Final = ("data_wait", "h2d", "forward", "backward", "comm_exposed", "optimizer", "ckpt_stall")
+_NS_PER_S: Final = 1_000_000_000
+
+
+class _Phase:
+    """Context manager that charges time to one phase. Made once per phase: entering allocates nothing."""
+
+    __slots__ = ("_timers", "elapsed_ns", "outer")
+
+    def __init__(self, timers: StepTimers) -> None:
+        self._timers = timers
+        self.elapsed_ns = 0
+        self.outer = self  # the phase this one interrupts; itself while it is not running
+
+    def __enter__(self) -> None:
+        timers = self._timers
+        now = timers.clock()
+        if self.outer is not self:
+            raise RuntimeError("a phase cannot be entered inside itself")
+        current = timers.current
+        current.elapsed_ns += now - timers.mark_ns
+        timers.mark_ns = now
+        self.outer = current
+        timers.current = self
+
+    def __exit__(self, *exc: object) -> None:
+        timers = self._timers
+        now = timers.clock()
+        self.elapsed_ns += now - timers.mark_ns
+        timers.mark_ns = now
+        timers.current = self.outer
+        self.outer = self
+
+
+class StepTimers:
+    """Host timers of one training thread: ``with timers.phase("forward"): ...``.
+
+    At any moment exactly one phase runs. Entering an inner phase pauses the outer one, time outside all phases is
+    ``other``; so the phases add up to wall time to the nanosecond and nothing is counted twice. Not thread-safe, not
+    re-entrant for the same phase. ``phase`` raises KeyError for a name outside ``PHASES``.
+    """
+
+    __slots__ = ("_other", "_phases", "clock", "current", "mark_ns", "phase")
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.clock = clock
+        self._phases = {name: _Phase(self) for name in PHASES}
+        self._other = _Phase(self)
+        self.current = self._other
+        self.mark_ns = clock()
+        self.phase: Callable[[str], _Phase] = self._phases.__getitem__  # a plain look-up: this runs in the hot loop
+
+    def take(self, device_s: Mapping[str, float] | None = None) -> TimeSplit:
+        """The split since the last ``take`` (or construction); starts the next window. May be called inside a phase.
+
+        ``device_s`` gives phases measured on the device in seconds. They replace the host's figure for that phase,
+        which on an asynchronous device is only the time to launch it; what then remains of the wall time is ``other``,
+        at least 0.
+        """
+        now = self.clock()
+        self.current.elapsed_ns += now - self.mark_ns
+        self.mark_ns = now
+        phases = (*self._phases.values(), self._other)
+        wall_s = sum(phase.elapsed_ns for phase in phases) / _NS_PER_S
+        seconds = {name: phase.elapsed_ns / _NS_PER_S for name, phase in self._phases.items()}
+        other_s = self._other.elapsed_ns / _NS_PER_S
+        for phase in phases:
+            phase.elapsed_ns = 0
+        if device_s:
+            unknown = set(device_s) - set(PHASES)
+            if unknown:
+                raise KeyError(f"unknown phases {sorted(unknown)}; known: {', '.join(PHASES)}")
+            seconds |= device_s
+            other_s = max(0.0, wall_s - sum(seconds.values()))
+        return TimeSplit(wall_s=wall_s, seconds={**seconds, "other": other_s})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeSplit:
+    """Seconds per phase (``PHASES`` and ``other``) over ``wall_s`` seconds of wall time."""
+
+    wall_s: float
+    seconds: Mapping[str, float]
+
+    def fields(self) -> dict[str, float]:
+        """``time/<phase>_frac`` for an event, each a fraction of wall time in 0..1; empty when no time passed."""
+        if self.wall_s <= 0:
+            return {}
+        return {f"time/{name}_frac": seconds / self.wall_s for name, seconds in self.seconds.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Speed over the last window of steady steps; ``eta_s`` also counts the pauses between them."""
+
+    step_s: float
+    tokens_per_s: float
+    tokens_per_s_device: float
+    eta_s: float
+
+    def fields(self) -> dict[str, float]:
+        """The fields of a ``step`` event."""
+        return {
+            "perf/step_s": self.step_s,
+            "perf/tokens_per_s": self.tokens_per_s,
+            "perf/tokens_per_s_device": self.tokens_per_s_device,
+            "eta_s": self.eta_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Steps that were found finished at one moment; a device that runs ahead is asked only every few steps."""
+
+    steps: int
+    tokens: int
+    busy_ns: int  # without the pauses
+    wall_ns: int
+
+
+class RateMeter:
+    """Rolling rates of a run.
+
+    ``steps_total`` is the step the run ends at, ``devices`` the number of devices that share the tokens,
+    ``window_steps`` the length of the window, ``warmup_steps`` how many steps after each (re)start do not count: they
+    pay for allocation and lazy initialisation.
+    """
+
+    def __init__(
+        self,
+        *,
+        steps_total: int,
+        devices: int = 1,
+        window_steps: int = 50,
+        warmup_steps: int = 2,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._steps_total = steps_total
+        self._devices = devices
+        self._warmup_left = warmup_steps
+        self._clock = clock
+        self._window_steps = window_steps
+        self._window: deque[_Reading] = deque()
+        self._steady_tokens = 0
+        self._steady_ns = 0
+        self._steps_done = 0
+        self._paused_ns = 0
+        self._mark_ns = clock()
+
+    def start(self) -> None:
+        """The first step begins now; whatever went before belongs to no step. Without it, construction is the start."""
+        self._mark_ns = self._clock()
+        self._paused_ns = 0
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Time inside (evaluation, a checkpoint's stall) is no step's time. It still counts towards the ETA."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_ns += self._clock() - begin
+
+    def step_done(self, steps_done: int, *, tokens: int, steps: int = 1, exclude: bool = False) -> None:
+        """A step ended: ``steps_done`` updates are finished in all, this one consumed ``tokens`` over all devices.
+
+        Where the device is read every few steps only, call this once per reading, with the number of ``steps`` since
+        the last one and the tokens of all of them. ``exclude`` keeps them out of every rate, for steps that compiled or
+        recaptured a graph.
+        """
+        now = self._clock()
+        reading = _Reading(steps, tokens, now - self._mark_ns - self._paused_ns, now - self._mark_ns)
+        self._mark_ns, self._paused_ns, self._steps_done = now, 0, steps_done
+        if self._warmup_left > 0:
+            self._warmup_left -= steps
+        elif not exclude:
+            self._window.append(reading)
+            while sum(old.steps for old in self._window) - self._window[0].steps >= self._window_steps:
+                self._window.popleft()
+            self._steady_tokens += tokens
+            self._steady_ns += reading.busy_ns
+
+    def rates(self) -> Rates | None:
+        """Rates over the window; None until a steady step has been seen."""
+        busy_s = sum(reading.busy_ns for reading in self._window) / _NS_PER_S
+        if busy_s <= 0:
+            return None
+        steps = sum(reading.steps for reading in self._window)
+        tokens_per_s = sum(reading.tokens for reading in self._window) / busy_s
+        wall_s = sum(reading.wall_ns for reading in self._window) / _NS_PER_S
+        return Rates(
+            step_s=busy_s / steps,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_device=tokens_per_s / self._devices,
+            eta_s=max(0, self._steps_total - self._steps_done) * wall_s / steps,
+        )
+
+    def overall_tokens_per_s(self) -> float | None:
+        """Tokens per second over all steady steps of this process, over all devices; None until there is one."""
+        return self._steady_tokens * _NS_PER_S / self._steady_ns if self._steady_ns > 0 else None

@@ -1,0 +1,54 @@
+"""Settings of what a run shows and records. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from unisono.config import option
+from unisono.errors import Problem, nearest_name
+
+SINK_GROUP: Final = "unisono.sinks"
+BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObserveOptions:
+    console: Literal["auto", "rich", "plain", "off"] = option(
+        "auto", "Progress on rank 0: rich on a terminal, key=value lines elsewhere (auto), one of them, or off."
+    )
+    trackers: tuple[str, ...] = option(
+        ("csv",), "Where step and eval numbers also go: csv, tensorboard, wandb (offline), or an entry point."
+    )
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        for name, count in Counter(self.trackers).items():
+            if count > 1:
+                yield (
+                    "trackers",
+                    Problem(
+                        given=f"tracker {name!r} is listed {count} times",
+                        rule="each tracker is named once",
+                        consequence="its numbers would be written twice",
+                        nearest=f"list {name!r} once",
+                    ),
+                )
+            if name not in BUILT_IN_SINKS and name not in (plugged := sink_plugins()):
+                yield (
+                    "trackers",
+                    Problem(
+                        given=f"unknown tracker {name!r}",
+                        rule=f"a tracker is built in or an installed entry point of the group {SINK_GROUP!r}",
+                        consequence="nothing would be tracked under that name",
+                        nearest=nearest_name(name, [*BUILT_IN_SINKS, *plugged]),
+                    ),
+                )
+
+
+def sink_plugins() -> set[str]:
+    """Names of the sinks other installed packages offer."""
+    from importlib.metadata import entry_points  # slow to import, and seldom needed: every --help passes here
+
+    return {entry.name for entry in entry_points(group=SINK_GROUP)}
