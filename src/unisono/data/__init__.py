@@ -1,0 +1,59 @@
+"""Records to samples to batches. Names are loaded on first use, so that ``unisono.data.options`` needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.data.baseline import bigram_bits_per_byte as bigram_bits_per_byte
+    from unisono.data.dataset import Dataset as Dataset
+    from unisono.data.dataset import as_dataset as as_dataset
+    from unisono.data.dataset import from_map_style as from_map_style
+    from unisono.data.loader import Loader as Loader
+    from unisono.data.loader import StepBatch as StepBatch
+    from unisono.data.loader import eval_batches as eval_batches
+    from unisono.data.loader import share as share
+    from unisono.data.options import DataOptions as DataOptions
+    from unisono.data.order import Order as Order
+    from unisono.data.prepared import Prepared as Prepared
+    from unisono.data.prepared import prepare as prepare
+    from unisono.data.tokenizer import Tokenizer as Tokenizer
+    from unisono.data.tokenizer import check_vocab as check_vocab
+    from unisono.data.tokenizer import load_tokenizer as load_tokenizer
+    from unisono.data.tokens import TokenSet as TokenSet
+    from unisono.data.tokens import TokenWriter as TokenWriter
+    from unisono.data.tokens import open_tokens as open_tokens
+    from unisono.data.windows import TokenWindows as TokenWindows
+
+_HOMES = {
+    "DataOptions": "options",
+    "Dataset": "dataset",
+    "Loader": "loader",
+    "Order": "order",
+    "Prepared": "prepared",
+    "StepBatch": "loader",
+    "TokenSet": "tokens",
+    "TokenWindows": "windows",
+    "TokenWriter": "tokens",
+    "Tokenizer": "tokenizer",
+    "as_dataset": "dataset",
+    "bigram_bits_per_byte": "baseline",
+    "check_vocab": "tokenizer",
+    "eval_batches": "loader",
+    "from_map_style": "dataset",
+    "load_tokenizer": "tokenizer",
+    "open_tokens": "tokens",
+    "prepare": "prepared",
+    "share": "loader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

@@ -1,0 +1,138 @@
+"""What the loader reads: the ``Dataset`` protocol, and an adapter for map-style datasets as PyTorch users know them.
+
+Not here: iterable-style datasets. A stream without random access has no rank-free order to resume in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError, Problem
+
+Batch = dict[str, NDArray[Any]]
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Samples by number, read many at a time. ``fingerprint`` changes whenever any sample would."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        """Named arrays whose first dim is ``len(indices)``; fresh memory that the caller may keep and change."""
+        ...
+
+
+class MapStyle(Protocol):
+    """Anything with a length whose items are samples: ``torch.utils.data.Dataset``, a list, …"""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def as_dataset(data: Dataset | MapStyle) -> Dataset:
+    """``data`` itself where it already is a ``Dataset``, else ``from_map_style(data)``."""
+    return data if isinstance(data, Dataset) else from_map_style(data)
+
+
+def from_map_style(data: MapStyle, *, fingerprint: str = "") -> Dataset:
+    """Read a map-style dataset sample by sample and collate.
+
+    A sample is a dict of named values, a named tuple, a pair (x, y), which becomes ``inputs`` and ``targets``, or one
+    value, which becomes ``inputs``. Values are tensors, arrays or numbers; Python floats become float32, ints int64.
+    A dataset with ``__getitems__`` is asked for all samples of a call at once, as PyTorch does.
+
+    ``fingerprint`` should change when the samples do, so that a resumed run notices; left empty it is the dataset's own
+    ``fingerprint`` attribute, else made of its type and length only. Randomness belongs into the loader's
+    ``transform``, whose generator is keyed by sample: what ``__getitem__`` draws from global generators is not resumed.
+
+    Reading raises ``DataError`` for samples that cannot be stacked: other names, shapes or dtypes than the first one.
+    """
+    kind = type(data)
+    default = f"map:{kind.__module__}.{kind.__qualname__}:{len(data)}"
+    return _MapStyleDataset(data, fingerprint or str(getattr(data, "fingerprint", "")) or default)
+
+
+class _MapStyleDataset:
+    def __init__(self, data: MapStyle, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        ids = cast("list[int]", indices.tolist())
+        many = getattr(self._data, "__getitems__", None)
+        samples = many(ids) if many is not None else [self._data[index] for index in ids]
+        return collate([named(sample) for sample in samples], ids)
+
+
+def named(sample: Any) -> Batch:
+    """One sample as named arrays, by the rules of ``from_map_style``."""
+    if isinstance(sample, Mapping):
+        items = cast("Mapping[str, Any]", sample)
+        return {str(name): _array(str(name), value) for name, value in items.items()}
+    if isinstance(sample, tuple | list):
+        values = cast("Sequence[Any]", sample)
+        fields: tuple[str, ...] = getattr(values, "_fields", ("inputs", "targets"))
+        if len(values) == len(fields):
+            return {name: _array(name, value) for name, value in zip(fields, values, strict=True)}
+        raise _unclear(f"a sample that is a {type(values).__name__} of {len(values)} values")
+    return {"inputs": _array("inputs", sample)}
+
+
+def collate(samples: Sequence[Batch], ids: Sequence[int]) -> Batch:
+    """Stack samples along a new first dim. ``ids`` name them in errors."""
+    first = samples[0]
+    for sample, number in zip(samples, ids, strict=True):
+        if sample.keys() != first.keys():
+            raise _unlike(f"sample {number} has {sorted(sample)}, sample {ids[0]} has {sorted(first)}")
+        for name, value in sample.items():
+            if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
+                raise _unlike(
+                    f"{name!r} of sample {number} is {value.dtype}{list(value.shape)}, "
+                    f"of sample {ids[0]} {first[name].dtype}{list(first[name].shape)}"
+                )
+    return {name: np.stack([sample[name] for sample in samples]) for name in first}
+
+
+def _array(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, float) and not isinstance(value, np.generic):
+        return np.array(value, np.float32)
+    try:
+        array = np.asarray(value)  # a tensor on the CPU shares its memory
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _unclear(f"{name!r} of a sample, {type(value).__name__}: {error}") from error
+    if array.dtype.kind not in "biufc":
+        raise _unclear(f"{name!r} of a sample, {type(value).__name__} of dtype {array.dtype}")
+    return array
+
+
+def _unclear(given: str) -> DataError:
+    return DataError(
+        Problem(
+            given=given,
+            rule="a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value",
+            consequence="it cannot become part of a batch",
+            nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
+        )
+    )
+
+
+def _unlike(given: str) -> DataError:
+    return DataError(
+        Problem(
+            given=given,
+            rule="the samples of a batch have the same names, shapes and dtypes",
+            consequence="they cannot be stacked",
+            nearest="pad or crop in the dataset or in the loader's transform, and give the loss a weight of 0 there",
+        )
+    )

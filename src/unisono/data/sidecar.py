@@ -1,0 +1,225 @@
+"""The sidecar: one memory-mapped file beside a raw payload file, saying what the payload is and where its parts begin.
+
+Layout, everything little-endian:
+
+    offset  bytes  what
+    0       8      magic ``unisidx\\n``
+    8       4      version (1)
+    12      4      bytes of the JSON head, at most 1 MiB
+    16      8      bytes of the whole sidecar file
+    24      16     xxh3-128 of bytes 0..24 followed by the JSON head (canonical, big-endian digest)
+    40      …      JSON head, then zeros up to a multiple of 64
+    …       …      columns, each a raw array at a multiple of 64
+
+The head names the payload (bytes, dtype, xxh3-128), every column (dtype, count, offset, xxh3-128) and the writer's own
+facts. Opening costs O(1) in the number of records: it checks magic, sizes and the head's digest. ``verify`` reads
+everything. Nothing here knows what the payload means: token shards are the first user.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.errors import DataError, Problem
+
+MAGIC: Final = b"unisidx\n"
+VERSION: Final = 1
+_FIXED: Final = struct.Struct("<8sIIQ16s")
+_MAX_HEAD_BYTES: Final = 1 << 20
+_ALIGN: Final = 64
+_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Payload:
+    """The file the sidecar describes."""
+
+    bytes: int
+    dtype: str
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """One array inside the sidecar."""
+
+    dtype: str
+    count: int
+    offset: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """The JSON head."""
+
+    kind: str
+    payload: Payload
+    columns: dict[str, Column]
+    facts: dict[str, str | int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sidecar:
+    """An opened sidecar. ``columns`` are read-only views of the mapped file."""
+
+    path: Path
+    head: Head
+    digest: str
+    columns: dict[str, NDArray[Any]]
+
+
+def map_array(path: Path, dtype: str, *, count: int, offset: int = 0) -> NDArray[Any]:
+    """``count`` items of a file as a read-only array backed by the page cache."""
+    if count == 0:
+        return np.empty(0, dtype)
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, dtype, count=count, offset=offset)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside ``folder`` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, *parts: Any) -> None:
+    """Write the parts (bytes-like) so that ``path`` holds its old content or all of the new one: fsync, then rename."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_sidecar(
+    path: Path, *, kind: str, payload: Payload, columns: Mapping[str, NDArray[Any]], facts: Mapping[str, str | int]
+) -> None:
+    """Write a sidecar atomically. Column dtypes: uint8, uint16, uint32, uint64."""
+    stored = {name: np.ascontiguousarray(column, column.dtype.newbyteorder("<")) for name, column in columns.items()}
+    table = {
+        name: Column(dtype=column.dtype.str, count=column.size, offset=(1 << 63) - 1, xxh3_128=digest_of(column))
+        for name, column in stored.items()
+    }
+    # The offsets stand in the head, whose length moves them: lay out with room for the longest numbers, then pad.
+    room = len(msgspec.json.encode(Head(kind=kind, payload=payload, columns=table, facts=dict(facts))))
+    end = _aligned(_FIXED.size + room)
+    for name, column in stored.items():
+        table[name] = replace(table[name], offset=end)
+        end = _aligned(end + column.nbytes)
+    head = msgspec.json.encode(Head(kind=kind, payload=payload, columns=table, facts=dict(facts))).ljust(room)
+    fixed = _FIXED.pack(MAGIC, VERSION, room, end, b"")[:24]
+    parts: list[Any] = [fixed, xxhash.xxh3_128(fixed + head).digest(), head, _padding(_FIXED.size + room)]
+    for column in stored.values():
+        parts += [_bytes_of(column), _padding(column.nbytes)]
+    write_atomically(path, *parts)
+
+
+def open_sidecar(path: Path, *, kind: str) -> Sidecar:
+    """Open a sidecar of ``kind``. O(1): the contents of payload and columns are not read.
+
+    Raises ``DataError`` naming the file and what is wrong: not a sidecar, another version or kind, cut, damaged head.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            fixed = file.read(_FIXED.size)
+            if len(fixed) < _FIXED.size or not fixed.startswith(MAGIC):
+                raise _damaged(path, "it does not begin like a sidecar")
+            _, version, head_bytes, total, digest = _FIXED.unpack(fixed)
+            if version != VERSION:
+                raise _damaged(path, f"it has version {version}, this unisono reads version {VERSION}")
+            if total != size or head_bytes > min(_MAX_HEAD_BYTES, size - _FIXED.size):
+                raise _damaged(path, f"it has {size} bytes where its head says {total}")
+            raw = file.read(head_bytes)
+    except OSError as error:
+        raise _damaged(path, f"it cannot be read: {error.strerror}") from error
+    if xxhash.xxh3_128(fixed[:24] + raw).digest() != digest:
+        raise _damaged(path, "its head does not match the head's digest")
+    try:
+        head = msgspec.json.decode(raw, type=Head)
+    except msgspec.DecodeError as error:
+        raise _damaged(path, f"its head is not understood: {error}") from error
+    if head.kind != kind:
+        raise _damaged(path, f"it describes {head.kind!r}, not {kind!r}")
+    for name, column in head.columns.items():
+        if not _fits(column, size):
+            raise _damaged(path, f"column {name!r} lies outside the file or has an unknown dtype")
+    if head.payload.dtype not in _DTYPES or head.payload.bytes % np.dtype(head.payload.dtype).itemsize:
+        raise _damaged(path, f"payload dtype {head.payload.dtype!r} does not fit {head.payload.bytes} bytes")
+    columns = {
+        name: map_array(path, column.dtype, count=column.count, offset=column.offset)
+        for name, column in head.columns.items()
+    }
+    return Sidecar(path=path, head=head, digest=digest.hex(), columns=columns)
+
+
+def verify_sidecar(sidecar: Sidecar, payload: NDArray[Any]) -> list[Problem]:
+    """Read payload and columns and compare their digests; an empty list means every byte is as written."""
+    problems: list[Problem] = []
+    if digest_of(payload) != sidecar.head.payload.xxh3_128:
+        problems.append(_damage(sidecar.path, "the payload beside it does not match its digest"))
+    problems.extend(
+        _damage(sidecar.path, f"column {name!r} does not match its digest")
+        for name, column in sidecar.columns.items()
+        if digest_of(column) != sidecar.head.columns[name].xxh3_128
+    )
+    return problems
+
+
+def digest_of(array: NDArray[Any]) -> str:
+    """xxh3-128 of an array's bytes, as hex."""
+    return xxhash.xxh3_128(_bytes_of(array)).hexdigest()
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview | bytes:
+    return memoryview(cast("Any", array)).cast("B") if array.size else b""
+
+
+def _fits(column: Column, size: int) -> bool:
+    if column.dtype not in _DTYPES or column.count < 0 or column.offset < 0 or column.offset % _ALIGN:
+        return False
+    return column.offset + column.count * np.dtype(column.dtype).itemsize <= size
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def _padding(offset: int) -> bytes:
+    return bytes(_aligned(offset) - offset)
+
+
+def _damage(path: Path, what: str) -> Problem:
+    return Problem(
+        given=f"{path}: {what}",
+        rule="a shard and its sidecar are read as they were written, every byte",
+        consequence="nothing of this shard is used",
+        nearest="write the shard again; prepared corpora are rebuilt when their folder is deleted",
+    )
+
+
+def _damaged(path: Path, what: str) -> DataError:
+    return DataError(_damage(path, what))
