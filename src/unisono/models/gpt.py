@@ -1,0 +1,148 @@
+"""A decoder-only transformer, as plain as it gets: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+The layout is Llama's (Touvron et al. 2023), so an export loads as ``LlamaForCausalLM``. Shape letters in comments:
+B batch, T tokens, D dim, H query heads, K key/value heads, E width of a head, F feed-forward width, V vocabulary.
+Left out on purpose: key/value cache, biases, learned positions, anything a config flag would have to turn on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unisono.models.loss import Head
+from unisono.models.options import ModelOptions
+
+LOSS_CHUNK = 1024  # rows of logits that exist at once
+
+
+def rotary_angles(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [..., T, E] of position · theta^(−2i/E), each frequency twice (Su et al. 2021, half-split form)."""
+    exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
+    angles = positions[..., None].float() * theta**-exponent  # [..., T, E/2]
+    angles = torch.cat([angles, angles], dim=-1)  # [..., T, E]
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + E/2]) of x [B, heads, T, E] by its angle; float32 inside, x's dtype outside."""
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with H query heads sharing K key/value heads."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.width = options.heads, options.kv_heads, options.dim // options.heads
+        self.q = nn.Linear(options.dim, self.heads * self.width, bias=False)
+        self.k = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
+        self.v = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
+        self.out = nn.Linear(self.heads * self.width, options.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, T, D]; mask [B, 1, T, T] true where a query may look, or None for plain causal."""
+        q = self.q(x).unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, E]
+        k = self.k(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)  # [B, K, T, E]
+        v = self.v(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)  # [B, K, T, E]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.kv_heads != self.heads:
+            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [B, H, T, E]
+            v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, E]
+        return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.gate = nn.Linear(options.dim, options.hidden_ffn, bias=False)
+        self.up = nn.Linear(options.dim, options.hidden_ffn, bias=False)
+        self.down = nn.Linear(options.hidden_ffn, options.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] → [B, T, D]."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: attention, then feed-forward."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.attention = Attention(options)
+        self.ffn_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.ffn = FeedForward(options)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, D] → [B, T, D]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class GPT(nn.Module):
+    """The whole decoder. ``forward`` returns a :class:`Head`: multiply it out with ``.logits()`` or feed it to the chunked loss.
+
+    Initialisation (Radford et al. 2019): every matrix from N(0, 0.02²), except the two that write into the residual
+    stream, from N(0, 0.02² / (2·layers)), so that the stream's variance does not grow with depth; norms are 1.
+    """
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        if options.vocab_size < 1:
+            raise ValueError("vocab_size is 0: a model needs it resolved from the tokenizer first")
+        self.options = options
+        self.embedding = nn.Embedding(options.vocab_size, options.dim)
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.head = None if options.tied else nn.Linear(options.dim, options.vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights from torch's current generator, in the order of ``named_parameters``."""
+        residual_std = 0.02 / math.sqrt(2 * self.options.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=residual_std if name.endswith(("out.weight", "down.weight")) else 0.02)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Head:
+        """tokens [B, T] int64; positions [B, T] restart in each document; documents [B, T] keep attention inside one."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
+        cos, sin = rotary_angles(positions, self.options.dim // self.options.heads, self.options.rope_theta)
+        if cos.dim() == 3:
+            cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, E]
+        mask = None
+        if documents is not None:
+            same = documents[:, :, None] == documents[:, None, :]  # [B, T, T]
+            mask = same.tril()[:, None]  # [B, 1, T, T]
+        x = self.embedding(tokens)  # [B, T, D]
+        for block in self.blocks:
+            x = block(x, cos, sin, mask)
+        head = self.embedding if self.head is None else self.head
+        return Head(self.norm(x), head.weight, LOSS_CHUNK)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, count: int, *, temperature: float, context: int, seed: int) -> Tensor:
+        """Append ``count`` sampled tokens to tokens [1, T]; temperature 0 takes the likeliest. Own generator: no run's
+        randomness is touched. The whole context of at most ``context`` tokens is recomputed for each token."""
+        generator = torch.Generator(device=tokens.device).manual_seed(seed)
+        for _ in range(count):
+            head = self(tokens[:, -context:])
+            logits = head._replace(hidden=head.hidden[:, -1]).logits().float()  # [1, V]
+            if temperature > 0:
+                choice = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)  # [1, 1]
+            else:
+                choice = logits.argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, choice], dim=1)
+        return tokens

@@ -1,0 +1,91 @@
+"""Cross-entropy over a vocabulary, in chunks of tokens, so that the full matrix of logits never exists.
+
+For N tokens and a vocabulary of V the logits and their gradient take N·V·(2+4) bytes, often the peak of a training step. Here
+each chunk's logits are made, reduced to its loss, turned into gradients at once and dropped: three matrix products per chunk, as
+in the plain way, and max(chunk)·V floats of extra memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Head(NamedTuple):
+    """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
+
+    ``hidden`` [..., dim], ``weight`` [vocab, dim], ``chunk`` rows of logits at a time.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    chunk: int
+
+    def logits(self) -> Tensor:
+        """All logits [..., vocab], for generation and small evaluations."""
+        return F.linear(self.hidden, self.weight)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, logits [rows, vocab]) over the flattened tokens, never all at once."""
+        flat = self.hidden.flatten(0, -2)  # [N, dim]
+        for start in range(0, flat.shape[0], self.chunk):
+            rows = slice(start, min(start + self.chunk, flat.shape[0]))
+            yield rows, F.linear(flat[rows], self.weight)
+
+
+def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted sum of token losses in nats, and the sum of weights; both 0-dim float32 on the device.
+
+    ``targets`` [...] int64 and ``weights`` [...] float32 have the shape of ``head.hidden`` without its last dim.
+    """
+    hidden, weight = head.hidden.flatten(0, -2), head.weight
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(compute), weight.to(compute)
+    flat_weights = weights.flatten().float()
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets.flatten(), flat_weights, head.chunk)  # pyright: ignore[reportAssignmentType]
+    return loss, flat_weights.sum()
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Forward computes the loss and, where asked for, the gradients for an upstream gradient of 1; backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, chunk: int) -> Tensor:
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in (slice(i, i + chunk) for i in range(0, hidden.shape[0], chunk)):
+                x, y, w = hidden[rows], targets[rows, None], weights[rows, None]  # [n, dim], [n, 1], [n, 1]
+                logits = F.linear(x, weight).float()  # [n, vocab]
+                log_norm = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+                loss += ((log_norm - logits.gather(-1, y)) * w).sum()
+                if not (need_hidden or need_weight):
+                    continue
+                # d loss / d logits = w · (softmax − onehot), made in place of the logits
+                grad = logits.sub_(log_norm).exp_().scatter_add_(-1, y, torch.full_like(w, -1.0)).mul_(w).to(x.dtype)
+                if grad_hidden is not None:
+                    torch.mm(grad, weight, out=grad_hidden[rows])
+                if grad_weight is not None:
+                    grad_weight += grad.mT @ x
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (upstream,) = grad_outputs
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * upstream.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * upstream).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )

@@ -1,0 +1,56 @@
+"""Settings of the reference models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unisono.config import option
+from unisono.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """A decoder-only transformer (``unisono.models.gpt``)."""
+
+    layers: int = option(4, "Number of transformer blocks.", ge=1)
+    dim: int = option(128, "Width of the residual stream.", ge=2)
+    heads: int = option(4, "Number of query heads.", ge=1)
+    kv_heads: int = option(2, "Number of key/value heads (grouped-query attention); divides heads.", ge=1)
+    ffn_dim: int = option(0, "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32.", ge=0)
+    vocab_size: int = option(0, "Size of the vocabulary; 0 = the tokenizer's, rounded up to a multiple of 64.", ge=0)
+    dropout: float = option(0.0, "Dropout probability after attention and feed-forward.", ge=0.0, lt=1.0)
+    tied: bool = option(True, "Share the token embedding with the output head.")
+    norm_eps: float = option(1e-5, "Epsilon inside RMSNorm.", gt=0.0)
+    rope_theta: float = option(10000.0, "Base of the rotary position frequencies.", gt=0.0)
+
+    @property
+    def hidden_ffn(self) -> int:
+        """The feed-forward width after the rule for 0: SwiGLU has three matrices, so 8/3 keeps the usual 8·dim² weights."""
+        return self.ffn_dim or -(-8 * self.dim // 3 // 32) * 32
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """Rules that tie two fields together."""
+        if self.dim % self.heads or self.dim // self.heads % 2:
+            legal = [h for h in range(1, self.dim + 1) if self.dim % h == 0 and self.dim // h % 2 == 0]
+            near = sorted(legal, key=lambda h: abs(h - self.heads))[:3]
+            yield (
+                "heads",
+                Problem(
+                    given=f"heads {self.heads} with dim {self.dim}",
+                    rule="dim is divisible by heads, and each head's width is even (rotary pairs)",
+                    consequence="the attention cannot be built",
+                    nearest=f"heads in {{{', '.join(map(str, sorted(near)))}}}",
+                ),
+            )
+        if self.heads % self.kv_heads:
+            legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            yield (
+                "kv_heads",
+                Problem(
+                    given=f"kv_heads {self.kv_heads} with heads {self.heads}",
+                    rule="heads is divisible by kv_heads: each key/value head serves the same number of query heads",
+                    consequence="the attention cannot be built",
+                    nearest=f"kv_heads in {{{', '.join(map(str, legal))}}}",
+                ),
+            )
