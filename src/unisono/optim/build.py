@@ -1,0 +1,92 @@
+"""From options to an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.optim import kernels
+from unisono.optim.groups import Role, roles
+from unisono.optim.layerwise import Lamb, Lars
+from unisono.optim.options import OPTIMIZER_FIELDS, OptimOptions
+from unisono.optim.skipping import make_skippable
+from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
+
+
+def param_groups(model: nn.Module, options: OptimOptions) -> list[dict[str, Any]]:
+    """Up to three groups, ``decay``, ``no_decay`` and ``plain``, parameters in the order of their names.
+
+    See ``groups`` for the rule. Raises ``ConfigError`` for a model without trainable parameters.
+    """
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
+    for name, role in roles(model, options.decay_exclude).items():
+        by_role[role].append(by_name[name])
+    groups = [
+        {
+            "name": role.name.lower(),
+            "params": params,
+            "weight_decay": options.effective_weight_decay if role is Role.DECAY else 0.0,
+            "adapt": role is not Role.PLAIN,
+        }
+        for role, params in by_role.items()
+        if params
+    ]
+    if not groups:
+        raise ConfigError(
+            Problem(
+                given=f"{type(model).__name__} has no parameter that requires a gradient",
+                rule="an optimizer needs something to train",
+                consequence="training would change nothing",
+                nearest="requires_grad_(True) on the layers to train",
+            )
+        )
+    return groups
+
+
+def build_optimizer(model: nn.Module, options: OptimOptions) -> Optimizer:
+    """The optimizer for this model, with all state in place and skippable on the device (see ``skipping``).
+
+    ``adam`` adds ``weight_decay * w`` to the gradient before the moments (L2, Kingma & Ba 2015); ``adamw`` shrinks the
+    weight by ``lr * weight_decay`` beside them (decoupled, Loshchilov & Hutter 2019). torch's fused kernels are used
+    where they take the model's device, dtype and layout; without them a skippable step costs a copy of the state.
+    """
+    groups = param_groups(model, options)
+    betas = (options.beta1, options.beta2)
+    params = [p for group in groups for p in group["params"]]
+    fused = kernels.fused_supported(params, momentum_kernel=options.kind == "sgd")
+    # fused=None lets torch choose between foreach and a loop, by device
+    match options.kind:
+        case "lamb":
+            return Lamb(groups, lr=options.lr, betas=betas, eps=options.eps)
+        case "lars":
+            return Lars(groups, lr=options.lr, momentum=options.momentum, trust_coefficient=options.trust_coefficient)
+        case "sgd":
+            optimizer = torch.optim.SGD(
+                groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=fused or None
+            )
+            state = MOMENTUM_STATE if options.momentum else ()
+        case "adam":
+            optimizer = torch.optim.Adam(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused or None)
+            state = ADAM_STATE
+        case "adamw":
+            optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused or None)
+            state = ADAM_STATE
+        case _:
+            raise ConfigError(
+                Problem(
+                    given=f"optimizer kind {options.kind!r}",
+                    rule="the kind is one of " + ", ".join(OPTIMIZER_FIELDS),
+                    consequence="there is no optimizer",
+                    nearest=nearest_name(options.kind, OPTIMIZER_FIELDS),
+                )
+            )
+    for group in optimizer.param_groups:
+        group["state"] = state
+        for parameter in group["params"]:
+            create_state(optimizer, group, parameter)
+    return make_skippable(optimizer)

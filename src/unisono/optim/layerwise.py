@@ -1,0 +1,201 @@
+"""LAMB and LARS: optimizers whose step length follows the norm of each layer's weight.
+
+Both are ordinary ``torch.optim.Optimizer`` objects and work in any loop, with ``GradScaler`` too. They run torch's
+fused Adam and SGD kernels where torch has them and add the layer-wise rate around them. Norms are those of the whole
+tensor, in float32 (float64 for float64); state has the parameter's dtype. A group with ``adapt=False`` takes the plain step.
+
+Left out: clipping the weight norm (LAMB's phi is the identity, as in the authors' code), AMSGrad, and any closure that
+should see scaled gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.optim import kernels
+from unisono.optim.skipping import make_skippable
+from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
+
+# Scratch memory of one update. On a CPU small enough to stay in cache between the passes (a third less time than all
+# tensors at once); on an accelerator large enough that launches, not memory, are grouped.
+_CPU_BUCKET_BYTES = 1 << 20
+_DEVICE_BUCKET_BYTES = 1 << 28
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+Group = Mapping[str, Any]
+
+
+class Lamb(Optimizer):
+    """LAMB, algorithm 2 of You et al. 2020 (arXiv:1904.00962).
+
+    ``r = mean_hat / (sqrt(square_hat) + eps)``, ``u = r + weight_decay * w``, ``w -= lr * |w| / |u| * u``; the ratio
+    is 1 where either norm is 0 or the group has ``adapt=False``. Decay is decoupled and part of the adapted update.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        adapt: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
+        super().__init__(params, defaults | {"state": ADAM_STATE})
+        self._step_supports_amp_scaling = True  # what GradScaler looks for
+        make_skippable(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in every torch optimizer; makes the state of the new parameters."""
+        super().add_param_group(param_group)
+        _prepare(self, momentum_kernel=False)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; see ``skipping`` for ``found_inf`` and ``grad_scale``."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for bucket in _buckets(group["params"]):
+                self._update(group, bucket)
+        return loss
+
+    def _update(self, group: Group, params: list[nn.Parameter]) -> None:
+        found_inf = _attribute(self, "found_inf", params[0].device)
+        states = [create_state(self, group, p) for p in params]
+        updates = kernels.adam_directions(
+            _grads(params),
+            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
+            betas=group["betas"],
+            eps=group["eps"],
+            fused=group["fused"],
+            grad_scale=_attribute(self, "grad_scale", params[0].device),
+            found_inf=found_inf,
+        )
+        if group["weight_decay"]:
+            kernels.add_(updates, params, alpha=group["weight_decay"])
+        rates = torch.full((len(params),), -group["lr"], dtype=_reduction_dtype(params), device=params[0].device)
+        if group["adapt"]:
+            weight_norms, update_norms = _norms(params), _norms(updates)
+            rates *= torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
+        if found_inf is not None:
+            # a skipped update is weight_decay * w + 0.0; times -0.0 it is a zero that, added to w, keeps even w = -0.0
+            rates = torch.where(found_inf != 0, -0.0, rates)
+        kernels.add_scaled_(params, updates, rates.unbind())
+
+
+class Lars(Optimizer):
+    """LARS, algorithm 1 of You et al. 2017 (arXiv:1708.03888).
+
+    ``v = momentum * v + lr * local * (g + weight_decay * w)``, ``w -= v`` with
+    ``local = trust_coefficient * |w| / (|g| + weight_decay * |w|)``; local is 1 where ``|w|`` or ``|g|`` is 0 or the
+    group has ``adapt=False``. The learning rate is inside the momentum, so a change of it acts on new gradients only.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        adapt: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adapt": adapt}
+        state = MOMENTUM_STATE if momentum else ()
+        super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "state": state})
+        self._step_supports_amp_scaling = True
+        make_skippable(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in every torch optimizer; makes the state of the new parameters."""
+        super().add_param_group(param_group)
+        _prepare(self, momentum_kernel=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; see ``skipping`` for ``found_inf`` and ``grad_scale``."""
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for bucket in _buckets(group["params"]):
+                self._update(group, bucket)
+        return loss
+
+    def _update(self, group: Group, params: list[nn.Parameter]) -> None:
+        device, decay, grads = params[0].device, group["weight_decay"], _grads(params)
+        grad_scale = _attribute(self, "grad_scale", device)
+        rates = torch.full((len(params),), group["lr"], dtype=_reduction_dtype(params), device=device)
+        if group["adapt"]:
+            weight_norms, grad_norms = _norms(params), _norms(grads)
+            if grad_scale is not None:
+                grad_norms = grad_norms / grad_scale
+            local = group["trust_coefficient"] * weight_norms / (grad_norms + decay * weight_norms)
+            rates *= torch.where((weight_norms > 0) & (grad_norms > 0), local, 1.0)
+        updates = kernels.scaled(grads, (rates if grad_scale is None else rates / grad_scale).unbind())
+        if decay:
+            kernels.add_scaled_(updates, params, (decay * rates).unbind())
+        states = [create_state(self, group, p) for p in params]
+        kernels.momentum_step(
+            params,
+            updates,
+            [state["momentum_buffer"] for state in states] if group["momentum"] else None,
+            momentum=group["momentum"],
+            fused=group["fused"],
+            found_inf=_attribute(self, "found_inf", device),
+        )
+
+
+def _prepare(optimizer: Optimizer, *, momentum_kernel: bool) -> None:
+    """Complete the group added last."""
+    group = optimizer.param_groups[-1]
+    group["fused"] = kernels.fused_supported(group["params"], momentum_kernel=momentum_kernel)
+    for parameter in group["params"]:
+        create_state(optimizer, group, parameter)
+
+
+def _evaluate(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _buckets(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters that have a gradient, in order, in runs of one device and dtype and of bounded size."""
+    bucket: list[nn.Parameter] = []
+    size_bytes = 0
+    for p in params:
+        if p.grad is None:
+            continue
+        limit_bytes = _CPU_BUCKET_BYTES if p.device.type == "cpu" else _DEVICE_BUCKET_BYTES
+        same = bucket and (bucket[0].device, bucket[0].dtype) == (p.device, p.dtype)
+        if bucket and (not same or size_bytes + p.nbytes > limit_bytes):
+            yield bucket
+            bucket, size_bytes = [], 0
+        bucket.append(p)
+        size_bytes += p.nbytes
+    if bucket:
+        yield bucket
+
+
+def _grads(params: list[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _norms(tensors: list[Tensor] | list[nn.Parameter]) -> Tensor:
+    """Norms of the tensors as one vector, [len(tensors)]."""
+    return torch.stack(kernels.norms(tensors, _reduction_dtype(tensors)))
+
+
+def _reduction_dtype(tensors: list[Tensor] | list[nn.Parameter]) -> torch.dtype:
+    return torch.promote_types(tensors[0].dtype, torch.float32)
+
+
+def _attribute(optimizer: Optimizer, name: str, device: torch.device) -> Tensor | None:
+    value: Tensor | None = getattr(optimizer, name, None)
+    return None if value is None else value.to(device, non_blocking=True)

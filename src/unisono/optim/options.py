@@ -1,0 +1,144 @@
+"""Settings of the optimizer and of its learning-rate schedule; free of torch.
+
+A setting that the chosen ``kind`` does not read must be left at its default: ``problems`` reports it, because an option
+that silently does nothing is worse than an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+from unisono.config import option
+from unisono.errors import Problem
+
+OPTIMIZER_FIELDS: Mapping[str, frozenset[str]] = {
+    "sgd": frozenset({"momentum", "nesterov"}),
+    "adam": frozenset({"beta1", "beta2", "eps"}),
+    "adamw": frozenset({"beta1", "beta2", "eps"}),
+    "lamb": frozenset({"beta1", "beta2", "eps"}),
+    "lars": frozenset({"momentum", "trust_coefficient"}),
+}
+SCHEDULE_FIELDS: Mapping[str, frozenset[str]] = {
+    "constant": frozenset(),
+    "linear": frozenset({"final_lr_frac"}),
+    "cosine": frozenset({"final_lr_frac"}),
+    "polynomial": frozenset({"final_lr_frac", "power"}),
+    "inverse_sqrt": frozenset(),
+    "wsd": frozenset({"final_lr_frac", "decay_frac"}),
+    "step": frozenset({"step_every_steps", "step_factor"}),
+}
+# L2 decay (sgd, adam, lars) is added to the gradient; adamw and lamb shrink the weight itself by lr x weight_decay.
+DEFAULT_WEIGHT_DECAY: Mapping[str, float] = {"sgd": 1e-4, "adam": 0.0, "adamw": 0.1, "lamb": 0.01, "lars": 1e-4}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimOptions:
+    """Which optimizer, its constants, what decays, and the clip of the gradient."""
+
+    kind: str = option("adamw", "Optimizer.", choices=tuple(OPTIMIZER_FIELDS))
+    lr: float = option(2e-3, "Peak learning rate; the schedule multiplies it.", gt=0)
+    weight_decay: float | None = option(
+        None, "Decay of weight matrices; unset: adamw 0.1, lamb 0.01, sgd and lars 1e-4, adam 0.", ge=0
+    )
+    decay_exclude: tuple[str, ...] = option((), "More parameters without decay: patterns of names such as '*.pos'.")
+    clip_norm: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", ge=0)
+    beta1: float = option(0.9, "Decay of the gradient's running mean (adam, adamw, lamb).", ge=0, lt=1)
+    beta2: float = option(0.95, "Decay of the squared gradient's running mean (adam, adamw, lamb).", ge=0, lt=1)
+    eps: float = option(1e-8, "Added to the root of the second moment (adam, adamw, lamb).", gt=0)
+    momentum: float = option(0.9, "Momentum (sgd, lars).", ge=0, lt=1)
+    nesterov: bool = option(False, "Nesterov's look-ahead (sgd).")
+    trust_coefficient: float = option(1e-3, "Layer step relative to the layer's norm (lars).", gt=0)
+
+    @property
+    def effective_weight_decay(self) -> float:
+        """``weight_decay``, or the default of ``kind`` where it is unset."""
+        return DEFAULT_WEIGHT_DECAY[self.kind] if self.weight_decay is None else self.weight_decay
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        yield from _inert(self, "optimizer", OPTIMIZER_FIELDS)
+        if self.kind == "sgd" and self.nesterov and self.momentum == 0:
+            yield (
+                "nesterov",
+                Problem(
+                    given="nesterov = true with momentum = 0.0",
+                    rule="Nesterov's look-ahead follows the momentum buffer, so momentum must be above 0",
+                    consequence="there is nothing to look ahead along",
+                    nearest="momentum = 0.9, or nesterov = false",
+                ),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleOptions:
+    """How the learning rate moves over the run; see ``schedules`` for the exact value at each step."""
+
+    kind: str = option("cosine", "Shape of the learning rate after warm-up.", choices=tuple(SCHEDULE_FIELDS))
+    warmup_steps: int = option(0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", ge=0)
+    final_lr_frac: float = option(
+        0.1, "Fraction of lr where the decay ends (linear, cosine, polynomial, wsd).", ge=0, le=1
+    )
+    power: float = option(2.0, "Exponent (polynomial).", gt=0)
+    decay_frac: float = option(0.2, "Fraction of all steps spent in the final linear decay (wsd).", gt=0, le=1)
+    step_every_steps: int = option(1000, "Steps between two drops, counted from step 0 (step).", ge=1)
+    step_factor: float = option(0.1, "Factor of each drop (step).", gt=0, le=1)
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        yield from _inert(self, "schedule", SCHEDULE_FIELDS)
+
+
+def decay_steps(options: ScheduleOptions, total_steps: int) -> int:
+    """Length of the final decay of ``wsd``, at least one step."""
+    return max(1, round(options.decay_frac * total_steps))
+
+
+def schedule_problems(options: ScheduleOptions, total_steps: int) -> Iterator[tuple[str, Problem]]:
+    """What is wrong with the schedule for a run of this length; field names are those of ``ScheduleOptions``."""
+    if options.warmup_steps > total_steps:
+        yield (
+            "warmup_steps",
+            Problem(
+                given=f"warmup_steps = {options.warmup_steps} in a run of {total_steps} steps",
+                rule="warm-up must end within the run",
+                consequence="the learning rate would never reach lr",
+                nearest=f"warmup_steps = {total_steps // 10}",
+            ),
+        )
+    elif options.kind == "wsd" and options.warmup_steps + decay_steps(options, total_steps) > total_steps:
+        last = decay_steps(options, total_steps)
+        yield (
+            "decay_frac",
+            Problem(
+                given=f"warmup_steps = {options.warmup_steps} and decay_frac = {options.decay_frac} "
+                f"({last} steps) in a run of {total_steps} steps",
+                rule="warm-up and final decay must not overlap",
+                consequence=f"{options.warmup_steps + last - total_steps} steps would belong to both",
+                nearest=f"decay_frac = {max(0, total_steps - options.warmup_steps) / total_steps:.3g}"
+                if total_steps > options.warmup_steps
+                else f"warmup_steps = {total_steps // 10}",
+            ),
+        )
+
+
+def _inert(
+    options: OptimOptions | ScheduleOptions, what: str, used_by: Mapping[str, frozenset[str]]
+) -> Iterator[tuple[str, Problem]]:
+    """Fields that were set although ``kind`` does not read them."""
+    own = used_by.get(options.kind)
+    if own is None:  # an unknown kind is reported by its choices
+        return
+    special = frozenset[str]().union(*used_by.values())
+    for field in fields(options):
+        value: object = getattr(options, field.name)
+        if field.name in special - own and value != field.default:
+            users = sorted(kind for kind, names in used_by.items() if field.name in names)
+            yield (
+                field.name,
+                Problem(
+                    given=f"{field.name} = {str(value).lower() if isinstance(value, bool) else value} "
+                    f"with {what} kind {options.kind!r}",
+                    rule=f"{field.name} is read by {', '.join(users)}",
+                    consequence="it would change nothing",
+                    nearest=f"remove {field.name}, or choose kind = {users[0]!r}",
+                ),
+            )
