@@ -1,0 +1,131 @@
+"""Bucketed all-reduce, overlapped with the backward pass, in an order fixed by the parameters alone.
+
+torch's DistributedDataParallel rebuilds its buckets after the first iteration from the order in which gradients arrived,
+so from three ranks on a resumed process adds in another order than the one it continues. Here bucket contents and launch
+order are a pure function of names, shapes and dtypes: the same in every process, from the first step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.dist import World
+
+BUCKET_BYTES = 4 * 2**20
+
+
+class _Bucket:
+    """A flat buffer whose slices are the gradients of some parameters."""
+
+    def __init__(self, members: list[tuple[str, nn.Parameter]]) -> None:
+        self.names = [name for name, _ in members]
+        first = members[0][1]
+        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
+        self.views: dict[str, Tensor] = {}
+        start = 0
+        for name, parameter in members:
+            self.views[name] = self.flat[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+        self.missing = len(members)
+
+
+class BucketedAllReduce:
+    """Gradients live in flat buckets, last parameter first, because backward finishes them roughly in that order.
+
+    A bucket leaves when its gradients are complete and all buckets before it have left, so that every rank
+    issues the same collectives in the same order whatever its autograd threads do.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._world = world
+        self._parameters = dict(parameters)
+        self._buckets = [_Bucket(members) for members in _partition(self._parameters, bucket_bytes)]
+        self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
+        self._armed = False
+        self._next = 0
+        self._works: list[Any] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in self._parameters.items()
+        ]
+        self.reset()
+
+    def _hook(self, name: str) -> Any:
+        bucket = self._home[name]
+        view = bucket.views[name]
+
+        def ready(parameter: Tensor) -> None:
+            grad = parameter.grad
+            if grad is not None and grad.data_ptr() != view.data_ptr():
+                # Someone replaced the view (zero_grad(set_to_none=True), say): take the values over and put it back.
+                view.copy_(grad)
+                parameter.grad = view
+            if self._armed:
+                bucket.missing -= 1
+                self._launch(only_complete=True)
+
+        return ready
+
+    def arm(self) -> None:
+        """Count the coming backward pass's gradients as final."""
+        self._armed, self._next = True, 0
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.names)
+
+    def _launch(self, *, only_complete: bool) -> None:
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if only_complete and bucket.missing:
+                return
+            with self._world.guard("gradient all-reduce"):
+                self._works.append(dist.all_reduce(bucket.flat, group=self._world.group, async_op=True))
+            self._next += 1
+
+    def finish(self, totals: Tensor) -> None:
+        """Send what never became complete (parameters no sample of this rank used), then wait for everything."""
+        self._launch(only_complete=False)
+        self._armed = False
+        with self._world.guard("gradient all-reduce"):
+            self._works.append(dist.all_reduce(totals, group=self._world.group, async_op=True))
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+
+    def gradients(self) -> list[Tensor]:
+        """In parameter order, each a view into its bucket."""
+        return [self._home[name].views[name] for name in self._parameters]
+
+    def reset(self) -> None:
+        """Zero the buckets and make every gradient a view again."""
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._home[name].views[name]
+
+    def close(self) -> None:
+        """Take the hooks off and let the gradients go."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+
+def _partition(parameters: Mapping[str, nn.Parameter], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
+    """Cut the parameters, last first, into runs of one dtype and device of at most ``bucket_bytes``."""
+    buckets: list[list[tuple[str, nn.Parameter]]] = []
+    size = 0
+    for name, parameter in reversed(list(parameters.items())):
+        nbytes = parameter.numel() * parameter.element_size()
+        last = buckets[-1][-1][1] if buckets else None
+        same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        if not same or size + nbytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, parameter))
+        size += nbytes
+    return buckets

@@ -1,0 +1,87 @@
+"""The store's contract and its two kinds so far: ``local`` (one process) and ``dist_sync`` (all-reduce).
+
+Keys are the model's parameter names. The table of names, shapes and dtypes is compared over all ranks when a store starts, so two
+ranks with different models never add one tensor to another. Gradients are summed, never averaged: the trainer divides by the
+global number of tokens, which is reduced beside them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from unisono.dist import World, agree
+from unisono.kvstore.dist_sync import BucketedAllReduce
+from unisono.kvstore.local import LocalGradients
+
+
+class GradientSync(Protocol):
+    """Sums the gradients of a step's micro-batches over all workers."""
+
+    def arm(self) -> None:
+        """The next backward pass is the step's last: each gradient may leave as soon as it is complete."""
+        ...
+
+    def finish(self, totals: Tensor) -> None:
+        """Return when all gradients, and ``totals`` [k], hold the sum over workers. Raises CommError when a peer is gone."""
+        ...
+
+    def gradients(self) -> list[Tensor]:
+        """The reduced gradients in parameter order; a parameter no sample used has zeros."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the gradients before the next step."""
+        ...
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVStore:
+    """A store bound to the workers of ``world``."""
+
+    kind: Literal["local", "dist_sync"]
+    world: World
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self.world.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store."""
+        return self.world.world
+
+    def init(self, values: Mapping[str, Tensor]) -> None:
+        """Agree on names, shapes and dtypes, then give every worker rank 0's values, in place.
+
+        Raises CommError naming the rank whose table differs.
+        """
+        agree(self.world, "parameter table", table_hash(values))
+        for name in sorted(values):
+            self.world.broadcast(values[name].detach())
+
+    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> GradientSync:
+        """The gradient synchronisation for these parameters (those that require gradients)."""
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        return LocalGradients(trained) if self.kind == "local" else BucketedAllReduce(trained, self.world)
+
+
+def table_hash(values: Mapping[str, Tensor]) -> str:
+    """Sixteen hex digits over every name, shape and dtype."""
+    table = [[name, list(value.shape), str(value.dtype)] for name, value in sorted(values.items())]
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+
+
+def create(kind: Literal["local", "dist_sync"], world: World) -> KVStore:
+    """A store of this kind over these workers."""
+    return KVStore(kind=kind, world=world)

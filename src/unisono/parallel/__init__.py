@@ -1,0 +1,1 @@
+"""Applies a plan to a model: device, precision, recompute, compile."""

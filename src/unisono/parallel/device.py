@@ -1,0 +1,74 @@
+"""The device of this rank, and the numeric switches of its backend. The only place that may name a vendor's backend."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from unisono.errors import PlanError, Problem
+from unisono.plan.plan import Plan
+
+
+def find_device(asked: str, local_rank: int) -> torch.device:
+    """The torch device for ``plan.device``: ``auto``, ``cpu`` or an accelerator type. Raises PlanError when it is absent."""
+    present = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if asked == "cpu" or (asked == "auto" and present is None):
+        return torch.device("cpu")
+    if present is None or asked not in ("auto", present.type):
+        raise PlanError(
+            Problem(
+                given=f"plan.device {asked!r}",
+                rule=f"this torch ({torch.__version__}) sees "
+                + ("only the CPU" if present is None else f"{present.type!r} and the CPU"),
+                consequence="nothing was started",
+                nearest=f"plan.device={('cpu' if present is None else present.type)!r}, or a torch built for {asked!r} "
+                "and its driver",
+            )
+        )
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise PlanError(
+            Problem(
+                given=f"local rank {local_rank}",
+                rule=f"one rank per device, and this host shows {count} of type {present.type!r}",
+                consequence="two ranks would share a device",
+                nearest=f"launch.processes={count}, or make more devices visible",
+            )
+        )
+    return torch.device(present.type, local_rank)
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether bf16 matrix products run in hardware rather than by conversion to fp32."""
+    if device.type == "cpu":
+        adapter: Any = torch.cpu
+        return bool(adapter._is_avx512_bf16_supported() or adapter._is_amx_tile_supported())
+    backend: Any = getattr(torch, device.type, None)
+    supported = getattr(backend, "is_bf16_supported", None)
+    return bool(supported()) if supported is not None else False
+
+
+def set_backend(plan: Plan) -> None:
+    """Apply tf32 and autotune, both explicitly: neither is left to a library's default."""
+    torch.backends.cuda.matmul.allow_tf32 = plan.tf32
+    torch.backends.cudnn.allow_tf32 = plan.tf32
+    torch.backends.cudnn.benchmark = plan.autotune
+    torch.backends.cudnn.deterministic = not plan.autotune
+
+
+def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
+    """The forward pass's precision: fp32 parameters, products in bf16 or fp16, reductions in fp32."""
+    if plan.precision == "fp32":
+        return contextlib.nullcontext()
+    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float16
+    return torch.autocast(plan.device, dtype=dtype)
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """(peak allocated, limit) of an accelerator; (0, 0) on the CPU, whose memory the process monitor reads."""
+    if device.type == "cpu":
+        return 0, 0
+    backend: Any = getattr(torch, device.type)
+    return int(torch.accelerator.max_memory_allocated()), int(backend.mem_get_info()[1])

@@ -1,0 +1,32 @@
+"""The fields of a plan that a user may pin; the rest is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unisono.config import option
+
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Recompute = Literal["none", "full", "selective"]
+Compile = Literal["off", "model", "regional"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """How the model and the batch are laid out on the hardware."""
+
+    device: str = option("auto", "auto = the accelerator torch finds, else cpu; or a torch device type.")
+    global_batch: int = option(8, "Samples per step, over all ranks.", ge=1)
+    micro_batch: int = option(0, "Samples per forward pass on one rank; 0 = a rank's whole share, at most 32.", ge=0)
+    precision: Precision = option(
+        "auto", "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively."
+    )
+    recompute: Recompute = option("none", "Activations dropped in forward and computed again in backward.")
+    compile: Compile = option("off", "torch.compile: the whole model, or each distinct block once (regional).")
+    sync: Literal["auto", "local", "dist_sync"] = option("auto", "Who sums gradients; auto = dist_sync from two ranks.")
+    tf32: bool = option(False, "Allow TF32 matrix products where the device has them.")
+    autotune: bool = option(
+        False, "Let convolution and compile kernels be chosen by timing (not reproducible across runs)."
+    )
+    channels_last: bool = option(False, "Lay 4-D parameters and inputs out as NHWC.")

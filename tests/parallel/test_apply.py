@@ -1,0 +1,125 @@
+"""Recompute, compile and layout act on the model in place, change no name and no result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.errors import PlanError
+from unisono.models.gpt import GPT
+from unisono.models.loss import cross_entropy_sum
+from unisono.models.options import ModelOptions
+from unisono.parallel.apply import apply, repeated_blocks
+from unisono.parallel.device import find_device
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan, derive
+
+
+def plan(**options: object) -> Plan:
+    return derive(PlanOptions(device="cpu", **options), world=1, device="cpu", native_bf16=False)
+
+
+def gpt(dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(ModelOptions(layers=3, dim=32, heads=4, kv_heads=2, vocab_size=64, dropout=dropout))
+
+
+def gradients(model: nn.Module, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (2, 16), generator=generator)
+    torch.manual_seed(7)
+    with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+        loss, _ = cross_entropy_sum(model(tokens), tokens.roll(-1, 1), torch.ones(2, 16))
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_recompute_is_bitwise_equal_including_dropout(recompute: str, precision: torch.dtype | None) -> None:
+    plain = gradients(gpt(dropout=0.3), precision)
+    model = apply(plan(recompute=recompute), gpt(dropout=0.3))
+    again = gradients(model, precision)
+    assert plain.keys() == again.keys()
+    for name in plain:
+        assert torch.equal(plain[name], again[name]), name
+
+
+@pytest.mark.parametrize(("recompute", "fewer"), [("full", True), ("selective", True), ("none", False)])
+def test_recompute_keeps_fewer_activations(recompute: str, fewer: bool) -> None:
+    def saved_bytes(model: nn.Module) -> int:
+        total = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        tokens = torch.randint(0, 64, (4, 64))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            cross_entropy_sum(model(tokens), tokens, torch.ones(4, 64))
+        return total
+
+    plain = saved_bytes(gpt())
+    chosen = saved_bytes(apply(plan(recompute=recompute), gpt()))
+    assert (chosen < 0.6 * plain) == fewer
+
+
+def test_names_do_not_change() -> None:
+    model = gpt()
+    before = list(model.state_dict())
+    assert list(apply(plan(recompute="full", compile="regional"), model).state_dict()) == before
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["model", "regional"])
+def test_compiled_gradients_agree(how: str) -> None:
+    plain = gradients(gpt())
+    compiled = gradients(apply(plan(compile=how), gpt()))
+    for name in plain:
+        torch.testing.assert_close(compiled[name], plain[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+def test_regional_compile_compiles_one_block_once() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    gradients(apply(plan(compile="regional", recompute="full"), gpt()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:
+    with pytest.raises(PlanError) as raised:
+        apply(plan(recompute="full", compile="off"), nn.Linear(2, 2))
+    assert str(raised.value) == (
+        "plan.recompute='full' for Linear\n"
+        "  rule: it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class\n"
+        "  so:   it would change nothing\n"
+        "  try:  plan.recompute='none', or keep the blocks in a ModuleList"
+    )
+
+
+def test_repeated_blocks_are_found_in_a_users_model() -> None:
+    class Block(nn.Module):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Block(), Block(), Block()), nn.Linear(2, 2))
+    assert [type(b) for b in repeated_blocks(model)] == [Block] * 3
+
+
+def test_channels_last_lays_weights_out() -> None:
+    model = apply(plan(channels_last=True), nn.Sequential(nn.Conv2d(3, 8, 3)))
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_device_that_is_absent_is_an_error() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(PlanError) as raised:
+        find_device("cuda", 0)
+    assert str(raised.value) == (
+        f"plan.device 'cuda'\n  rule: this torch ({torch.__version__}) sees only the CPU\n"
+        "  so:   nothing was started\n  try:  plan.device='cpu', or a torch built for 'cuda' and its driver"
+    )

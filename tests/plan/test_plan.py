@@ -1,0 +1,74 @@
+"""Batch arithmetic and the plan as data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import PlanError
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan, derive
+
+
+def plan(world: int = 1, *, native_bf16: bool = False, **options: object) -> Plan:
+    return derive(PlanOptions(**options), world=world, device="cpu", native_bf16=native_bf16)
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 200))
+def test_derived_batches_always_multiply_out(global_batch: int, world: int, micro_batch: int) -> None:
+    if global_batch < world or micro_batch > -(-global_batch // world):
+        with pytest.raises(PlanError):
+            plan(world, global_batch=global_batch, micro_batch=micro_batch)
+        return
+    made = plan(world, global_batch=global_batch, micro_batch=micro_batch)
+    largest_share = -(-global_batch // world)
+    assert (made.accumulation - 1) * made.micro_batch < largest_share <= made.accumulation * made.micro_batch
+    assert made.sync == ("dist_sync" if world > 1 else "local")
+
+
+def test_all_problems_come_at_once_with_what_would_work() -> None:
+    with pytest.raises(PlanError) as raised:
+        plan(4, global_batch=2, micro_batch=8, sync="local")
+    assert str(raised.value) == (
+        "3 problems\n"
+        "1. global_batch 2 on 4 ranks\n"
+        "  rule: every rank gets at least one sample of each step\n"
+        "  so:   2 ranks would never see data\n"
+        "  try:  plan.global_batch=4, or 2 processes\n"
+        "2. micro_batch 8 with global_batch 2 on 4 ranks\n"
+        "  rule: a micro-batch is part of a rank's share of the step\n"
+        "  so:   the share is only 1 samples\n"
+        "  try:  plan.micro_batch=1, or plan.global_batch=32\n"
+        "3. sync 'local' on 4 ranks\n"
+        "  rule: the local store sums inside one process only\n"
+        "  so:   ranks would train different models\n"
+        "  try:  plan.sync='dist_sync' (or leave it at 'auto')"
+    )
+
+
+def test_bf16_is_chosen_only_where_it_is_native() -> None:
+    assert plan(native_bf16=True).precision == "bf16"
+    assert plan(native_bf16=False).precision == "fp32"
+    assert plan(native_bf16=False, precision="bf16").precision == "bf16"
+
+
+def test_a_plan_is_data() -> None:
+    one = plan(2, global_batch=12)
+    assert Plan.from_json(one.to_json()) == one
+    other = dataclasses.replace(one, recompute="full")
+    assert one.diff(other) == {"recompute": ("none", "full")}
+    assert one.hash != other.hash
+    assert one.hash == Plan.from_json(one.to_json()).hash
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.device = "tpu"  # type: ignore[misc]
+
+
+def test_foreign_plans_are_refused_by_name() -> None:
+    data = plan().to_json()
+    with pytest.raises(PlanError, match="a plan whose contents do not fit: unknown field 'zero'"):
+        Plan.from_json({**data, "zero": 3})
+    with pytest.raises(PlanError, match=r"Expected `int`, got `str` - at `\$.global_batch`"):
+        Plan.from_json({**data, "global_batch": "many"})
