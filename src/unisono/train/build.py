@@ -1,0 +1,221 @@
+"""From a configuration to a trainer: every part is a built-in, an installed entry point, or the user's own callable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from unisono.data.dataset import Dataset, as_dataset
+from unisono.data.prepared import Prepared, prepare
+from unisono.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from unisono.data.windows import TokenWindows
+from unisono.dist import World
+from unisono.errors import ConfigError, DataError, Problem, nearest_name
+from unisono.measure.flops import matmul_params, transformer_flops_per_token
+from unisono.models.gpt import GPT
+from unisono.models.options import ModelOptions
+from unisono.observe.events import EventLog
+from unisono.train.config import RunConfig
+from unisono.train.metrics import METRICS, Metric, find_metric
+from unisono.train.objectives import OBJECTIVES, Objective
+from unisono.train.trainer import Trainer
+
+TOKENS = "tokens"
+TOKEN_METRICS = ("bits_per_byte", "accuracy")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """What a run reads: both data sets, and for text what tokenized it."""
+
+    train: Dataset
+    held_out: Dataset
+    prepared: Prepared | None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None for data of the user's own."""
+        return self.prepared.tokenizer if self.prepared else None
+
+
+def build_data(config: RunConfig) -> Data:
+    """The data sets of ``parts.data``. Raises DataError or ConfigError."""
+    if config.parts.data == TOKENS:
+        prepared = prepare(config.data)
+        seq_len, boundaries = config.data.seq_len, config.data.boundaries
+        return Data(
+            train=TokenWindows(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train"),
+            held_out=TokenWindows(
+                prepared.eval, seq_len=seq_len, boundaries=boundaries, target_bytes=True, name="held-out"
+            ),
+            prepared=prepared,
+        )
+    made: Any = _find_part("data", config, {TOKENS: None})(config)
+    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(each, Dataset | Sized) for each in pair):
+        kinds = ", ".join(type(each).__name__ for each in pair)
+        raise ConfigError(
+            Problem(
+                given=f"parts.data returned {f'({kinds})' if pair else type(made).__name__}",
+                rule="it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
+                consequence="there is nothing to train on",
+                nearest="return train, held_out",
+            )
+        )
+    return Data(train=as_dataset(pair[0]), held_out=as_dataset(pair[1]), prepared=None)
+
+
+def find_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """What the text of this configuration is tokenized by; None for data of the user's own. Reads no corpus."""
+    return load_tokenizer(config.data.tokenizer) if config.parts.data == TOKENS else None
+
+
+def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
+    """The model of ``parts.model``, initialised from ``run.seed`` alone, on the CPU."""
+    cast(Any, torch).manual_seed(config.run.seed)
+    if config.parts.model == "gpt":
+        return GPT(model_options(config, tokenizer))
+    model: Any = _find_part("model", config, {"gpt": None})(config)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            Problem(
+                given=f"parts.model returned {type(model).__name__}",
+                rule="it returns a torch.nn.Module",
+                consequence="there is nothing to train",
+                nearest="return the module itself, not its class or its weights",
+            )
+        )
+    return model
+
+
+def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOptions:
+    """``config.model`` with the vocabulary resolved. Raises DataError when it is too small for the tokenizer."""
+    if tokenizer is None:
+        if not config.model.vocab_size:
+            raise DataError(
+                Problem(
+                    given="model.vocab_size 0 with data of your own",
+                    rule="0 means the tokenizer's size, and there is no tokenizer",
+                    consequence="the embedding has no size",
+                    nearest="set model.vocab_size to one more than the largest token",
+                )
+            )
+        return config.model
+    if config.model.vocab_size:
+        check_vocab(config.model.vocab_size, tokenizer.vocab_size)
+        return config.model
+    return replace(config.model, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
+
+
+def build_trainer(
+    config: RunConfig,
+    data: Data,
+    *,
+    world: World,
+    events: EventLog,
+    provenance: Mapping[str, Any],
+) -> Trainer:
+    """The trainer of this configuration; nothing is started before it is entered."""
+    model = build_model(config, data.tokenizer)
+    flops = gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0
+    return Trainer(
+        model,
+        data.train,
+        config.plan,
+        objective=find_objective(config),
+        optimizer=config.optim,
+        schedule=config.schedule,
+        options=config.train,
+        checkpoint=config.checkpoint,
+        run_dir=Path(config.run.dir),
+        seed=config.run.seed,
+        resume=config.run.resume,
+        eval_data=data.held_out,
+        metrics=build_metrics(config),
+        transform=_find_part("transform", config, {}) if config.parts.transform else None,
+        prefetch_depth=config.data.prefetch_depth,
+        flops_per_token=flops,
+        world=world,
+        events=events,
+        provenance=provenance,
+    )
+
+
+def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
+    """FLOPs of forward and backward per token; a tied table is the head's matrix too."""
+    options = model.options
+    tied = options.vocab_size * options.dim if options.tied else 0
+    return transformer_flops_per_token(
+        matmul_params=matmul_params(model) + tied, layers=options.layers, attention_dim=options.dim, seq_len=seq_len
+    )
+
+
+def find_objective(config: RunConfig) -> Objective:
+    """The objective of ``parts.objective``."""
+    return _find_part("objective", config, OBJECTIVES)
+
+
+def build_metrics(config: RunConfig) -> dict[str, Metric]:
+    """Name → metric: built-in ones, entry points (``() -> Metric``), and those of ``parts.own_metrics``."""
+    metrics: dict[str, Metric] = {}
+    for name in config.parts.metrics or (TOKEN_METRICS if config.parts.data == TOKENS else ()):
+        metrics[name] = find_metric(name) or _resolve("metrics", "parts.metrics", name, METRICS)()
+    if config.parts.own_metrics:
+        metrics |= _find_part("own_metrics", config, {})(config)
+    return metrics
+
+
+# parts.<field> -> the group of entry points that may stand there
+_GROUPS = {
+    "model": "models",
+    "objective": "objectives",
+    "data": "datasets",
+    "transform": "transforms",
+    "own_metrics": "metrics",
+}
+
+
+def _find_part(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:
+    return _resolve(_GROUPS[name], f"parts.{name}", getattr(config.parts, name), built_in)
+
+
+def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> Any:
+    """A callable as it is, a built-in by name, or the entry point of that name in ``unisono.<group>``."""
+    if not isinstance(part, str):
+        return part
+    if part in built_in:
+        return built_in[part]
+    plugins = {entry.name: entry for entry in entry_points(group=f"unisono.{group}")}
+    if part in plugins:
+        return _load(plugins[part], key)
+    known = [*built_in, *plugins]
+    raise ConfigError(
+        Problem(
+            given=f"{key} = {part!r}",
+            rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
+            f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
+            consequence="the run has no such part, and nothing was started",
+            nearest=nearest_name(part, known) if known else "give a callable in a Python configuration file",
+        )
+    )
+
+
+def _load(plugin: EntryPoint, key: str) -> Any:
+    try:
+        return plugin.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            Problem(
+                given=f"{key} = {plugin.name!r}, entry point {plugin.value!r} of "
+                f"{plugin.dist.name if plugin.dist else 'an unnamed package'}: {type(error).__name__}: {error}",
+                rule="an entry point names something that can be imported",
+                consequence="the run has no such part, and nothing was started",
+                nearest="repair or reinstall that package",
+            )
+        ) from error

@@ -1,0 +1,246 @@
+"""Read a checkpoint: its manifest at once, each tensor when asked for, put together from all ranks' pieces.
+
+Only JSON and raw bytes are read, links are never followed, and every size is checked before memory is taken for it.
+Whether the bytes are the ones that were written is for ``integrity``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError, Problem, nearest_name
+from unisono.train.checkpoint.folder import os_reason, step_of
+from unisono.train.checkpoint.image import Bytes
+from unisono.train.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    MAX_JSON_BYTES,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    decode,
+    seal,
+)
+from unisono.train.checkpoint.tensorfile import Extent, dtype_named, header_length, parse_header
+
+
+class Damage(ValueError):
+    """The files of a checkpoint contradict each other; the text says which and how."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Global shape and dtype of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A committed checkpoint, open for reading. Holds no file open; tensors are read when asked for."""
+
+    path: Path
+    manifest: Manifest
+    _headers: dict[str, dict[str, Extent]] = field(default_factory=dict[str, dict[str, Extent]])
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer updates."""
+        return self.manifest.step
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that saved it."""
+        return self.manifest.world
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The JSON that was saved along."""
+        return self.manifest.meta
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, without reading it. Raises CheckpointError for an unknown name."""
+        entry = self._entry(name)
+        return TensorSpec(shape=entry.shape, dtype=dtype_named(entry.dtype))
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on the host. Raises CheckpointError: unknown name, file damaged or gone."""
+        spec = self.spec(name)
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Overwrite ``out``, of the tensor's shape and dtype, on any device, without a second copy on the host.
+
+        Raises CheckpointError: unknown name, other shape or dtype, file damaged or gone.
+        """
+        spec = self.spec(name)
+        if (tuple(out.shape), out.dtype) != (spec.shape, spec.dtype):
+            raise CheckpointError(
+                Problem(
+                    given=f"{name!r} is {list(spec.shape)} {spec.dtype} in {self.path}, "
+                    f"and {list(out.shape)} {out.dtype} here",
+                    rule="a tensor is loaded into one of the same shape and dtype",
+                    consequence="it was not loaded",
+                    nearest="use the configuration the checkpoint was saved with",
+                )
+            )
+        try:
+            for piece in self._entry(name).pieces:
+                self._read_piece(piece, spec.dtype, out.detach())
+        except (OSError, Damage) as error:
+            raise unreadable(self.path, error) from error
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(
+                Problem(
+                    given=f"the checkpoint {self.path} has no tensor {name!r}",
+                    rule="only what was saved can be loaded",
+                    consequence="it was not loaded",
+                    nearest=nearest_name(name, self.manifest.tensors),
+                )
+            )
+        return entry
+
+    def _read_piece(self, piece: PieceEntry, dtype: torch.dtype, out: Tensor) -> None:
+        extents = self._headers.get(piece.file)
+        if extents is None:
+            extents = read_header(self.path, piece.file, self.manifest.files[piece.file])
+            self._headers[piece.file] = extents
+        extent = extents.get(piece.key)
+        if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
+            raise Damage(f"{piece.file} does not hold {piece.key!r} as {MANIFEST} says")
+        window = out
+        for dim, (start, size) in enumerate(zip(piece.offset, piece.shape, strict=True)):
+            window = window.narrow(dim, start, size)
+        in_place = (
+            window.device.type == "cpu" and window.is_contiguous() and not window.is_conj() and not window.is_neg()
+        )
+        target = window if in_place else torch.empty(piece.shape, dtype=dtype)
+        if target.numel():
+            _read_exactly(self.path / piece.file, extent.begin, target)
+        if not in_place:
+            window.copy_(target)
+
+
+def open_checkpoint(path: Path) -> Snapshot:
+    """Open a committed checkpoint after checking its seal and the sizes of its files.
+
+    Raises CheckpointError: no checkpoint, not committed, damaged, or of a newer schema.
+    """
+    return Snapshot(path=path, manifest=read_manifest(path))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a committed checkpoint; as ``open_checkpoint``."""
+    try:
+        return sealed_manifest(path)
+    except (OSError, Damage) as error:
+        raise unreadable(path, error) from error
+
+
+def sealed_manifest(path: Path) -> Manifest:
+    """The manifest under ``path``, once COMMIT seals it and every file has the size it says.
+
+    Raises Damage or OSError for anything that does not hold, CheckpointError for a newer schema.
+    """
+    if path.is_symlink() or step_of(path.name) is None:
+        given = "a link" if path.is_symlink() else repr(path.name)
+        raise Damage(f"{given} is no checkpoint; those are directories called like step-00000120")
+    mark = _small_file(path / COMMIT)
+    data = _small_file(path / MANIFEST)
+    try:
+        manifest = decode(data)
+    except ValueError as error:
+        raise Damage(f"{MANIFEST}: {error}") from error
+    if mark != seal(data, manifest.step):
+        raise Damage(f"{COMMIT} does not seal this {MANIFEST}")
+    if step_of(path.name) != manifest.step:
+        raise Damage(f"{MANIFEST} is of step {manifest.step}")
+    for name, entry in manifest.files.items():
+        found = (path / name).lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Damage(f"{name} is no regular file")
+        if found.st_size != entry.bytes:
+            raise Damage(f"{name} has {found.st_size} bytes instead of {entry.bytes}")
+    return manifest
+
+
+def read_header(path: Path, name: str, entry: FileEntry) -> dict[str, Extent]:
+    """The tensors of a shard file. Raises Damage or OSError."""
+    fd = _open(path / name)
+    try:
+        length = header_length(os.pread(fd, 8, 0), entry.bytes)
+        return parse_header(os.pread(fd, length, 8), entry.bytes)
+    except ValueError as error:
+        raise Damage(f"{name}: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def unreadable(path: Path, error: OSError | Damage) -> CheckpointError:
+    """The error for a checkpoint that cannot be loaded."""
+    return CheckpointError(
+        Problem(
+            given=f"{path}: {damage_text(error)}",
+            rule="a checkpoint is loaded only if it is committed and whole",
+            consequence="nothing was loaded from it",
+            nearest="'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest that holds",
+        )
+    )
+
+
+def damage_text(error: OSError | Damage) -> str:
+    """What is wrong, in one line, with the file's name and without its folder."""
+    if isinstance(error, Damage):
+        return str(error)
+    name = os.path.basename(os.fsdecode(error.filename)) if error.filename else "a file"
+    if error.errno == errno.ENOENT:
+        return f"{name} is missing"
+    if error.errno == errno.ELOOP:
+        return f"{name} is a link"
+    return f"{name}: {os_reason(error)}"
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _small_file(path: Path) -> bytes:
+    fd = _open(path)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
+            raise Damage(f"{path.name} is no regular file of at most {MAX_JSON_BYTES} bytes")
+        return file.read(MAX_JSON_BYTES)
+
+
+def _read_exactly(path: Path, position: int, target: Tensor) -> None:
+    """Fill the contiguous host tensor ``target`` from the file."""
+    fd = _open(path)
+    try:
+        view = cast(Bytes, target.reshape(-1).view(torch.uint8).numpy()).data
+        while view:
+            count = os.preadv(fd, [view], position)
+            if count == 0:
+                raise Damage(f"{path.name} ends at byte {position}")
+            view, position = view[count:], position + count
+    finally:
+        os.close(fd)

@@ -1,0 +1,43 @@
+"""Exponential moving average of the weights (Polyak averaging)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class Average:
+    """average ← average + (1 − decay) · (weight − average), for the parameters that are trained."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averages = {name: p.detach().clone() for name, p in self._weights.items()}
+
+    @torch.no_grad()
+    def update(self, good: Tensor) -> None:
+        """Move towards the weights; where ``good`` (0-dim bool) is false every average stays bit-equal."""
+        step = ((1.0 - self._decay) * good).float()
+        for name, average in self._averages.items():
+            average.lerp_(self._weights[name].detach(), step.to(average.dtype))
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Inside, the model's parameters hold the averages."""
+        with torch.no_grad():
+            kept = {name: p.detach().clone() for name, p in self._weights.items()}
+            for name, p in self._weights.items():
+                p.copy_(self._averages[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in self._weights.items():
+                    p.copy_(kept[name])
+
+    def state(self) -> dict[str, Tensor]:
+        """Named tensors of the mutable state."""
+        return {f"ema/{name}": average for name, average in self._averages.items()}

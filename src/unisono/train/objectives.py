@@ -1,0 +1,44 @@
+"""Objectives: ``objective(outputs, batch) -> (loss_sum, weight)``.
+
+Both are 0-dim tensors on the device; the trainer divides the sum by the weight over all micro-batches and ranks, so neither
+accumulation nor layout changes the loss. An objective sees the model's outputs only, never the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unisono.models.loss import cross_entropy_sum
+
+Batch = Mapping[str, Tensor]
+Objective = Callable[[Any, Batch], tuple[Tensor, Tensor]]
+
+
+def next_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats over tokens; ``outputs`` is a ``models.loss.Head``, batch has targets and weights [B, T]."""
+    return cross_entropy_sum(outputs, batch["targets"], batch["weights"])
+
+
+def cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Classification: outputs [B, C] logits, batch["targets"] [B] int64, optional batch["weights"] [B]."""
+    losses = F.cross_entropy(outputs.float(), batch["targets"], reduction="none")  # [B]
+    weights = batch.get("weights", torch.ones_like(losses))
+    return (losses * weights).sum(), weights.sum()
+
+
+def mean_squared_error(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Regression: outputs and batch["targets"] of one shape; the weight is the number of elements."""
+    error = outputs.float() - batch["targets"].float()
+    return error.square().sum(), torch.tensor(float(error.numel()), device=error.device)
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "next_token": next_token,
+    "cross_entropy": cross_entropy,
+    "mean_squared_error": mean_squared_error,
+}

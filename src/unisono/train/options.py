@@ -1,0 +1,62 @@
+"""Settings of the step loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unisono.config import option
+from unisono.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """Where a run lives and how it starts."""
+
+    dir: str = option("runs/first", "Folder of this run; a run found there goes on.")
+    seed: int = option(0, "Seed of initialisation, data order, augmentation and dropout.", ge=0)
+    resume: str = option(
+        "auto", "auto = newest good checkpoint or a new run; strict = refuse any difference; never; or a path."
+    )
+
+    def problems(self) -> Iterator[tuple[str, Problem]]:
+        """``resume`` is one of three words or looks like a path."""
+        if self.resume not in ("auto", "strict", "never") and "/" not in self.resume:
+            yield (
+                "resume",
+                Problem(
+                    given=f"resume {self.resume!r}",
+                    rule="auto, strict, never, or a path (with a '/')",
+                    consequence="it is unclear what to resume from",
+                    nearest=f"run.resume='./{self.resume}' if it is a folder",
+                ),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """The step loop."""
+
+    steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
+    eval_every: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
+    eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
+    early_stop_patience: int = option(0, "Evaluations without a better loss before the run ends; 0 = never.", ge=0)
+    ema_decay: float = option(
+        0.0, "Decay of the moving average of weights used in evaluation and export; 0 = off.", ge=0.0, lt=1.0
+    )
+    spike_sigmas: float = option(
+        0.0, "Skip a step whose loss or gradient norm is this far above the recent mean; 0 = off.", ge=0.0
+    )
+    max_skips: int = option(20, "Skipped steps in a row that end the run.", ge=1)
+    loss_scale: float = option(
+        4096.0, "First loss scale under fp16; multiplies the loss summed over a step / global_batch.", gt=0.0
+    )
+    gradient_stats_every: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleOptions:
+    """The text a language model writes when the run ends."""
+
+    prompt: str = option("def ", "What the sample begins with.")
+    tokens: int = option(200, "Tokens to write; 0 = no sample.", ge=0)

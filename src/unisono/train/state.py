@@ -1,0 +1,153 @@
+"""A run's whole mutable state in one object; nothing else survives a step.
+
+Shared tensors are the same on every rank (the checkpoint spreads them over the ranks' shards); own tensors are this
+rank's generators. What is neither (step, best score) is plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import CheckpointError, Problem
+from unisono.optim import load_state_tensors, state_tensors
+from unisono.parallel.loss_scale import LossScale
+from unisono.train.checkpoint import Snapshot
+from unisono.train.ema import Average
+from unisono.train.guard import Guard
+
+
+@dataclass(kw_only=True, slots=True)
+class RunState:
+    """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scale: LossScale
+    guard: Guard
+    average: Average | None
+    weight_total: Tensor
+    step: int = 0
+    best_loss: float | None = None
+    evaluations_without_gain: int = 0
+
+    def held(self) -> dict[str, Tensor]:
+        """What all ranks share and only the update changes: parameters, optimizer, moving average. The bulk of a state."""
+        tensors = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
+        tensors |= state_tensors(self.model, self.optimizer)
+        return tensors | (self.average.state() if self.average is not None else {})
+
+    def replicated(self) -> dict[str, Tensor]:
+        """What all ranks share and anything may change: buffers, scaler, guard, token count."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        state = self.model.state_dict()
+        tensors = {f"model/{name}": tensor for name, tensor in state.items() if name not in parameters}
+        return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+
+    def shared(self) -> dict[str, Tensor]:
+        """Everything all ranks share."""
+        return self.held() | self.replicated()
+
+    def own(self, rank: int) -> dict[str, Tensor]:
+        """This rank's generators as byte tensors: torch CPU, torch accelerator, Python, numpy's global one."""
+        states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
+        name, keys, *rest = np.random.get_state(legacy=True)
+        states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
+        accelerator = _accelerator_rng()
+        if accelerator is not None:
+            states["accelerator"] = accelerator.get_rng_state()
+        return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()}
+
+    def meta(self) -> dict[str, Any]:
+        """What is not a tensor."""
+        return {
+            "step": self.step,
+            "best_loss": self.best_loss,
+            "evaluations_without_gain": self.evaluations_without_gain,
+        }
+
+    def restore(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:
+        """Take everything over, bit by bit. Raises CheckpointError when names, shapes or dtypes are another model's."""
+        mine = self.shared()
+        _check_table(snapshot, mine)
+        shared = {name for name in snapshot.names() if not name.startswith("rng/")}
+        for name in sorted(shared & mine.keys()):
+            if not name.startswith("optim/"):
+                snapshot.read_into(name, mine[name])
+        load_state_tensors(
+            self.model, self.optimizer, {name: snapshot.tensor(name) for name in shared if name.startswith("optim/")}
+        )
+        meta = snapshot.meta["state"]
+        self.step = int(meta["step"])
+        self.best_loss = meta["best_loss"]
+        self.evaluations_without_gain = int(meta["evaluations_without_gain"])
+        self._restore_generators(snapshot, rank=rank, seed=seed)
+
+    def _restore_generators(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:
+        prefix = f"rng/rank-{rank:05d}/"
+        if f"{prefix}torch" not in set(snapshot.names()):
+            # More ranks than before: the new one's generators are as fresh as its past, but reproducible.
+            seed_generators(seed, rank, self.step)
+            return
+        torch.set_rng_state(snapshot.tensor(f"{prefix}torch"))
+        version, keys, gauss = _from_bytes(snapshot.tensor(f"{prefix}python"))
+        random.setstate((version, tuple(keys), gauss))
+        name, numbers, *rest = _from_bytes(snapshot.tensor(f"{prefix}numpy"))
+        np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
+        accelerator = _accelerator_rng()
+        if accelerator is not None and f"{prefix}accelerator" in set(snapshot.names()):
+            accelerator.set_rng_state(snapshot.tensor(f"{prefix}accelerator"))
+
+
+def seed_generators(seed: int, rank: int, step: int = 0) -> None:
+    """Seed torch (all devices), Python and numpy for dropout and user code: a function of (seed, rank, step)."""
+    words = np.random.SeedSequence([seed, rank, step]).generate_state(2, dtype=np.uint64)
+    torch.manual_seed(int(words[0] >> np.uint64(1)))
+    random.seed(int(words[1]))
+    np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
+
+
+def _check_table(snapshot: Snapshot, mine: dict[str, Tensor]) -> None:
+    """Same names, shapes and dtypes, or one error that shows the first differences."""
+    saved = {name for name in snapshot.names() if not name.startswith("rng/")}
+    differences = [f"{name} is only in the checkpoint" for name in sorted(saved - mine.keys())]
+    differences += [f"{name} is only in this run" for name in sorted(mine.keys() - saved)]
+    for name in sorted(saved & mine.keys()):
+        there, here = snapshot.spec(name), mine[name]
+        if there.shape != tuple(here.shape) or there.dtype != here.dtype:
+            differences.append(
+                f"{name} is {list(there.shape)} {there.dtype} there, {list(here.shape)} {here.dtype} here"
+            )
+    if differences:
+        shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
+        raise CheckpointError(
+            Problem(
+                given=f"the checkpoint {snapshot.path} for this run: {shown}",
+                rule="a resumed run has the model, optimizer and options the checkpoint was saved with",
+                consequence="nothing was loaded and nothing was changed",
+                nearest="use the configuration saved in the run's folder, or another run.dir for a new run",
+            )
+        )
+
+
+def _accelerator_rng() -> Any:
+    """The accelerator's module (torch.<type>), or None on a CPU-only machine."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else getattr(torch, device.type)
+
+
+def _to_bytes(value: Iterable[Any]) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(tensor: Tensor) -> Any:
+    return json.loads(bytes(tensor.tolist()))

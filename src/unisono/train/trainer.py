@@ -1,0 +1,437 @@
+"""The trainer: an iterator of optimizer steps that resumes, accumulates, synchronises, guards and saves by itself.
+
+    with Trainer(model, data, plan, objective=…, optimizer=…, schedule=…) as run:
+        for step in run:
+            if step.index % 500 == 0:
+                run.evaluate(held_out)
+
+What one step computes is in ``engine``; what is read from the device, and when, in ``readout``; how a run starts in ``resume``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.data.dataset import Dataset
+from unisono.data.loader import Loader, Transform
+from unisono.data.prepared import default_cache_dir
+from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
+from unisono.errors import CheckpointError, Problem
+from unisono.kvstore import create
+from unisono.measure.ceiling import Peak, peak_flops
+from unisono.measure.flops import CONVENTION
+from unisono.observe.events import EventLog, events_path, next_attempt
+from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.monitor import host_memory_limit_bytes
+from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
+from unisono.optim import schedule as schedule_of
+from unisono.parallel.apply import apply
+from unisono.parallel.device import computes_bf16, find_device, set_backend
+from unisono.parallel.loss_scale import LossScale
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan, derive, why_precision
+from unisono.train import resume as resuming
+from unisono.train.checkpoint import Checkpointer, CheckpointOptions
+from unisono.train.ema import Average
+from unisono.train.engine import Engine, Step, input_selector
+from unisono.train.evaluate import evaluate
+from unisono.train.gradient_stats import GradientStats
+from unisono.train.guard import Guard
+from unisono.train.metrics import Metric
+from unisono.train.objectives import Objective
+from unisono.train.options import TrainOptions
+from unisono.train.readout import Readout
+from unisono.train.state import RunState, seed_generators
+
+COLLECTIVE_TIMEOUT_S = 300.0
+# steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
+ACCELERATOR_READ_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How ``fit`` ended: ``reason`` is finished, preempted or early_stop; ``evaluation`` is the last one, or empty."""
+
+    step: int
+    reason: str
+    evaluation: Mapping[str, float]
+
+
+def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """The device of this rank and the plan of the job. Raises PlanError."""
+    device = find_device(options.device, job.local_rank)
+    return device, derive(options, world=job.world, device=device.type, native_bf16=computes_bf16(device))
+
+
+def open_events(run_dir: Path, world: World) -> EventLog:
+    """This rank's event log in the run's folder; all ranks agree on the number of the attempt. Raises ConfigError."""
+    path = events_path(run_dir, world.rank)
+    attempt = max(world.gather_json(next_attempt(path)))
+    return EventLog(path, rank=world.rank, run_id=run_dir.absolute().name, attempt=attempt)
+
+
+class Trainer:
+    """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
+
+    ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
+    rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. Without ``world`` the
+    environment of the process says which rank this is.
+
+    Raises PlanError, DataError, CheckpointError before the first step; NumericsError and CommError during it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Dataset,
+        plan: Plan | PlanOptions | None = None,
+        *,
+        objective: Objective,
+        optimizer: OptimOptions | None = None,
+        schedule: ScheduleOptions | Callable[[int], float] | None = None,
+        options: TrainOptions | None = None,
+        checkpoint: CheckpointOptions | None = None,
+        run_dir: str | Path = "runs/first",
+        seed: int = 0,
+        resume: str = "auto",
+        eval_data: Dataset | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        transform: Transform | None = None,
+        prefetch_depth: int = 2,
+        shuffle_block: int = 0,
+        flops_per_token: float = 0.0,
+        world: World | None = None,
+        events: EventLog | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.data, self.eval_data = data, eval_data
+        self.options = options or TrainOptions()
+        self.run_dir = Path(run_dir)
+        self.evaluation: dict[str, float] = {}
+        self._asked_plan = plan or PlanOptions()
+        self._objective = objective
+        self._optim = optimizer or OptimOptions()
+        self._asked_schedule = schedule or ScheduleOptions()
+        self._checkpoint = checkpoint or CheckpointOptions()
+        self._seed, self._resume = seed, resume
+        self._metrics = dict(metrics or {})
+        self._transform, self._prefetch_depth, self._shuffle_block = transform, prefetch_depth, shuffle_block
+        self._flops_per_token = flops_per_token
+        self._given_world = world
+        self._given_events = events
+        self._provenance = dict(provenance or {})
+        self._saved_step = -1
+        self._resumed_step = -1
+        self._evaluated_step = -1
+        self._early_stop = False
+
+    # --- opening and closing ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Trainer:
+        job = self._given_world.job if self._given_world else job_from_environ(os.environ)
+        if isinstance(self._asked_plan, Plan):
+            self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
+        else:
+            self.device, self.plan = plan_for(self._asked_plan, job)
+        self.world = self._given_world or join(job, device_type=self.device.type, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self.events = self._given_events or open_events(self.run_dir, self.world)
+        self._stop = StopNotice() if threading.current_thread() is threading.main_thread() else None
+        if self._stop is not None:
+            self._stop.__enter__()
+        try:
+            self._open()
+        except BaseException as error:
+            self._close(error)
+            raise
+        return self
+
+    def _open(self) -> None:
+        agree(self.world, "plan", self.plan.to_json())
+        agree(self.world, "configuration", self._provenance.get("config_hash"))
+        set_backend(self.plan)
+        model = apply(self.plan, self.model.to(self.device)).train()
+        optimizer = build_optimizer(model, self._optim)
+        options = self.options
+        self.state = RunState(
+            model=model,
+            optimizer=optimizer,
+            scale=LossScale.create(self.device, initial=options.loss_scale)
+            if self.plan.precision == "fp16"
+            else LossScale.off(self.device),
+            guard=Guard(self.device, sigmas=options.spike_sigmas),
+            average=Average(model, options.ema_decay) if options.ema_decay else None,
+            weight_total=torch.zeros(
+                (), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
+            ),
+        )
+        seed_generators(self._seed, self.world.rank)
+        self.store = create(self.plan.sync, self.world)
+        self.checkpointer = Checkpointer(
+            self.run_dir / "checkpoints",
+            world=self.world,
+            options=self._checkpoint,
+            attempt=self.events.attempt,
+            emit=self.events.emit,
+            fault=lambda point: fault_point(point, self._saved_step),
+        )
+        self._order = {
+            "data": self.data.fingerprint,
+            "samples": len(self.data),
+            "seed": self._seed,
+            "global_batch": self.plan.global_batch,
+            "shuffle_block": self._shuffle_block,
+        }
+        self._environment = resuming.environment(self.world, self.plan)
+        self._emit_start()
+        resumed = resuming.resume(
+            self.state,
+            self.run_dir / "checkpoints",
+            self._resume,
+            world=self.world,
+            seed=self._seed,
+            order=self._order,
+            environment=self._environment,
+            events=self.events,
+        )
+        if resumed:
+            self._saved_step = self._resumed_step = self.state.step
+        self.store.init({name: value for name, value in self.state.shared().items() if name.startswith("model/")})
+        self._sync = self.store.gradients(dict(model.named_parameters()))
+        self._loader = Loader(
+            self.data,
+            seed=self._seed,
+            global_batch=self.plan.global_batch,
+            micro_batch=self.plan.micro_batch,
+            rank=self.world.rank,
+            world=self.world.world,
+            prefetch_depth=self._prefetch_depth,
+            block=self._shuffle_block,
+            transform=self._transform,
+            device=None if self.device.type == "cpu" else self.device,
+        )
+        self._timers = StepTimers()
+        asked = self._asked_schedule
+        self._engine = Engine(
+            model=model,
+            inputs=input_selector(self.model),
+            objective=self._objective,
+            schedule=schedule_of(asked, options.steps, self._optim.lr) if isinstance(asked, ScheduleOptions) else asked,
+            clip_norm=self._optim.clip_norm,
+            plan=self.plan,
+            device=self.device,
+            state=self.state,
+            sync=self._sync,
+            timers=self._timers,
+            stop=self._stop,
+            before_update=self.checkpointer.release,
+            observe_gradients=GradientStats(dict(model.named_parameters()), self.events, options.gradient_stats_every),
+        )
+        self._rates = RateMeter(steps_total=options.steps, devices=self.world.world)
+        self._readout = Readout(
+            events=self.events,
+            timers=self._timers,
+            rates=self._rates,
+            every=1 if self.device.type == "cpu" else ACCELERATOR_READ_STEPS,
+            steps_total=options.steps,
+            max_skips=options.max_skips,
+            device=self.device,
+            memory_limit_bytes=host_memory_limit_bytes(),
+            flops_per_token=self._flops_per_token,
+            peak=self._find_peak() if self._flops_per_token else None,
+            weight_total=float(self.state.weight_total),
+            skipped_total=int(self.state.guard.skipped),
+            compiling=self.plan.compile != "off",
+        )
+
+    def _find_peak(self) -> Peak:
+        """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.plan.precision]
+        cache = default_cache_dir(os.environ) / "calibration.json"
+        found = peak_flops(self.device, dtype, cache=cache, tf32=self.plan.tf32) if self.world.rank == 0 else None
+        return Peak(**self.world.broadcast_json(asdict(found) if found else None))
+
+    def _emit_start(self) -> None:
+        self.events.emit(
+            "run_start",
+            plan=self.plan.to_json(),
+            plan_text=self.plan.describe(),
+            flops_convention=CONVENTION,
+            precision_why=why_precision(self._asked_plan.precision, self.plan),
+            device=str(self.device),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            steps_total=self.options.steps,
+            epoch=self.world.job.epoch,
+            launcher=self.world.job.source,
+            environment=self._environment,
+            order=self._order,
+            **self._provenance,
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._readout.read()
+                self.save(wait=True)
+        finally:
+            self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        if error is not None:
+            state = getattr(self, "state", None)
+            record_failure(self.run_dir / "logs", self.world.job, error, step=state.step if state else None)
+            self.events.emit(
+                "run_end",
+                step=state.step if state else 0,
+                reason="failed",
+                error=type(error).__name__,
+                message=str(error),
+            )
+        for name in ("checkpointer", "_sync"):
+            part = getattr(self, name, None)
+            if part is not None:
+                part.close()
+        if self._stop is not None:
+            self._stop.__exit__(None, None, None)
+        if self._given_events is None:
+            self.events.close()
+        if self._given_world is None:
+            self.world.close()
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Step]:
+        """Steps from where the run stands to its end, to an early stop, or to the step all ranks agreed to stop at.
+
+        A step's checkpoint is written after the loop's body has seen it, so that an evaluation of that step counts.
+        """
+        self._rates.start()
+        self._timers.take()
+        batches = self._loader.iterate(self.state.step, self.options.steps)
+        try:
+            while not (self._early_stop or self._readout.stop_requested):
+                with self._timers.phase("data_wait"):
+                    batch = next(batches, None)
+                if batch is None:
+                    break
+                began_s, compiling = time.monotonic(), self._readout.compiling
+                step = self._engine.run(batch)
+                self._readout.add(step)
+                if compiling:
+                    self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
+                yield step
+                with self._timers.phase("ckpt_stall"), self._rates.paused():
+                    self.checkpointer.poll()
+                    if self._checkpoint.every_steps and step.index % self._checkpoint.every_steps == 0:
+                        self.save()
+        finally:
+            batches.close()
+        if self._readout.stop_requested:
+            self.events.emit("preempt", step=self.state.step, signal=self._stop.signal_name if self._stop else None)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal to any rank ended the loop; after ``with`` the state is committed, exit with 75."""
+        return self._readout.stop_requested
+
+    def fit(self) -> Result:
+        """Train to the end, evaluating every ``eval_every`` steps and at the end."""
+        every = self.options.eval_every
+        for step in self:
+            if self.eval_data is not None and every and step.index % every == 0:
+                self.evaluate()
+        reason = "preempted" if self.preempted else "early_stop" if self._early_stop else "finished"
+        if self.eval_data is not None and reason == "finished" and self._evaluated_step != self.state.step:
+            self.evaluate()
+        self.save(wait=True)
+        self.events.emit(
+            "run_end", step=self.state.step, reason=reason, **{f"eval/{k}": v for k, v in self.evaluation.items()}
+        )
+        return Result(step=self.state.step, reason=reason, evaluation=self.evaluation)
+
+    def evaluate(self, data: Dataset | None = None) -> dict[str, float]:
+        """Loss and metrics on ``data`` (default: the held-out set), with the averaged weights where ``ema_decay`` is set.
+
+        On the held-out set it also decides about early stopping. All ranks must call it.
+        """
+        held_out = data is None
+        chosen = data if data is not None else self.eval_data
+        if chosen is None:
+            raise ValueError("evaluate() needs a data set: none was given here or as eval_data")
+        with self._rates.paused(), self.averaged_weights():
+            values = evaluate(
+                self.state.model,
+                chosen,
+                objective=self._objective,
+                metrics=self._metrics,
+                inputs=self._engine.inputs,
+                world=self.world,
+                device=self.device,
+                plan=self.plan,
+                limit=self.options.eval_samples,
+            )
+        self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
+        if held_out:
+            self.evaluation, self._evaluated_step = values, self.state.step
+            self._judge(values["loss"])
+        return values
+
+    def averaged_weights(self) -> Any:
+        """A context in which the model has the weights that evaluation and export use."""
+        average = self.state.average
+        self.checkpointer.release()  # a save under way still reads the weights that are about to be swapped
+        return average.in_place() if average is not None else torch.no_grad()
+
+    def _judge(self, loss: float) -> None:
+        state, patience = self.state, self.options.early_stop_patience
+        if state.best_loss is None or loss < state.best_loss:
+            state.best_loss, state.evaluations_without_gain = loss, 0
+            return
+        state.evaluations_without_gain += 1
+        if patience and state.evaluations_without_gain >= patience:
+            self._early_stop = True
+            self.events.emit("early_stop", step=state.step, best_loss=state.best_loss, loss=loss, patience=patience)
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save the state of the last finished step, in the background unless ``wait``; a step is saved once."""
+        if self._saved_step != self.state.step:
+            score = self.evaluation.get("loss") if self._evaluated_step == self.state.step else None
+            meta = {
+                "state": self.state.meta(),
+                "order": self._order,
+                "environment": self._environment,
+                "provenance": self._provenance,
+            }
+            self._saved_step = self.state.step
+            held, replicated = self.state.held(), self.state.replicated()
+            own = self.state.own(self.world.rank)
+            self.checkpointer.save(self.state.step, replicated, own, meta, held=held, score=score)
+        if wait:
+            self.checkpointer.wait()
+            self._check_saved()
+
+    def _check_saved(self) -> None:
+        committed = self.checkpointer.committed_step
+        if self.state.step in (committed, self._resumed_step):
+            return
+        raise CheckpointError(
+            Problem(
+                given=f"the checkpoint of the last step, {self.state.step}, could not be written to {self.run_dir}",
+                rule="a run ends with its state committed",
+                consequence="the newest committed state is "
+                + (f"that of step {committed}" if committed is not None else "what was there before"),
+                nearest="free space in that folder and start again: the steps since then are repeated",
+            )
+        )

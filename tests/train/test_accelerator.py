@@ -1,0 +1,64 @@
+"""What only an accelerator can show; rows of docs/unverified.md. Skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_follows_the_curve_of_the_cpu(tmp_path: Path, precision: str) -> None:
+    here = tiny.complete(tmp_path / "here", steps=8, device="auto", precision=precision)
+    there = tiny.complete(tmp_path / "cpu", steps=8, precision="fp32")
+    assert here["losses"] == pytest.approx(there["losses"], rel=1e-3 if precision == "fp32" else 3e-2)
+
+
+@pytest.mark.parametrize("compile_", ["off", "regional", "model"])
+def test_resumes_bitwise(tmp_path: Path, compile_: str) -> None:
+    changes = {"device": "auto", "precision": "bf16", "compile": compile_, "dropout": 0.1}
+    whole = tiny.complete(tmp_path / "whole", steps=6, **changes)
+    first = tiny.complete(tmp_path / "parts", steps=6, stop_after=3, **changes)
+    second = tiny.complete(tmp_path / "parts", steps=6, **changes)
+    assert first["losses"] + second["losses"] == whole["losses"]
+    assert second["digest"] == whole["digest"]
+
+
+def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
+    """torch's sync debug mode raises on any implicit wait for the device."""
+    with tiny.trainer(tmp_path / "run", steps=12, device="auto", prefetch_depth=0) as run:
+        steps = iter(run)
+        next(steps)
+        backend = getattr(torch, run.device.type)
+        backend.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                next(steps)
+        finally:
+            backend.set_sync_debug_mode("default")
+
+
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device here")
+def test_two_devices_equal_one(tmp_path: Path) -> None:
+    script = str(Path(tiny.__file__).with_name("launch_tiny.py"))
+    source = str(Path(__file__).parents[2] / "src")
+    run = subprocess.run(
+        [sys.executable, script, str(tmp_path / "two"), "2", '{"steps": 8, "device": "auto"}'],
+        env={**os.environ, "PYTHONPATH": source},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    losses = [e["train/loss"] for e in tiny.events(tmp_path / "two") if e["kind"] == "step"]
+    assert losses == pytest.approx(tiny.complete(tmp_path / "one", steps=8)["losses"], rel=1e-3)
