@@ -1,0 +1,99 @@
+"""``unisono checkpoint``: what is saved, whether it is whole, and the model out of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from unisono.cli.common import RESOLVED, every_verb, load_run, print_json
+from unisono.errors import CheckpointError, Problem
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """List, verify, export checkpoints."""
+
+
+@command.command("ls")
+@click.argument("run_dir", default="runs/first")
+@every_verb
+def ls(run_dir: str, as_json: bool) -> None:
+    """List the checkpoints of RUN_DIR with their state and size."""
+    if not Path(run_dir).is_dir():
+        raise CheckpointError(_nothing_at(run_dir, "nothing was listed"))
+    from unisono.train.checkpoint import list_checkpoints
+
+    rows = [
+        (e.step, e.state, sum(f.stat().st_size for f in e.path.iterdir() if f.is_file()), str(e.path))
+        for e in list_checkpoints(Path(run_dir) / "checkpoints")
+    ]
+    if as_json:
+        names = ("step", "state", "bytes", "path")
+        print_json({"run_dir": run_dir, "checkpoints": [dict(zip(names, row, strict=True)) for row in rows]})
+        return
+    for step, state, size, path in rows:
+        click.echo(f"{step:>10}  {state:<12} {size / 2**20:8.1f} MiB  {path}")
+    if not rows:
+        click.echo(f"no checkpoints in {run_dir}")
+
+
+@command.command("verify")
+@click.argument("path", default="runs/first")
+@every_verb
+def verify_all(path: str, as_json: bool) -> int:
+    """Read every byte of the checkpoints of a run (or of one checkpoint folder) and compare digests.
+
+    Exit code 1 if any is bad.
+    """
+    given = Path(path)
+    if not given.is_dir():
+        raise CheckpointError(_nothing_at(path, "nothing was verified"))
+    from unisono.train.checkpoint import list_checkpoints, verify
+
+    folders = [e.path for e in list_checkpoints(given / "checkpoints") if e.state == "committed"]
+    if not folders:
+        if (given / "checkpoints").is_dir() or (given / RESOLVED).is_file():
+            raise CheckpointError(_nothing_at(path, "nothing was verified"))
+        folders = [given]
+    found = [(str(folder), verify(folder)) for folder in folders]
+    if as_json:
+        rows = [{"path": folder, "ok": not bad, "problems": [p.given for p in bad]} for folder, bad in found]
+        print_json({"ok": not any(bad for _, bad in found), "checkpoints": rows})
+    for folder, problems in () if as_json else found:
+        click.echo(f"{'bad' if problems else 'ok':<4} {folder}")
+        for problem in problems:
+            click.echo("     " + str(problem).replace("\n", "\n     "))
+    return 1 if any(problems for _, problems in found) else 0
+
+
+def _nothing_at(path: str, consequence: str) -> Problem:
+    return Problem(
+        given=f"{path!r} holds no committed checkpoint" if Path(path).is_dir() else f"no folder {path!r}",
+        rule="checkpoints lie in the folder 'checkpoints' of a run's folder",
+        consequence=consequence,
+        nearest="the folder given as run.dir when training (default runs/first)",
+    )
+
+
+@command.command("export")
+@click.argument("run_dir", default="runs/first")
+@click.argument("target", required=False)
+@click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@every_verb
+def export_model(run_dir: str, target: str | None, checkpoint: str | None, as_json: bool) -> None:
+    """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export)."""
+    config = load_run(run_dir).value
+    from unisono.cli.rank import export_run
+    from unisono.dist import JobSpec, join
+    from unisono.train.build import find_tokenizer
+    from unisono.train.load import load_model
+
+    tokenizer = find_tokenizer(config)
+    world = join(JobSpec(), device_type="cpu", timeout_s=60.0)
+    model, step = load_model(config, tokenizer, world, checkpoint)
+    folder = export_run(model, config, tokenizer, Path(target) if target else None)
+    if as_json:
+        print_json({"run_dir": run_dir, "step": step, "path": str(folder)})
+    else:
+        click.echo(f"step {step} exported to {folder}")

@@ -1,0 +1,54 @@
+"""``unisono eval``: the newest checkpoint of a run on its held-out data."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from unisono.cli.common import every_verb, load_run, print_json
+
+
+@click.command("eval")
+@click.argument("run_dir", default="runs/first")
+@click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@click.option("--samples", type=click.IntRange(min=0), default=0, show_default=True, help="Samples to use; 0 = all.")
+@every_verb
+def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -> None:
+    """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
+    config = load_run(run_dir).value
+    from unisono.dist import job_from_environ, join
+    from unisono.train.build import build_data, build_metrics, find_objective
+    from unisono.train.engine import input_selector
+    from unisono.train.evaluate import evaluate
+    from unisono.train.load import load_model
+    from unisono.train.trainer import plan_for
+
+    job = job_from_environ(os.environ)
+    device, plan = plan_for(config.plan, job)
+    world = join(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+    try:
+        data = build_data(config)
+        model, step = load_model(config, data.tokenizer, world, checkpoint)
+        values = evaluate(
+            model.to(device),
+            data.held_out,
+            objective=find_objective(config),
+            metrics=build_metrics(config),
+            inputs=input_selector(model),
+            world=world,
+            device=device,
+            plan=plan,
+            limit=samples,
+        )
+    finally:
+        world.close()
+    if job.rank > 0:
+        return
+    used = min(samples, len(data.held_out)) or len(data.held_out)
+    if as_json:
+        print_json({"run_dir": run_dir, "step": step, "samples": used, "evaluation": values})
+        return
+    click.echo(f"step {step}, {used} held-out samples")
+    for name, value in values.items():
+        click.echo(f"  {name:<16} {value:.4f}")

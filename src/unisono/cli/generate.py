@@ -1,0 +1,65 @@
+"""``unisono generate``: let a trained language model write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import click
+
+from unisono.cli.common import every_verb, load_run, print_json
+from unisono.errors import ConfigError, Problem
+
+
+@click.command("generate")
+@click.argument("run_dir", default="runs/first")
+@click.option("--prompt", help="What the text begins with (default: the run's sample.prompt).")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to write (default: the run's sample.tokens).")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0),
+    default=0.8,
+    show_default=True,
+    help="0 = always the likeliest token.",
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0, max=2**63 - 1), default=0, show_default=True, help="Seed of the sampling."
+)
+@click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@every_verb
+def command(
+    run_dir: str,
+    prompt: str | None,
+    tokens: int | None,
+    temperature: float,
+    seed: int,
+    checkpoint: str | None,
+    as_json: bool,
+) -> None:
+    """Print text written by RUN_DIR's newest checkpoint."""
+    config = load_run(run_dir).value
+    from unisono.cli.rank import write_sample
+    from unisono.dist import JobSpec, join
+    from unisono.models.gpt import GPT
+    from unisono.train.build import find_tokenizer
+    from unisono.train.load import load_model
+
+    given = {"prompt": prompt, "tokens": tokens}
+    sample = replace(config.sample, **{name: value for name, value in given.items() if value is not None})
+    tokenizer = find_tokenizer(config)
+    world = join(JobSpec(), device_type="cpu", timeout_s=60.0)
+    model, step = load_model(config, tokenizer, world, checkpoint)
+    if tokenizer is None or not isinstance(model, GPT):
+        raise ConfigError(
+            Problem(
+                given=f"generate with {type(model).__name__} on {'tokens' if tokenizer else 'data of your own'}",
+                rule="text is written by the reference GPT, trained on tokens",
+                consequence="there is nothing to print",
+                nearest="call your own model from Python",
+            )
+        )
+    context = config.data.seq_len
+    text = write_sample(model, tokenizer, sample, context=context, seed=seed, temperature=temperature)
+    if as_json:
+        print_json({"run_dir": run_dir, "step": step, "text": text})
+    else:
+        click.echo(text)

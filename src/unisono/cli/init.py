@@ -1,0 +1,72 @@
+"""``unisono init``: a starter configuration to edit."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from unisono.cli.common import every_verb, print_json
+from unisono.config import starter
+from unisono.errors import ConfigError, Problem
+from unisono.train.config import RunConfig
+
+PYTHON_TEMPLATE = '''\
+"""Your own model under unisono: `unisono train {name}`."""
+
+import torch
+from unisono import Parts, RunConfig
+
+
+class Bigram(torch.nn.Embedding):  # any torch.nn.Module; forward's parameters name entries of the batch
+    def forward(self, tokens):
+        return super().forward(tokens)  # logits [batch, time, 257], one row of the table per last byte
+
+
+def objective(outputs, batch):  # -> (sum of losses, sum of weights): unisono divides, over all micro-batches and ranks
+    losses = torch.nn.functional.cross_entropy(outputs.mT, batch["targets"], reduction="none")
+    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def config():
+    return RunConfig(parts=Parts(model=lambda run: Bigram(257, 257), objective=objective))
+'''
+
+
+@click.command("init")
+@click.argument("path", required=False, type=click.Path(dir_okay=False))
+@click.option("--python", "as_python", is_flag=True, help="A Python file with a model and objective of your own.")
+@every_verb
+def command(path: str | None, as_python: bool, as_json: bool) -> None:
+    """Write a commented starter configuration to PATH (default run.toml, or run.py with --python).
+
+    An existing file is never overwritten.
+    """
+    target = Path(path or ("run.py" if as_python else "run.toml"))
+    text = PYTHON_TEMPLATE.replace("{name}", target.name) if as_python else starter(RunConfig)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(
+            Problem(
+                given=f"init {target}",
+                rule="a file that exists is not overwritten",
+                consequence="nothing was written",
+                nearest=f"another name, or remove {target} first",
+            )
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            Problem(
+                given=f"init {target}: {error.strerror}",
+                rule="the file can be created",
+                consequence="nothing was written",
+                nearest="a path in a folder that exists and that you may write to",
+            )
+        ) from None
+    if as_json:
+        print_json({"path": str(target)})
+    else:
+        click.echo(f"wrote {target}; try: unisono train {shlex.quote(str(target))}")

@@ -1,0 +1,127 @@
+"""The group of verbs. A verb's module is imported when the verb runs or shows its own help; none imports torch at its top.
+
+Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state committed (start again to go on).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from importlib import import_module
+from typing import Any, NoReturn
+
+import click
+
+from unisono.errors import Problem, UnisonoError, nearest_name
+
+VERBS = {
+    "train": "Train a model; without arguments a small GPT on the standard library's source.",
+    "init": "Write a commented starter configuration.",
+    "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
+    "generate": "Let a trained language model write.",
+    "config": "Show, explain, compare configurations.",
+    "checkpoint": "List, verify, export checkpoints.",
+}
+USER_ERROR = 2
+
+
+class _LazyGroup(click.Group):
+    """Lists verbs from the table above and imports only the one that is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            ctx.fail(f"no verb {cmd_name!r}; {nearest_name(cmd_name, VERBS)}")
+        return import_module(f"unisono.cli.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+def _show_version(context: click.Context, _option: click.Parameter, value: bool) -> None:
+    if value:
+        from importlib import metadata  # pulls in the email package: a quarter of the time of --help
+
+        try:
+            click.echo(f"unisono {metadata.version('unisono')}")
+        except metadata.PackageNotFoundError:
+            click.echo("unisono, run from a source tree that is not installed")
+        context.exit()
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
+def cli() -> None:
+    """Train PyTorch models on the hardware you have: exact resume, plans as data, honest meters."""
+
+
+def entry() -> NoReturn:
+    """Run the command line and exit with its code; errors of the family print their four parts and nothing else."""
+    try:
+        result: Any = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        show_usage_error(error)
+        sys.exit(USER_ERROR)
+    except click.Abort:
+        sys.exit(1)
+    except UnisonoError as error:
+        logging.getLogger("unisono").debug("the error below was raised here", exc_info=error)
+        show_error(error)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # whoever read our output has left; the interpreter must not complain about it when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def show_error(error: UnisonoError) -> None:
+    """The error on standard error for people; where ``--json`` was given, as the one JSON object on standard output."""
+    rank = _rank()
+    if "--json" in sys.argv and rank == 0:
+        _print_error(type(error).__name__, error.problems)
+    else:
+        print(f"unisono: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+
+
+def show_usage_error(error: click.ClickException) -> None:
+    """A command line that click could not read, in click's own words."""
+    if "--json" not in sys.argv:
+        error.show()
+        return
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    problem = Problem(
+        given=error.format_message(),
+        rule=context.get_usage() if context else "see --help",
+        consequence="nothing was done",
+        nearest=f"{context.command_path if context else 'unisono'} --help",
+    )
+    _print_error(type(error).__name__, (problem,))
+
+
+def _print_error(kind: str, problems: tuple[Problem, ...]) -> None:
+    listed = [{"given": p.given, "rule": p.rule, "consequence": p.consequence, "nearest": p.nearest} for p in problems]
+    print(json.dumps({"error": kind, "problems": listed}))
+
+
+def _rank() -> int:
+    """This process's place in its job; 0 where there is none, or where it is what is wrong."""
+    from unisono.dist import job_from_environ
+    from unisono.errors import LaunchError
+
+    try:
+        return job_from_environ(os.environ).rank
+    except LaunchError:
+        return 0

@@ -1,0 +1,165 @@
+"""One rank of a training run, from the configuration to the export; the part of ``train`` that needs torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from unisono.cli.common import LOG, RESOLVED
+from unisono.config import Resolved
+from unisono.data.sidecar import write_atomically
+from unisono.data.tokenizer import BYTES, Tokenizer
+from unisono.dist import JobSpec, join
+from unisono.interop.huggingface import export
+from unisono.models.gpt import GPT
+from unisono.observe.console import Console
+from unisono.observe.events import Event, read_events
+from unisono.observe.lines import EndFacts
+from unisono.observe.report import write_report
+from unisono.observe.sinks import Trackers
+from unisono.observe.summary import summarise
+from unisono.train.build import Data, build_data, build_trainer
+from unisono.train.config import RunConfig, SampleOptions
+from unisono.train.trainer import Trainer, open_events, plan_for
+
+
+def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dict[str, Any]:
+    """Train to the end, a stop or an error; rank 0 also shows, samples, exports and reports. Returns the outcome."""
+    config = resolved.value
+    run_dir = Path(config.run.dir)
+    device, _ = plan_for(config.plan, job)
+    with ExitStack() as stack:
+        world = join(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+        stack.callback(world.close)
+        data = build_data(config)
+        events = stack.enter_context(open_events(run_dir, world))
+        console = None
+        if job.rank == 0:
+            mode = "off" if quiet else config.observe.console
+            console = stack.enter_context(Console(mode=mode))
+            events.subscribe(_but_failures(console), console.name)
+            stack.enter_context(Trackers(events, config.observe.trackers, run_dir))
+        if LOG.isEnabledFor(logging.DEBUG):
+            events.subscribe(_log_event, "log")
+        provenance = {
+            "config_hash": resolved.hash,
+            "config": resolved.encoded,
+            "origins": resolved.origins,
+            "launch": launch_facts(),
+            "data": asdict(data.prepared.report) if data.prepared else {},
+        }
+        trainer = build_trainer(config, data, world=world, events=events, provenance=provenance)
+        with trainer as run:
+            if job.rank == 0:
+                # not earlier: from here on the folder holds a run, and asking for the folder again means to go on with it
+                write_atomically(run_dir / RESOLVED, resolved.to_toml().encode())
+            result = run.fit()
+            outcome: dict[str, Any] = {
+                "run_dir": str(run_dir),
+                "step": result.step,
+                "steps_total": config.train.steps,
+                "reason": result.reason,
+                "evaluation": dict(result.evaluation),
+            }
+            if job.rank == 0 and result.reason != "preempted":
+                finish(run, config, data, outcome)
+        if console is not None:
+            if result.reason != "preempted":
+                outcome["report"] = str(write_report(run_dir))
+            facts = EndFacts(
+                sample_text=outcome.get("sample", ""),
+                report_path=Path(outcome["report"]) if "report" in outcome else None,
+                export_path=Path(outcome["export"]) if "export" in outcome else None,
+                next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
+            )
+            console.summary(summarise(read_events(events.path).events), facts)
+    return outcome
+
+
+def _but_failures(console: Console) -> Callable[[Event], None]:
+    """Hands the console every event but the one that says the run failed: that is said once, in full, at the very end."""
+
+    def listen(event: Event) -> None:
+        if not (event["kind"] == "run_end" and event.get("reason") == "failed"):
+            console(event)
+
+    return listen
+
+
+def _log_event(event: Event) -> None:
+    LOG.debug("%s", json.dumps(event, default=str))
+
+
+def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
+    """What to try now; ``writes`` says whether the model can write text."""
+    run_dir = shlex.quote(config.run.dir)
+    setting = shlex.quote(f"run.dir={config.run.dir}")
+    if reason == "preempted":
+        return [f"unisono train --set {setting}"]
+    return [
+        *([f"unisono generate {run_dir} --prompt 'class '"] if writes else []),
+        f"unisono eval {run_dir}",
+        f"unisono train --set {setting} --set train.steps={2 * config.train.steps}",
+    ]
+
+
+def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any]) -> None:
+    """Write the export and a text sample."""
+    tokenizer = data.tokenizer
+    with run.averaged_weights():
+        outcome["export"] = str(export_run(run.model, config, tokenizer))
+        if tokenizer is not None and isinstance(run.model, GPT) and config.sample.tokens:
+            context, seed = config.data.seq_len, config.run.seed
+            outcome["sample"] = write_sample(run.model, tokenizer, config.sample, context=context, seed=seed)
+            run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
+
+
+def export_run(model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None) -> Path:
+    """The Hugging Face folder of a run, by default ``<run.dir>/export``."""
+    from_file = tokenizer is not None and config.data.tokenizer != BYTES
+    return export(
+        model,
+        folder or Path(config.run.dir) / "export",
+        max_length=config.data.seq_len,
+        end_of_document=tokenizer.end_of_document if tokenizer else None,
+        tokenizer=Path(config.data.tokenizer).expanduser() if from_file else None,
+    )
+
+
+def write_sample(
+    model: GPT, tokenizer: Tokenizer, sample: SampleOptions, *, context: int, seed: int, temperature: float = 0.8
+) -> str:
+    """Text that begins with the prompt and goes on as the model likes, seeing at most ``context`` tokens back."""
+    device = model.embedding.weight.device
+    prompt: list[int] = tokenizer.encode([sample.prompt])[0].ids.tolist() or [tokenizer.end_of_document]
+    training = model.training
+    model.eval()
+    tokens = model.generate(
+        torch.tensor([prompt], device=device), sample.tokens, temperature=temperature, context=context, seed=seed
+    )
+    model.train(training)
+    written: list[int] = cast(Any, tokens[0]).tolist()
+    return tokenizer.decode(written)
+
+
+def launch_facts() -> dict[str, Any]:
+    """What the launcher set for this process, and what torch made of it."""
+    affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return {
+        **json.loads(os.environ.get("UNISONO_LAUNCH", "{}")),
+        "threads": torch.get_num_threads(),
+        "affinity": affinity,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,147 @@
+"""``unisono train``: the whole run, in as many processes as the plan and the machine want.
+
+Started plainly, this process only launches workers and watches them. Under torchrun, srun or mpirun, and in the workers, it is
+one rank of the job. With ``--debug`` it is the whole job in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from unisono.cli.common import LOG, RESOLVED, every_verb, load_config, log_level, print_json, takes_config
+from unisono.config import Resolved
+from unisono.dist import JobSpec, job_from_environ
+from unisono.errors import ConfigError, LaunchError, Problem, UnisonoError
+from unisono.train.config import RunConfig
+
+USER_ERROR = 2
+PREEMPTED = 75
+
+
+@click.command("train")
+@takes_config
+@click.option("--debug", is_flag=True, help="One process, eager, no workers or threads: for a debugger. Same samples.")
+@every_verb
+def command(config: tuple[str, ...], overrides: tuple[str, ...], debug: bool, as_json: bool) -> int:
+    """Train as CONFIG says: TOML files, later ones winning, or a Python file with config().
+
+    Without CONFIG a small GPT learns Python from the standard library's own source. A run found in run.dir goes on
+    where its last committed checkpoint stands.
+    """
+    resolved = load_config(config, overrides)
+    job = job_from_environ(os.environ)
+    if debug and job.world > 1:
+        raise LaunchError(_debug_in_a_job(job))
+    run_dir = Path(resolved.value.run.dir)
+    made = make_folder(run_dir)
+    code = 1
+    try:
+        if debug:
+            code = _work(_eager(resolved), JobSpec(), as_json=as_json)
+        elif job.source != "single":
+            code = _work(resolved, job, as_json=as_json)
+        else:
+            code = _launch(resolved, [*config, *(f"--set={text}" for text in overrides)], as_json=as_json)
+        return code
+    except UnisonoError as error:
+        code = error.exit_code
+        raise
+    finally:
+        # the configuration is kept once the first step can be made: without it there is no run here
+        if code == USER_ERROR and made and not (run_dir / RESOLVED).exists():
+            _unmake(made)
+
+
+def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
+    """Start this same command line in every process of this host; the exit code of the whole."""
+    from unisono.launch import launch
+
+    level = log_level()
+    flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
+    run_dir = Path(resolved.value.run.dir)
+    command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
+    return launch(command_line, resolved.value.launch, run_dir=run_dir, run_id=run_dir.absolute().name)
+
+
+def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
+    """Be one rank of the run; returns the exit code."""
+    from unisono.cli.rank import run_rank
+
+    config = resolved.value
+    if config.run.resume not in ("auto", "strict") and _restarted(job):
+        # where to start from was said once; a restart goes on from what the run has saved since
+        LOG.info("restarted: run.resume %r becomes 'auto'", config.run.resume)
+        resolved = replace(resolved, value=replace(config, run=replace(config.run, resume="auto")))
+    outcome = run_rank(resolved, job, quiet=as_json)
+    if as_json and job.rank == 0:
+        print_json(outcome)
+    return PREEMPTED if outcome["reason"] == "preempted" else 0
+
+
+def _restarted(job: JobSpec) -> bool:
+    """Whether a launcher started this process in place of one that crashed."""
+    if job.source == "unisono":
+        return bool(json.loads(os.environ.get("UNISONO_LAUNCH", "{}")).get("restarted"))
+    return job.epoch > 0
+
+
+def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
+    """The same run without compiled code and background work; the configuration that is kept stays as it was."""
+    config = resolved.value
+    eager = replace(
+        config,
+        plan=replace(config.plan, compile="off"),
+        data=replace(config.data, prefetch_depth=0),
+        checkpoint=replace(config.checkpoint, asynchronous=False),
+    )
+    return replace(resolved, value=eager)
+
+
+def _debug_in_a_job(job: JobSpec) -> Problem:
+    return Problem(
+        given=f"train --debug as rank {job.rank} of {job.world} of a job that {job.source} started",
+        rule="--debug is the whole run in one process",
+        consequence=f"{job.world} runs would write into one folder, so nothing was started",
+        nearest="start it outside the job, or leave --debug out",
+    )
+
+
+def make_folder(run_dir: Path) -> list[Path]:
+    """The run's folder, made and writable, or a ConfigError; returns the folders that were not there before, outermost
+    first."""
+    missing = [folder for folder in (run_dir, *run_dir.parents) if not os.path.lexists(folder)]
+    made = list(reversed(missing))
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        probe = run_dir / f".writable-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        _unmake(made)
+        raise ConfigError(
+            Problem(
+                given=f"run.dir {str(run_dir)!r}: {error.strerror}",
+                rule="a run keeps its configuration, events and checkpoints in a folder it can write to",
+                consequence="nothing was started",
+                nearest="run.dir in a folder of your own, such as runs/first",
+            )
+        ) from None
+    return made
+
+
+def _unmake(made: Sequence[Path]) -> None:
+    """Take back the folders this process made: the last of them whole, those around it where nothing else is in them."""
+    for folder in reversed(made):
+        if folder == made[-1]:
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            folder.rmdir()

@@ -1,0 +1,30 @@
+"""One small corpus for all, one trained run to look at, and a copy of it for those who change it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import Desk, make_desk
+
+
+@pytest.fixture(scope="session")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Desk:
+    """A working folder; tests give their runs folders of their own."""
+    return make_desk(tmp_path_factory.mktemp("desk"), tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def trained(desk: Desk) -> Path:
+    """A finished run of four steps, to be read only."""
+    run_dir = desk.folder / "trained"
+    done = desk.train(run_dir, "--set=checkpoint.every_steps=2")
+    assert done.code == 0, done.err
+    return run_dir
+
+
+@pytest.fixture
+def mine(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run, to be changed."""
+    return shutil.copytree(trained, tmp_path / "mine")

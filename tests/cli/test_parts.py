@@ -1,0 +1,211 @@
+"""Parts of one's own: from the Python configuration file, and by name from an installed entry point."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Desk, events_of, problem
+
+PLUGIN = '''
+"""Regression on a line, as a package would bring it."""
+import numpy as np
+import torch
+from unisono import Metric
+
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+def model(run):
+    return Line()
+
+
+def squared(outputs, batch):
+    error = outputs - batch["targets"]
+    return error.square().sum(), torch.tensor(float(error.numel()))
+
+
+def line(run):
+    xs = np.linspace(-1, 1, 40, dtype=np.float32)[:, None]
+    pairs = list(zip(xs, 2 * xs, strict=True))
+    return pairs[:32], pairs[32:]
+
+
+def flip(sample, rng):
+    sign = np.float32(rng.choice([-1, 1]))
+    return {name: value * sign for name, value in sample.items()}
+
+
+def worst():
+    def sums(outputs, batch, loss_sum, weight):
+        return torch.stack([loss_sum, weight]).double()
+    return Metric(size=2, sums=sums, value=lambda total: 100 * total[0] / total[1])
+
+
+def more(run):
+    return {"percent": worst()}
+'''
+ENTRY_POINTS = """
+[unisono.models]
+line-model = unisono_line:model
+[unisono.objectives]
+line-loss = unisono_line:squared
+[unisono.datasets]
+line-data = unisono_line:line
+[unisono.transforms]
+line-flip = unisono_line:flip
+[unisono.metrics]
+line-worst = unisono_line:worst
+line-more = unisono_line:more
+[unisono.sinks]
+"""
+PARTS = [
+    "--set=parts.model=line-model",
+    "--set=parts.objective=line-loss",
+    "--set=parts.data=line-data",
+    "--set=parts.transform=line-flip",
+    '--set=parts.metrics=["line-worst"]',
+    "--set=parts.own_metrics=line-more",
+]
+SMALL = [
+    *("--set=train.steps=40", "--set=plan.global_batch=8", "--set=optim.lr=0.1", "--set=plan.precision=fp32"),
+    *("--set=optim.weight_decay=0", "--set=observe.console=off"),
+]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with entry points, installed as pip leaves it: a module and its dist-info."""
+    site = tmp_path / "site"
+    info = site / "unisono_line-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "unisono_line.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: unisono-line\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delitem(sys.modules, "unisono_line", raising=False)
+    return site
+
+
+@pytest.mark.usefixtures("installed")
+def test_every_part_comes_from_an_entry_point(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = desk.here("train", "--debug", f"--set=run.dir={run_dir}", *PARTS, *SMALL, "--json")
+    assert done.code == 0, done.err
+    start = events_of(run_dir)[0]
+    assert start["parameters"] == 2
+    assert done.json["evaluation"].keys() == {"loss", "line-worst", "percent"}
+    assert done.json["evaluation"]["loss"] < 0.1
+    assert done.json["evaluation"]["percent"] == pytest.approx(100 * done.json["evaluation"]["loss"])
+    # names are text, so the folder alone is enough
+    again = desk.here("train", "--debug", f"--set=run.dir={run_dir}", "--set=train.steps=41", "--json")
+    assert again.json["step"] == 41
+    assert desk.here("eval", str(run_dir), "--json").json["evaluation"] == again.json["evaluation"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_name_that_is_nearly_an_entry_point(desk: Desk, tmp_path: Path) -> None:
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/run", *PARTS, *SMALL, "--set=parts.data=line-date")
+    assert done.code == 2
+    assert done.err == problem(
+        "parts.data = 'line-date'",
+        "it is built in (tokens), an installed entry point of the group 'unisono.datasets' (line-data), or a callable "
+        "of a Python file",
+        "the run has no such part, and nothing was started",
+        "did you mean 'line-data'?",
+    )
+    wrong = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/run", *SMALL, '--set=parts.metrics=["acuracy"]')
+    assert wrong.code == 2
+    assert "unisono: parts.metrics = 'acuracy'\n" in wrong.err
+    assert "did you mean 'accuracy'?" in wrong.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_entry_point_that_cannot_be_imported(desk: Desk, installed: Path, tmp_path: Path) -> None:
+    (installed / "unisono_line.py").write_text("import no_such_package_at_all\n")
+    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/run", *PARTS, *SMALL)
+    assert done.code == 2
+    assert done.err == problem(
+        "parts.data = 'line-data', entry point 'unisono_line:line' of unisono-line: "
+        "ModuleNotFoundError: No module named 'no_such_package_at_all'",
+        "an entry point names something that can be imported",
+        "the run has no such part, and nothing was started",
+        "repair or reinstall that package",
+    )
+
+
+def test_every_part_comes_from_a_python_file(desk: Desk, tmp_path: Path) -> None:
+    path, run_dir = tmp_path / "run.py", tmp_path / "run"
+    path.write_text(
+        PLUGIN
+        + "\n\ndef config():\n    from unisono import Parts, RunConfig\n    return RunConfig(parts=Parts(model=model,"
+        " objective=squared, data=line, transform=flip, own_metrics=more))\n"
+    )
+    done = desk.here("train", str(path), "--debug", f"--set=run.dir={run_dir}", *SMALL, "--json")
+    assert done.code == 0, done.err
+    assert done.json["evaluation"].keys() == {"loss", "percent"}
+    assert done.json["evaluation"]["loss"] < 0.1
+    kept = (run_dir / "config.toml").read_text()
+    assert f'base = "{path}"' in kept
+    assert 'objective = "python:squared"' in kept
+
+
+@pytest.mark.parametrize(
+    ("body", "given"),
+    [("return [1.0]", "list"), ("return 1, 2", "(int, int)"), ("return [1.0], [2.0], [3.0]", "(list, list, list)")],
+)
+def test_data_that_is_no_pair(desk: Desk, tmp_path: Path, body: str, given: str) -> None:
+    path = tmp_path / "run.py"
+    path.write_text(
+        f"from unisono import Parts, RunConfig\ndef data(run):\n    {body}\n"
+        "def config():\n    return RunConfig(parts=Parts(data=data))\n"
+    )
+    done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *SMALL)
+    assert done.code == 2
+    assert done.err == problem(
+        f"parts.data returned {given}",
+        "it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
+        "there is nothing to train on",
+        "return train, held_out",
+    )
+
+
+def test_a_model_that_is_none(desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "run.py"
+    path.write_text(
+        "import torch\nfrom unisono import Parts, RunConfig\n"
+        "def config():\n    return RunConfig(parts=Parts(model=lambda run: torch.nn.Linear))\n"
+    )
+    done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *desk.settings)
+    assert done.code == 2
+    assert done.err == problem(
+        "parts.model returned type",
+        "it returns a torch.nn.Module",
+        "there is nothing to train",
+        "return the module itself, not its class or its weights",
+    )
+    assert [item.name for item in tmp_path.iterdir()] == ["run.py"]
+
+
+def test_gpt_on_data_of_ones_own_needs_a_vocabulary(desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "run.py"
+    path.write_text(
+        "from unisono import Parts, RunConfig\n"
+        "def config():\n    return RunConfig(parts=Parts(data=lambda run: ([1.0], [1.0])))\n"
+    )
+    done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *desk.settings)
+    assert done.code == 2
+    assert done.err == problem(
+        "model.vocab_size 0 with data of your own",
+        "0 means the tokenizer's size, and there is no tokenizer",
+        "the embedding has no size",
+        "set model.vocab_size to one more than the largest token",
+    )

@@ -1,0 +1,153 @@
+"""``unisono train``: the run of a small model, and going on with what is in its folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import Desk, events_of, losses_of, steps_of
+
+
+def test_debug_makes_the_same_run_as_a_launch(desk: Desk, trained: Path) -> None:
+    run_dir = desk.folder / "launched"
+    done = desk.process(
+        "train", f"--set=run.dir={run_dir}", *desk.settings, "--set=checkpoint.every_steps=2", "--json", "-v"
+    )
+    assert done.code == 0, done.err
+    outcome = done.json
+    assert outcome["reason"] == "finished"
+    assert (outcome["step"], outcome["steps_total"]) == (4, 4)
+    assert outcome["run_dir"] == str(run_dir)
+    assert Path(outcome["export"]) == run_dir / "export"
+    assert Path(outcome["report"]) == run_dir / "report.html"
+    assert outcome["sample"].startswith("def ")
+    # the same samples and so the same losses; threads and prefetching do not enter
+    assert losses_of(run_dir) == pytest.approx(losses_of(trained), rel=1e-6)
+    launched, debugged = (events_of(each)[0] for each in (run_dir, trained))
+    assert launched["order"] == debugged["order"]
+    assert launched["config_hash"] != debugged["config_hash"]  # run.dir
+    assert (launched["launcher"], debugged["launcher"]) == ("unisono", "single")
+    # what the launcher set is in the record of the run
+    assert launched["launch"]["threads"] == 1
+    assert launched["launch"]["threads_from"] == "environment OMP_NUM_THREADS"
+    assert launched["launch"]["restarted"] is False
+    # -v reaches the workers: every event is on standard error
+    shown = [json.loads(line.partition(" ")[2]) for line in done.err.splitlines() if line.startswith("DEBUG {")]
+    assert [event["kind"] for event in shown] == [event["kind"] for event in events_of(run_dir)]
+
+
+def test_text_output_says_how_it_went_and_what_next(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "a run"
+    done = desk.train(run_dir)
+    assert done.code == 0, done.err
+    assert done.err == ""
+    lines = done.out.splitlines()
+    assert any(line.startswith("step=1 steps_total=4 loss=5.") for line in lines)
+    assert any(line.startswith("result   Finished 4 of 4 steps in ") for line in lines)
+    assert lines[-4:] == [
+        f"export   {run_dir}/export",
+        f"try next unisono generate '{run_dir}' --prompt 'class '",
+        f"         unisono eval '{run_dir}'",
+        f"         unisono train --set 'run.dir={run_dir}' --set train.steps=8",
+    ]
+
+
+def test_a_finished_run_has_everything_in_its_folder(trained: Path) -> None:
+    assert sorted(path.name for path in trained.iterdir()) == [
+        *("checkpoints", "config.toml", "events", "export", "metrics.csv", "report.html"),
+    ]
+    assert sorted(path.name for path in (trained / "export").iterdir()) == ["config.json", "model.safetensors"]
+    assert (trained / "export/config.json").stat().st_size > 0
+
+
+def test_the_folder_alone_is_enough_to_go_on(desk: Desk, mine: Path) -> None:
+    """Settings come from the folder's config.toml; what is set again wins and is kept."""
+    assert losses_of(mine) == pytest.approx(losses_of(mine))
+    done = desk.here("train", "--debug", f"--set=run.dir={mine}", "--set=train.steps=6")
+    assert done.code == 0, done.err
+    assert [event["step"] for event in steps_of(mine)] == [1, 2, 3, 4, 5, 6]
+    assert "steps = 6" in (mine / "config.toml").read_text()
+    assert "seq_len = 16" in (mine / "config.toml").read_text()
+    again = desk.here("train", "--debug", f"--set=run.dir={mine}", "--json")
+    assert again.code == 0, again.err
+    assert (again.json["step"], again.json["steps_total"], again.json["reason"]) == (6, 6, "finished")
+    assert len(steps_of(mine)) == 6
+
+
+def test_a_setting_is_judged_with_what_was_kept_not_with_the_defaults(desk: Desk, mine: Path) -> None:
+    # 32 heads fit the default dim of 256, not the 16 of this run
+    done = desk.here("train", "--debug", f"--set=run.dir={mine}", "--set=model.heads=32")
+    assert done.code == 2
+    assert "heads 32 with dim 16" in done.err
+    # and 8 of 16 fit this run, where the default kv_heads is 2 and this run's is 1
+    shown = desk.here("config", "show", f"--set=run.dir={mine}", "--set=model.heads=8", "--json")
+    assert shown.json["values"]["model.heads"] == {"value": "8", "origin": "--set"}
+    assert shown.json["values"]["model.dim"]["origin"].startswith(f"{mine}/config.toml:")
+
+
+def test_where_to_start_was_said_for_one_start(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = desk.train(run_dir, "--set=run.resume=never", "--set=train.steps=2")
+    assert first.code == 0, first.err
+    assert 'resume = "never"' in (run_dir / "config.toml").read_text()
+    again = desk.train(run_dir, "--set=run.resume=never", "--set=train.steps=2")
+    assert again.code == 2
+    assert f"resume 'never' in {run_dir}, which holds 1 checkpoints up to step 2" in again.err
+    shown = desk.here("config", "show", f"--set=run.dir={run_dir}", "--json").json["values"]["run.resume"]
+    assert shown == {"value": '"auto"', "origin": "default"}
+    second = desk.here("train", "--debug", f"--set=run.dir={run_dir}", "--set=train.steps=3")
+    assert second.code == 0, second.err
+    assert [event["step"] for event in steps_of(run_dir)] == [1, 2, 3]
+
+
+def test_a_restarted_worker_goes_on_from_the_newest(desk: Desk, mine: Path) -> None:
+    """A crash after ``run.resume=PATH`` must not throw away what was saved since."""
+    (path,) = (mine / "checkpoints").glob("*2")
+    shutil.copytree(path, mine / "kept/step-00000002")
+    environ = {
+        **{"UNISONO_RUN_ID": "x", "UNISONO_EPOCH": "1", "UNISONO_RANK": "0", "UNISONO_LOCAL_RANK": "0"},
+        **{"UNISONO_WORLD": "1", "UNISONO_LOCAL_WORLD": "1", "UNISONO_MASTER_ADDR": "127.0.0.1"},
+        **{"UNISONO_MASTER_PORT": "0", "UNISONO_LAUNCH": json.dumps({"restarted": True})},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        done = desk.here(
+            "train",
+            f"--set=run.dir={mine}",
+            f"--set=run.resume={mine}/kept/step-00000002",
+            "--set=train.steps=5",
+            "--json",
+        )
+    assert done.code == 0, done.err
+    assert done.json["step"] == 5
+    (resumed,) = [event for event in events_of(mine) if event["kind"] == "resumed"]
+    assert resumed["step"] == 4
+
+
+def test_debug_is_eager_and_keeps_the_configuration(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = desk.train(run_dir, "--set=plan.compile=regional", "--set=train.steps=1", "--set=model.layers=2")
+    assert done.code == 0, done.err
+    start = events_of(run_dir)[0]
+    assert start["plan"]["compile"] == "off"
+    assert start["config"]["plan.compile"] == "regional"
+    assert 'compile = "regional"' in (run_dir / "config.toml").read_text()
+    assert "prefetch_depth = 2" in (run_dir / "config.toml").read_text()
+
+
+def test_debug_inside_a_job_is_refused(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    done = desk.train(tmp_path / "run")
+    assert done.code == 2
+    assert done.err == (
+        "unisono: rank 1: train --debug as rank 1 of 2 of a job that torchrun started\n"
+        "  rule: --debug is the whole run in one process\n"
+        "  so:   2 runs would write into one folder, so nothing was started\n"
+        "  try:  start it outside the job, or leave --debug out\n"
+    )
+    assert not (tmp_path / "run").exists()
