@@ -1,0 +1,256 @@
+"""What a checkpoint costs a training run: extra wall time until it is committed, beside torch.distributed.checkpoint.
+
+    python benchmarks/checkpoint_stall.py [--rounds 15] [--folder DIR]
+
+One process trains a small transformer on two threads; its state is fp32 parameters and Adam moments, about 390 MB. A
+window is a fixed number of steps, with a save before the first, and ends when the checkpoint is durable and the one
+before is deleted. Kinds of windows, interleaved, in another order each round:
+
+    plain        no save
+    async        Checkpointer.save with held tensors and release() before the next update, as the Trainer does
+    async_copy   Checkpointer.save that stages everything before it returns
+    sync         Checkpointer.save with asynchronous=False
+    dcp          torch.distributed.checkpoint.save
+    dcp_async    torch.distributed.checkpoint.async_save
+
+Every window of a save has a plain one before and behind it; its extra time is the difference to their mean. The three
+count only if other processes took less than 5 % of the machine meanwhile, otherwise they are repeated.
+Medians over rounds. ``extra_cpu_s`` is processor time of this process, all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unisono.dist import JobSpec, World
+from unisono.train.checkpoint import Checkpointer, CheckpointOptions
+
+WIDTH, DEPTH, VOCABULARY, SEQ_LEN, NUM_HEADS = 512, 10, 1024, 256, 8
+STEPS_PER_WINDOW = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # x: [batch, position, width]
+        batch, length, _ = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, NUM_HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(x.shape)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Training:
+    """A model, its optimizer, and one step; ``release`` is called between backward and update."""
+
+    def __init__(self, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(DEPTH)), nn.Linear(WIDTH, VOCABULARY)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tokens = torch.randint(VOCABULARY, (batch, SEQ_LEN + 1))
+
+    def step(self, release: Callable[[], Any] | None = None) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        logits = self.model(self.tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
+        if release is not None:
+            release()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            moments = self.optimizer.state[parameter]
+            state[f"model/{name}"] = parameter.detach()
+            state[f"optim/{name}/exp_avg"] = moments["exp_avg"]
+            state[f"optim/{name}/exp_avg_sq"] = moments["exp_avg_sq"]
+        return state
+
+
+class Saves:
+    """The ways to save; each method returns what to call before the next update, and what to call at the end."""
+
+    def __init__(self, training: Training, folder: Path) -> None:
+        self.training, self.folder = training, folder
+        self.events: list[dict[str, Any]] = []
+        self.step = 0
+        self.checkpointers = {
+            kind: Checkpointer(
+                folder / kind,
+                world=World(JobSpec()),
+                options=CheckpointOptions(keep_last=1, keep_best=0, asynchronous=kind != "sync"),
+                attempt=1,
+                emit=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
+            )
+            for kind in ("async", "async_copy", "sync")
+        }
+
+    def begin(self, kind: str) -> tuple[Callable[[], Any] | None, Callable[[], Any]]:
+        self.step += 1
+        state = self.training.state()
+        if kind == "plain":
+            return None, lambda: None
+        if kind in self.checkpointers:
+            checkpointer = self.checkpointers[kind]
+            shared, held = ({}, state) if kind == "async" else (state, None)
+            checkpointer.save(self.step, shared, {"rng": torch.get_rng_state()}, {"step": self.step}, held=held)
+            return checkpointer.release, checkpointer.wait
+        target = self.folder / kind / f"step-{self.step}"
+        before = list((self.folder / kind).glob("*"))
+        if kind == "dcp":
+            dcp.save(state, checkpoint_id=target)
+            future = None
+        else:
+            future = dcp.async_save(state, checkpoint_id=target)
+
+        def end() -> None:
+            if future is not None:
+                future.result()
+            for old in before:
+                shutil.rmtree(old)
+
+        return None, end
+
+    def close(self) -> None:
+        for checkpointer in self.checkpointers.values():
+            checkpointer.close()
+
+
+def window(training: Training, saves: Saves, kind: str) -> dict[str, float]:
+    os.sync()  # what an earlier window left to the kernel is not this one's cost
+    own_s, machine_s = _own_cpu_s(), _machine_cpu_s()
+    started = time.perf_counter()
+    release, end = saves.begin(kind)
+    called = time.perf_counter()
+    training.step(release)
+    for _ in range(STEPS_PER_WINDOW - 1):
+        training.step()
+    stepped = time.perf_counter()
+    end()
+    finished = time.perf_counter()
+    own_s, machine_s = _own_cpu_s() - own_s, _machine_cpu_s() - machine_s
+    return {
+        "wall_s": finished - started,
+        "cpu_s": own_s,
+        "call_s": called - started,
+        "end_s": finished - stepped,
+        "others_frac": max(0.0, machine_s - own_s) / (finished - started) / (os.cpu_count() or 1),
+    }
+
+
+def _own_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _machine_cpu_s() -> float:
+    """Processor seconds anyone used since boot: everything but idle and waiting for disks."""
+    with open("/proc/stat") as file:
+        ticks = [int(field) for field in file.readline().split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(training: Training, saves: Saves, kind: str, *, tries: int, others_frac: float) -> dict[str, float] | None:
+    """One window of ``kind`` between two plain ones, undisturbed; None if the machine is never quiet."""
+    for _ in range(tries):
+        before, found, behind = (window(training, saves, each) for each in ("plain", kind, "plain"))
+        if max(each["others_frac"] for each in (before, found, behind)) <= others_frac:
+            plain = {key: (before[key] + behind[key]) / 2 for key in before}
+            return found | {
+                "extra_s": found["wall_s"] - plain["wall_s"],
+                "extra_cpu_s": found["cpu_s"] - plain["cpu_s"],
+                "plain_step_s": plain["wall_s"] / STEPS_PER_WINDOW,
+            }
+        time.sleep(1)
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--tries", type=int, default=20, help="how often a disturbed window is repeated")
+    parser.add_argument("--others-frac", type=float, default=0.05, help="share of the machine others may take")
+    parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder if not given")
+    parser.add_argument("--kinds", default="async,async_copy,sync,dcp,dcp_async")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    torch.set_num_threads(arguments.threads)
+    training = Training(arguments.batch)
+    training.step()
+    state_bytes = sum(tensor.nbytes for tensor in training.state().values())
+    kinds = arguments.kinds.split(",")
+    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="unisono-bench-") as folder:
+        saves = Saves(training, Path(folder))
+        for kind in kinds:
+            window(training, saves, kind)  # first touch of buffers and files
+        for number in range(arguments.rounds):
+            for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
+                found = measured(training, saves, kind, tries=arguments.tries, others_frac=arguments.others_frac)
+                if found is not None:
+                    runs[kind].append(found)
+        saves.close()
+        failed = [event for event in saves.events if event["kind"] != "checkpoint_saved"]
+        assert not failed, failed
+        written = max(event["bytes"] for event in saves.events)
+    print(json.dumps(_report(runs, state_bytes, written, arguments), indent=1))
+
+
+def _report(
+    runs: dict[str, list[dict[str, float]]], state_bytes: int, written: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    dcp_s = statistics.median(run["call_s"] for run in runs["dcp"]) if runs.get("dcp") else float("nan")
+    kinds: dict[str, Any] = {}
+    for kind, found in runs.items():
+        if len(found) >= 2:
+            low, _, high = statistics.quantiles((run["extra_s"] for run in found), n=4)
+            medians = {key: statistics.median(run[key] for run in found) for key in found[0]}
+            kinds[kind] = {
+                "windows": len(found),
+                "extra_over_dcp_sync": round(medians["extra_s"] / dcp_s, 4),
+                "extra_quartiles_s": [round(low, 4), round(high, 4)],
+                **{key: round(value, 4) for key, value in medians.items()},
+            }
+    return {
+        "state_bytes": state_bytes,
+        "written_over_state_bytes": round(written / state_bytes, 6),
+        "dcp_sync_s": round(dcp_s, 4),
+        "kinds": kinds,
+        "rounds": arguments.rounds,
+        "steps_per_window": STEPS_PER_WINDOW,
+        "others_frac": arguments.others_frac,
+        "threads": arguments.threads,
+        "cores": os.cpu_count(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "load_average": os.getloadavg()[0],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The same GPT on the same batches under unisono and its rivals: a plain script, Accelerate, Lightning, MindSpore.
+
+    python -m benchmarks.rivals [--rounds 15] [--steps 1] [--threads 1] [--cache DIR] [--set model.layers=2 ...]
+
+Each contestant is a process that keeps running, in an environment of its own under ``--cache`` (made by pip the first time), and
+trains one block of steps when told to; the others are stopped by the kernel meanwhile. A round is one block of each, in an order
+that rotates; ratios are taken within a round. Three parts:
+
+    same      one precision, optimizer kernel, number of threads and the launcher's allocator settings for all
+    default   what each gives when nobody sets anything; ours is what ``unisono train`` does in its launcher's environment
+    launcher  the plain script with each thing that unisono sets by itself turned on alone
+
+Losses of all contestants are compared at the end of every block: that they agree shows that they compute the same. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from benchmarks.paired import ratio
+from benchmarks.workload import prepare
+
+from unisono.launch.options import LaunchOptions
+from unisono.launch.share import TUNED_ALLOCATOR, divide_host
+from unisono.parallel.device import computes_bf16
+
+ROOT = Path(__file__).resolve().parent.parent
+# compilation and first touch of memory
+WARMUP_STEPS = 4
+# torch first and by itself, so that a CPU wheel of it that the index offers is taken and nothing pulls another
+ENVIRONMENTS = {
+    "accelerate": ["torch==2.13.0", "accelerate"],
+    "lightning": ["torch==2.13.0", "lightning"],
+    # its extension modules are built for numpy 1
+    "mindspore": ["mindspore==2.10.0", "numpy<2"],
+}
+LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contestant:
+    """``environment`` '' is this interpreter; ``environ`` is added to a clean one."""
+
+    name: str
+    module: str
+    environment: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def interpreter(environment: str, cache: Path) -> str:
+    """The python of an environment; installs it if it is not there or its requirements have changed."""
+    if not environment:
+        return sys.executable
+    folder, wanted = cache / environment, ENVIRONMENTS[environment]
+    python, marker = folder / "bin" / "python", folder / "requirements.json"
+    if not marker.exists() or json.loads(marker.read_text()) != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        if "torch==2.13.0" in wanted:
+            pip += ["-c", ROOT / "constraints.txt"]
+            for requirement in wanted:
+                subprocess.run([*pip, requirement], check=True, stdout=sys.stderr)
+        else:
+            subprocess.run([*pip, *wanted], check=True, stdout=sys.stderr)
+        marker.write_text(json.dumps(wanted))
+    return str(python)
+
+
+class Worker:
+    """A contestant's process. Stopped (SIGSTOP) but while it runs a block, so that no idle thread of it spins."""
+
+    def __init__(self, contestant: Contestant, cache: Path, folder: Path, workload: Path) -> None:
+        self.contestant = contestant
+        own = folder / contestant.name
+        own.mkdir()
+        settings = {"workload": str(workload), "folder": str(own), **contestant.settings}
+        clean = {n: v for n, v in os.environ.items() if n not in LAUNCHER_VARIABLES and not n.startswith("MALLOC_")}
+        environ = clean | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"} | dict(contestant.environ)
+        self._log = own / "stderr.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [interpreter(contestant.environment, cache), "-m", contestant.module, json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environ,
+                cwd=own,
+            )
+        self.blocks: list[dict[str, float]] = []
+        self.facts = self._answer()
+        self._process.send_signal(signal.SIGSTOP)
+
+    def run(self, steps: int) -> dict[str, float]:
+        """Train one block."""
+        assert self._process.stdin is not None
+        self._process.send_signal(signal.SIGCONT)
+        self._process.stdin.write(f"run {steps}\n")
+        self._process.stdin.flush()
+        answer = self._answer()
+        self._process.send_signal(signal.SIGSTOP)
+        return answer
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.contestant.name} ended:\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def race(
+    contestants: Sequence[Contestant], baseline: str, arguments: argparse.Namespace, workload: Path
+) -> dict[str, Any]:
+    """Rounds of blocks; speeds relative to ``baseline`` as time of the other / time of the baseline."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-bench-")))
+        workers = [stack.enter_context(Worker(each, arguments.cache, folder, workload)) for each in contestants]
+        for worker in workers:
+            for _ in range(WARMUP_STEPS):
+                worker.run(1)
+        for number in range(arguments.rounds):
+            shift = number % len(workers)
+            for worker in workers[shift:] + workers[:shift]:
+                worker.blocks.append(worker.run(arguments.steps))
+    by_name = {worker.contestant.name: worker for worker in workers}
+    base = by_name[baseline]
+    others: dict[str, Any] = {}
+    for name, worker in by_name.items():
+        mine = {kind: [block[kind] / arguments.steps for block in worker.blocks] for kind in ("wall_s", "cpu_s")}
+        theirs = {kind: [block[kind] / arguments.steps for block in base.blocks] for kind in ("wall_s", "cpu_s")}
+        losses = [(a["loss"], b["loss"]) for a, b in zip(worker.blocks, base.blocks, strict=True)]
+        others[name] = {
+            "step_s": statistics.median(mine["wall_s"]),
+            "step_cpu_s": statistics.median(mine["cpu_s"]),
+            "largest_relative_loss_difference": max(abs(a / b - 1) for a, b in losses),
+            **worker.facts,
+        }
+        if worker is not base:
+            others[name]["time_over_baseline"] = ratio(mine["wall_s"], theirs["wall_s"])
+            others[name]["cpu_over_baseline"] = ratio(mine["cpu_s"], theirs["cpu_s"])
+    return {"baseline": baseline, "contestants": others}
+
+
+def against_best(outcome: dict[str, Any]) -> dict[str, Any]:
+    """``outcome`` with the rival of the smallest median step named."""
+    rivals = {name: row for name, row in outcome["contestants"].items() if name != outcome["baseline"]}
+    for kind, key in (("wall", "step_s"), ("cpu", "step_cpu_s")):
+        best = min(rivals, key=lambda name: rivals[name][key])
+        over = "time_over_baseline" if kind == "wall" else "cpu_over_baseline"
+        outcome[f"best_rival_by_{kind}"] = {"name": best, **rivals[best][over]}
+    return outcome
+
+
+def rivals(arguments: argparse.Namespace, *, same: bool) -> list[Contestant]:
+    """All frameworks, on one footing or by default."""
+    torch_settings = {"threads": arguments.threads if same else 0, "fused": True if same else None, "quiet": same}
+    threads = {name: str(arguments.threads) for name in LAUNCHER_VARIABLES[:2]}
+    # the launcher's allocator settings for all: with glibc's own, page faults come and go with the luck of the heap's layout
+    environ = threads | TUNED_ALLOCATOR if same else {}
+    ours = environ if same else divide_host(LaunchOptions(), {}).environ()
+    settings = {"threads": torch_settings["threads"], "synchronous": same}
+    made = [
+        Contestant(
+            name="unisono",
+            module="benchmarks.peers.with_unisono",
+            settings={"threads": torch_settings["threads"], "whole": not same, "set": arguments.set},
+            environ=ours,
+        ),
+        Contestant(name="plain", module="benchmarks.peers.plain", settings=torch_settings, environ=environ),
+    ]
+    for name in ("accelerate", "lightning"):
+        module = f"benchmarks.peers.with_{name}"
+        made.append(Contestant(name=name, module=module, environment=name, settings=torch_settings, environ=environ))
+    for name, graph in (("mindspore eager", False), ("mindspore graph", True)):
+        made.append(
+            Contestant(
+                name=name,
+                module="benchmarks.peers.with_mindspore",
+                environment="mindspore",
+                settings=settings | {"graph": graph},
+                environ=environ,
+            )
+        )
+    return made
+
+
+def launcher_lines() -> list[Contestant]:
+    """The plain script with torch's defaults, and with one thing more each."""
+    share = divide_host(LaunchOptions(), {})
+    base: dict[str, Any] = {"threads": 0, "fused": None}
+    lines: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("plain", base, {}),
+        ("threads", base, {name: str(share.threads) for name in LAUNCHER_VARIABLES[:2]}),
+        ("waiting", base, dict(share.waiting)),
+        ("allocator", base, dict(share.allocator)),
+        ("fused optimizer", base | {"fused": True}, {}),
+        ("compile", base | {"compile": True}, {}),
+        ("bf16", base | {"bf16": True}, {}),
+    ]
+    return [
+        Contestant(name=name, module="benchmarks.peers.plain", settings=settings, environ=environ)
+        for name, settings, environ in lines
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=1, help="steps per block")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each contestant where all have the same")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
+    parser.add_argument("--set", action="append", default=[], help="a setting of the run, as for unisono train")
+    parser.add_argument("--parts", default="same,default,launcher")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
+        workload = Path(folder)
+        prepare(workload, arguments.set, arguments.rounds * arguments.steps + WARMUP_STEPS + 1)
+        for part in arguments.parts.split(","):
+            if part == "launcher":
+                result[part] = race(launcher_lines(), "plain", arguments, workload)
+            else:
+                contestants = rivals(arguments, same=part == "same")
+                result[part] = against_best(race(contestants, "unisono", arguments, workload))
+    result["bf16_native"] = computes_bf16(torch.device("cpu"))
+    if not result["bf16_native"]:
+        result["not_shown"] = (
+            "This CPU has neither avx512_bf16 nor amx, so plan.precision=auto is fp32 and the >= 2x by default, which rests"
+            " on native bf16, cannot be shown on it. The bf16 line of 'launcher' is what bf16 costs where it is emulated."
+        )
+    result |= {"threads_same": arguments.threads, "rounds": arguments.rounds, "steps_per_block": arguments.steps}
+    print(json.dumps(result | {"settings": arguments.set}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

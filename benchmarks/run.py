@@ -1,0 +1,326 @@
+"""Runs the benchmarks and keeps what they print.
+
+    python -m benchmarks.run [NAME ...] [--quick] [--table-only]
+
+Each is a script that prints JSON; ``results/<name>.json`` holds that with machine, versions, commit, date and command beside
+it, and ``README.md`` is the table of all results. ``--quick`` takes a tenth of the repeats: to see that they run, not to measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+PACKAGES = ("torch", "numpy", "safetensors", "msgspec", "rich", "click", "psutil", "plotly", "xxhash")
+CONVENTIONS = (
+    "Contestants alternate in one run. Ratios are medians over pairs of neighbouring blocks, intervals are of the median, "
+    "from order statistics at the stated confidence. Seconds unless a name says otherwise. On a shared machine read the CPU "
+    "ratios: they hardly feel what else runs."
+)
+
+Row = tuple[str, str, str]  # what, value, target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """A script beside this one, how to run it shortly, what it measures, and its lines of the table."""
+
+    name: str
+    title: str
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    text: str
+    rows: Callable[[dict[str, Any]], Iterator[Row]]
+
+
+def _ratio(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{found['ratio']:.3f} ({low:.3f} to {high:.3f}, {found['pairs']} pairs)"
+
+
+def _step_time(result: dict[str, Any]) -> Iterator[Row]:
+    for key, what in (("one_process", "hand-written loop, 1 process"), ("two_processes", "DDP, 2 processes")):
+        part = result[key]
+        yield f"Trainer / {what}: wall", _ratio(part["wall"]), "≤ 1.02"
+        yield f"Trainer / {what}: CPU time", _ratio(part["cpu"]), "≤ 1.02"
+        yield f"largest loss difference to {what}", f"{part['largest_relative_loss_difference']:.1e}", ""
+    host = result["host_time_per_step"]
+    yield (
+        "host time of a step outside model code",
+        f"{host['cpu_us']['median']:.0f} µs of CPU, {100 * host['cpu_share_of_step']:.2f} % of this step's; "
+        f"wall {host['wall_us']['median']:.0f} µs",
+        "",
+    )
+
+
+def _rivals(result: dict[str, Any]) -> Iterator[Row]:
+    for part, target in (("same", "≥ 1.0"), ("default", "≥ 2 with native bf16")):
+        if part not in result:
+            continue
+        for name, row in result[part]["contestants"].items():
+            if "time_over_baseline" in row:
+                wall, cpu = _ratio(row["time_over_baseline"]), f"{row['cpu_over_baseline']['ratio']:.3f}"
+                yield f"{part}: {name} / unisono", f"{wall}; CPU {cpu}", ""
+        best = result[part]["best_rival_by_wall"]
+        yield f"**{part}: best rival ({best['name']}) / unisono**", _ratio(best), target
+        best = result[part]["best_rival_by_cpu"]
+        yield f"**{part}: the same by CPU time ({best['name']})**", _ratio(best), target
+    for name, row in result.get("launcher", {}).get("contestants", {}).items():
+        if "time_over_baseline" in row:
+            wall, cpu = _ratio(row["time_over_baseline"]), f"{row['cpu_over_baseline']['ratio']:.3f}"
+            yield f"plain script with {name} / without", f"{wall}; CPU {cpu}", ""
+
+
+def _footprint(result: dict[str, Any]) -> Iterator[Row]:
+    targets = {"help": "≤ 0.2 s"}
+    for name, row in result["start"].items():
+        wall, cpu = row["wall_s"]["median"], row["cpu_s"]["median"]
+        yield f"{name.replace('_', ' ')}, whole process", f"{wall:.3f} s, CPU {cpu:.3f} s", targets.get(name, "")
+    if "install" in result:
+        install = result["install"]
+        largest = ", ".join(f"{k} {v / 2**20:.0f}" for k, v in list(install["largest_parts_bytes"].items())[:4])
+        yield "install beyond torch", f"{install['added_bytes'] / 2**20:.0f} MiB ({largest})", ""
+        yield "  of it unisono itself", f"{install['unisono_bytes'] / 2**20:.1f} MiB", ""
+        yield "  torch, for comparison", f"{install['torch_bytes'] / 2**20:.0f} MiB", ""
+    if "demo" in result:
+        demo = result["demo"]
+        yield "demo, first start ever", f"{demo['first_s']:.0f} s", ""
+        yield "demo, data already prepared", f"{demo['prepared_data_s']:.0f} s", ""
+        yield "demo, started again after its end", f"{demo['finished_run_again_s']:.1f} s", ""
+
+
+def _events(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["results"].items():
+        if "cpu_us" in row:
+            rate = f"{row['events_per_s']:,} events/s, {row['cpu_us']:.0f} µs CPU of the training thread each"
+            yield name, rate, ""
+        else:
+            yield name, f"{row['events_per_cpu_s']:,} events per CPU second", ""
+
+
+def _order(result: dict[str, Any]) -> Iterator[Row]:
+    for name, rates in result.items():
+        if isinstance(rates, dict):
+            yield name, ", ".join(f"{size}: {rate:g}" for size, rate in rates.items()) + " million positions/s", ""
+
+
+def _checkpoint(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["kinds"].items():
+        over = row.get("extra_over_dcp_sync")
+        note = f"{row['extra_s']:.3f} s, {over:.3f} of DCP's save" if over is not None else f"{row['extra_s']:.3f} s"
+        yield f"extra wall time until committed: {name}", note, "≤ 0.1" if name == "async" else ""
+    yield "bytes written / state bytes", f"{result['written_over_state_bytes']:.4f}", ""
+
+
+def _tokens(result: dict[str, Any]) -> Iterator[Row]:
+    for name, rate in result["median"].items():
+        low, high = result["least and most"][name]
+        yield name, f"{rate:g} million tokens/s ({low:g} to {high:g})", ""
+
+
+BENCHMARKS = (
+    Benchmark(
+        name="step_time",
+        title="Step time against a hand-written loop",
+        quick=("--blocks", "6"),
+        text="The demo's GPT trained by `Trainer` and by a bare PyTorch loop (fused AdamW, `clip_grad_norm_`, chunked loss) in "
+        "alternating blocks of one process, and beside DDP in two. The floor is 1: the loop logs, guards and saves nothing and "
+        "finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no arithmetic.",
+        rows=_step_time,
+    ),
+    Benchmark(
+        name="rivals",
+        title="The same GPT under other frameworks",
+        quick=("--rounds", "3"),
+        text="Every contestant computes the same losses from the same batches, ready in memory for all but unisono, which "
+        "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster. `same`: one precision, "
+        "fused kernel, threads and allocator settings. `default`: nothing set; ours as `unisono train` runs it, with console, "
+        "trackers and checkpoints. The launcher's lines are the plain script with one thing more, below 1 where it helps. The "
+        "floor of `same` is the plain script: a framework cannot do less arithmetic. Where the host has other work, `default` "
+        "is decided by how threads wait for each other (`waiting`), which the launcher sets.",
+        rows=_rivals,
+    ),
+    Benchmark(
+        name="checkpoint_stall",
+        title="Stall of a save",
+        quick=("--rounds", "2"),
+        text="Extra wall time of a training window because of a save, until it is durable, beside torch.distributed.checkpoint "
+        "on the same state. The floor is 0; bytes cannot go below the state's own.",
+        rows=_checkpoint,
+    ),
+    Benchmark(
+        name="events",
+        title="Events",
+        quick=("--events", "500"),
+        text="Step events through the log with each view attached. The floor is the file alone: encoding and one write.",
+        rows=_events,
+    ),
+    Benchmark(
+        name="tokens",
+        title="Token loader",
+        text="Batches of sequences from a memory-mapped token file beside the loops people write. The floor is the copy of the "
+        "bytes.",
+        rows=_tokens,
+    ),
+    Benchmark(
+        name="order",
+        title="Order of samples",
+        text="Positions per second of the keyed order, which stores nothing, beside numpy's stored permutation.",
+        rows=_order,
+    ),
+    Benchmark(
+        name="footprint",
+        title="Start-up, size, demo",
+        quick=("--repeats", "3", "--no-demo"),
+        text="Whole processes, so that nothing is hidden; `python` alone is the floor of the start-up times and `import torch` "
+        "what the command line avoids. The size is what pip adds to an environment with torch.",
+        rows=_footprint,
+    ),
+)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in _read("/proc/cpuinfo").splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    memory = next((line.split()[1] for line in _read("/proc/meminfo").splitlines() if line.startswith("MemTotal")), "0")
+    return {
+        "device": "cpu",
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(memory) / 2**20, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "libc": " ".join(platform.libc_ver()),
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def versions() -> dict[str, str]:
+    """Python's and those of the packages in use."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the sources, with -dirty if they differ from it."""
+    head = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "../src"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return (head.stdout.strip() or "unknown") + ("-dirty" if changed.stdout.strip() else "")
+
+
+def run_one(benchmark: Benchmark, *, quick: bool, more: tuple[str, ...]) -> None:
+    """Run a script and write its record. Raises CalledProcessError."""
+    arguments = [*benchmark.arguments, *(benchmark.quick if quick else ()), *more]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent)])}
+    before, begin = os.getloadavg()[0], datetime.now(UTC)
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.name}", *arguments]
+    answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    record = {
+        "name": benchmark.name,
+        "command": " ".join(["python", *command[1:]]),
+        "date": begin.isoformat(timespec="seconds"),
+        "wall_s": round((datetime.now(UTC) - begin).total_seconds(), 1),
+        "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "load_average": {"before": round(before, 2), "after": round(os.getloadavg()[0], 2)},
+        "conventions": CONVENTIONS,
+        "result": json.loads(answer.stdout),
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{benchmark.name}.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def table() -> str:
+    """README.md from the records that exist."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Written by `python -m benchmarks.run` from `results/*.json`; do not edit. Lines with a target are those the project "
+        "set itself; where a number misses its target it stays here until it does not.",
+        "",
+        CONVENTIONS,
+    ]
+    for benchmark in BENCHMARKS:
+        path = RESULTS / f"{benchmark.name}.json"
+        lines += ["", f"## {benchmark.title}", "", benchmark.text, ""]
+        if not path.exists():
+            lines.append("Not run yet.")
+            continue
+        record = json.loads(path.read_text())
+        where, load = record["machine"], record["load_average"]
+        lines += ["| what | measured | target |", "|---|---|---|"]
+        lines += [f"| {what} | {value} | {target} |" for what, value, target in benchmark.rows(record["result"])]
+        lines += [
+            "",
+            f"`{record['command']}` on {record['date'][:10]}, commit `{record['commit']}`, {where['cpu']}, {where['cores']} "
+            f"cores, torch {record['versions'].get('torch', '?')}, Python {record['versions']['python']}; load average "
+            f"{load['before']} before and {load['after']} after.",
+        ]
+        if load["before"] > 1:
+            lines += ["", "The host had other work meanwhile, so rates are low and intervals wide."]
+        if "not_shown" in record["result"]:
+            lines += ["", f"Not shown: {record['result']['not_shown']}"]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; all if none is given")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the repeats")
+    parser.add_argument("--more", action="append", default=[], help="an argument to hand on to the script")
+    parser.add_argument("--table-only", action="store_true", help="write README.md from the results that are there")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(names))
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(unknown)}; there are {', '.join(names)}")
+    failed: list[str] = []
+    for benchmark in BENCHMARKS:
+        if arguments.table_only or (arguments.names and benchmark.name not in arguments.names):
+            continue
+        print(f"{benchmark.name} …", file=sys.stderr, flush=True)
+        try:
+            run_one(benchmark, quick=arguments.quick, more=tuple(arguments.more))
+        except (subprocess.CalledProcessError, json.JSONDecodeError) as error:
+            print(f"{benchmark.name}: {error}", file=sys.stderr)
+            failed.append(benchmark.name)
+    (HERE / "README.md").write_text(table())
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

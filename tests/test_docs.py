@@ -1,0 +1,67 @@
+"""The documentation runs: Python blocks are executed, commands exist with the options shown, sizes stay small."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from unisono.cli.main import cli
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    return [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
+
+
+def commands() -> list[str]:
+    """Every ``unisono …`` that starts a line of code, with or without a prompt, or stands in backticks."""
+    found = []
+    for page in PAGES:
+        found += re.findall(r"^(?:    |\$ |    \$ )(unisono [^\n|#]*)$", page.read_text(), re.M)
+        found += re.findall(r"`(unisono [^`]+)`", page.read_text())
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("page", "code"), python_blocks())
+def test_python_blocks_run(page: str, code: str, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_there_are_blocks_and_commands() -> None:
+    assert python_blocks()
+    assert len(commands()) >= 4
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_exist_with_their_options(command: str) -> None:
+    words = shlex.split(command.replace("[", "").replace("]", ""))[1:]
+    verb = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
+    if verb and verb[0] not in ("config", "checkpoint"):
+        verb = verb[:1]
+    text = CliRunner().invoke(cli, [*verb, "--help"]).output
+    assert "Usage:" in text, command
+    for option in [word.split("=")[0] for word in words if word.startswith("-")]:
+        assert option in text, f"{command}: {option}"
+
+
+def test_readme_is_short_enough() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} -> {target}"

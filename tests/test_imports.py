@@ -1,0 +1,105 @@
+"""What may be imported when: torch only by who computes. And the size of what users see."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import size
+
+import unisono
+from unisono.config.fields import layout_of
+from unisono.train.config import RunConfig
+
+# Each command runs in one process, in order; after each one torch must not be there.
+SCRIPT = """
+import contextlib, io, json, runpy, sys
+import unisono, unisono.train.config
+from unisono.cli.main import VERBS
+
+def found():
+    return sorted({"torch", "numpy", "plotly", "rich"} & set(sys.modules))
+
+def run(arguments):
+    sys.argv = ["unisono", *arguments]
+    out = io.StringIO()
+    code = "none"
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            runpy.run_module("unisono", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return [arguments, code, found(), out.getvalue()]
+
+groups = {"config": ["show", "explain", "schema", "diff"], "checkpoint": ["ls", "verify", "export"]}
+print(json.dumps({
+    "import": found(),
+    "verbs": sorted(VERBS),
+    "runs": [run(each) for each in [
+        ["--help"], ["--version"], *([verb, "--help"] for verb in VERBS),
+        *([group, verb, "--help"] for group, verbs in groups.items() for verb in verbs),
+        ["config", "show"], ["config", "show", "--origin"], ["config", "show", "--json"], ["config", "schema"],
+        ["config", "explain", "optim.lr"], ["init", "run.toml"], ["init", "--python", "run.py"],
+        ["config", "diff", "run.toml", "run.toml"],
+        [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
+        ["train", "--set", "model.heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
+        ["config", "explain", "nothing"], ["init", "run.toml"], ["checkpoint", "ls", "nowhere"],
+        ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
+    ]],
+}))
+"""
+
+
+def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["import"] == []
+    assert told["verbs"] == ["checkpoint", "config", "eval", "generate", "init", "train"]
+    codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
+    assert [arguments for arguments, _, found, _ in told["runs"] if found] == []
+    assert [arguments for arguments, _, _, text in told["runs"] if not text] == [["config", "diff", *2 * ["run.toml"]]]
+    assert {code for _, code in codes} == {0, 2}
+    assert [text for text, code in codes if code == 2] == [
+        *("", "trian", "train --nonsense", "train run.yaml", "train --set optim.lt=1", "train --set model.heads=3"),
+        *("eval --samples many", "eval nowhere", "generate nowhere", "config explain nothing", "init run.toml"),
+        "checkpoint ls nowhere",
+        "checkpoint verify nowhere",
+        "checkpoint export nowhere",
+    ]
+    helps = {" ".join(arguments): text for arguments, _, _, text in told["runs"] if "--help" in arguments}
+    for command, text in helps.items():
+        last = command.removesuffix(" --help")
+        if last not in ("--help", "config", "checkpoint"):
+            assert "--json" in text, f"{command} has no --json"
+            assert "--log-level" in text, f"{command} has no --log-level"
+            assert "-v, --verbose" in text, f"{command} has no -v"
+
+
+def test_the_public_surface_is_one_list() -> None:
+    homes = vars(unisono)["_HOMES"]
+    assert unisono.__all__ == list(homes)
+    assert dir(unisono) == sorted(homes)
+    assert len(unisono.__all__) <= 40
+    for name in unisono.__all__:
+        assert getattr(unisono, name).__name__ == homes[name].partition(":")[2] or name
+
+
+def test_users_have_at_most_eighty_fields() -> None:
+    leaves = layout_of(RunConfig).leaves
+    assert len(leaves) <= 80, sorted(leaves)
+
+
+def test_every_field_says_what_it_is_in_one_line() -> None:
+    for key, leaf in layout_of(RunConfig).leaves.items():
+        assert leaf.spec.help.endswith("."), key
+        assert "\n" not in leaf.spec.help, key
+
+
+def test_modules_are_within_their_budget() -> None:
+    assert size.problems() == []
