@@ -38,5 +38,5 @@ def test_the_demo_beats_a_bigram_model(tmp_path: Path) -> None:
         TokenWindows(prepared.train, **cut), TokenWindows(prepared.eval, **cut, target_bytes=True)
     )
     assert outcome["step"] == outcome["steps_total"]
-    assert json.loads(evaluated.stdout)["bits_per_byte"] < bigram
+    assert json.loads(evaluated.stdout)["evaluation"]["bits_per_byte"] < bigram
     assert bigram < 4, "the baseline itself must be sensible"

@@ -44,7 +44,7 @@ def test_everything_that_is_state_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def test_one_case_with_compile_resumes_bitwise(tmp_path: Path) -> None:
-    both_ways(tmp_path, compile="regional", dropout=0.1)
+    both_ways(tmp_path, compile="model", dropout=0.1)
 
 
 @pytest.mark.full

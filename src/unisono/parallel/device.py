@@ -51,7 +51,12 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def set_backend(plan: Plan) -> None:
-    """Apply tf32 and autotune, both explicitly: neither is left to a library's default."""
+    """Apply tf32, autotune and determinism, all explicitly: none is left to a library's default."""
+    if plan.device == "cpu":
+        # Scattered additions (an embedding's gradient in compiled code, index_put) otherwise race between threads, and a
+        # resumed run is not bit-equal. Filling new memory is torch's debugging aid and would only cost.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cuda.matmul.allow_tf32 = plan.tf32
     torch.backends.cudnn.allow_tf32 = plan.tf32
     torch.backends.cudnn.benchmark = plan.autotune
