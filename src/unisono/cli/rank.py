@@ -21,6 +21,7 @@ from unisono.config import Resolved
 from unisono.data.sidecar import write_atomically
 from unisono.data.tokenizer import BYTES, Tokenizer
 from unisono.dist import JobSpec, join
+from unisono.errors import UnisonoError
 from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.console import Console
@@ -72,8 +73,9 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 "reason": result.reason,
                 "evaluation": dict(result.evaluation),
             }
+            unfinished: UnisonoError | None = None
             if job.rank == 0 and result.reason != "preempted":
-                finish(run, config, data, outcome)
+                unfinished = finish(run, config, data, outcome)
         if console is not None:
             if result.reason != "preempted":
                 outcome["report"] = str(write_report(run_dir))
@@ -84,6 +86,8 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
                 next_commands=next_commands(config, result.reason, writes=outcome.get("sample") is not None),
             )
             console.summary(summarise(read_events(events.path).events), facts)
+    if unfinished is not None:
+        raise unfinished
     return outcome
 
 
@@ -114,15 +118,21 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
     ]
 
 
-def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any]) -> None:
-    """Write the export and a text sample."""
+def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any]) -> UnisonoError | None:
+    """Write the export and a text sample. An export that cannot be written is returned as its error: the run is done, and
+    what remains of its end must still happen."""
     tokenizer = data.tokenizer
+    refused: UnisonoError | None = None
     with run.averaged_weights():
-        outcome["export"] = str(export_run(run.model, config, tokenizer))
+        try:
+            outcome["export"] = str(export_run(run.model, config, tokenizer))
+        except UnisonoError as error:
+            refused = error
         if tokenizer is not None and isinstance(run.model, GPT) and config.sample.tokens:
             context, seed = config.data.seq_len, config.run.seed
             outcome["sample"] = write_sample(run.model, tokenizer, config.sample, context=context, seed=seed)
             run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
+    return refused
 
 
 def export_run(model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None) -> Path:
