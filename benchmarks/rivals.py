@@ -1,12 +1,13 @@
 """The same GPT on the same batches under unisono and its rivals: a plain script, Accelerate, Lightning, MindSpore.
 
-    python -m benchmarks.rivals [--rounds 15] [--steps 1] [--threads 1] [--cache DIR] [--set model.layers=2 ...]
+    python -m benchmarks.rivals [--rounds 15] [--steps 1] [--threads 2] [--cache DIR] [--sizes demo,wide]
 
 Each contestant is a process that keeps running, in an environment of its own under ``--cache`` (made by pip the first time), and
 trains one block of steps when told to; the others are stopped by the kernel meanwhile. A round is one block of each, in an order
-that rotates; ratios are taken within a round. Three parts:
+that rotates; ratios are taken within a round. Two sizes: ``demo`` is the demo's GPT, 128 wide, whose step is half small
+operators; ``wide`` is 768 wide, where matrix products decide. Three parts:
 
-    same      one precision, optimizer kernel, number of threads and the launcher's allocator settings for all
+    same      fp32, one optimizer kernel, number of threads and the launcher's allocator settings for all
     default   what each gives when nobody sets anything; ours is what ``unisono train`` does in its launcher's environment
     launcher  the plain script with each thing that unisono sets by itself turned on alone
 
@@ -41,6 +42,10 @@ from unisono.parallel.device import computes_bf16
 ROOT = Path(__file__).resolve().parent.parent
 # compilation and first touch of memory
 WARMUP_STEPS = 4
+SIZES: dict[str, list[str]] = {
+    "demo": [],
+    "wide": ["model.dim=768", "model.heads=12", "model.kv_heads=6", "model.layers=4"],
+}
 # torch first and by itself, so that a CPU wheel of it that the index offers is taken and nothing pulls another
 ENVIRONMENTS = {
     "accelerate": ["torch==2.13.0", "accelerate"],
@@ -176,7 +181,7 @@ def against_best(outcome: dict[str, Any]) -> dict[str, Any]:
     return outcome
 
 
-def rivals(arguments: argparse.Namespace, *, same: bool) -> list[Contestant]:
+def rivals(arguments: argparse.Namespace, settings_of_size: list[str], *, same: bool) -> list[Contestant]:
     """All frameworks, on one footing or by default."""
     torch_settings = {"threads": arguments.threads if same else 0, "fused": True if same else None, "quiet": same}
     threads = {name: str(arguments.threads) for name in LAUNCHER_VARIABLES[:2]}
@@ -188,7 +193,11 @@ def rivals(arguments: argparse.Namespace, *, same: bool) -> list[Contestant]:
         Contestant(
             name="unisono",
             module="benchmarks.peers.with_unisono",
-            settings={"threads": torch_settings["threads"], "whole": not same, "set": arguments.set},
+            settings={
+                "threads": torch_settings["threads"],
+                "whole": not same,
+                "set": [*settings_of_size, *(["plan.precision=fp32"] if same else [])],
+            },
             environ=ours,
         ),
         Contestant(name="plain", module="benchmarks.peers.plain", settings=torch_settings, environ=environ),
@@ -232,21 +241,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=1, help="steps per block")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each contestant where all have the same")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each contestant where all have the same")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
-    parser.add_argument("--set", action="append", default=[], help="a setting of the run, as for unisono train")
+    parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--parts", default="same,default,launcher")
     arguments = parser.parse_args()
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
-        workload = Path(folder)
-        prepare(workload, arguments.set, arguments.rounds * arguments.steps + WARMUP_STEPS + 1)
-        for part in arguments.parts.split(","):
-            if part == "launcher":
-                result[part] = race(launcher_lines(), "plain", arguments, workload)
-            else:
-                contestants = rivals(arguments, same=part == "same")
-                result[part] = against_best(race(contestants, "unisono", arguments, workload))
+    result: dict[str, Any] = {"sizes": {}}
+    for size in arguments.sizes.split(","):
+        found = result["sizes"][size] = {"settings": SIZES[size]}
+        with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
+            workload = Path(folder)
+            prepare(workload, SIZES[size], arguments.rounds * arguments.steps + WARMUP_STEPS + 1)
+            for part in arguments.parts.split(","):
+                if part == "launcher":
+                    found[part] = race(launcher_lines(), "plain", arguments, workload)
+                else:
+                    contestants = rivals(arguments, SIZES[size], same=part == "same")
+                    found[part] = against_best(race(contestants, "unisono", arguments, workload))
     result["bf16_native"] = computes_bf16(torch.device("cpu"))
     if not result["bf16_native"]:
         result["not_shown"] = (
@@ -254,7 +265,7 @@ def main() -> None:
             " on native bf16, cannot be shown on it. The bf16 line of 'launcher' is what bf16 costs where it is emulated."
         )
     result |= {"threads_same": arguments.threads, "rounds": arguments.rounds, "steps_per_block": arguments.steps}
-    print(json.dumps(result | {"settings": arguments.set}, indent=1))
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -66,21 +66,20 @@ def _step_time(result: dict[str, Any]) -> Iterator[Row]:
 
 
 def _rivals(result: dict[str, Any]) -> Iterator[Row]:
-    for part, target in (("same", "≥ 1.0"), ("default", "≥ 2 with native bf16")):
-        if part not in result:
-            continue
-        for name, row in result[part]["contestants"].items():
+    for size, parts in result["sizes"].items():
+        for part, target in (("same", "≥ 1.0"), ("default", "≥ 2 with native bf16")):
+            if part not in parts:
+                continue
+            for name, row in parts[part]["contestants"].items():
+                if "time_over_baseline" in row:
+                    wall, cpu = _ratio(row["time_over_baseline"]), f"{row['cpu_over_baseline']['ratio']:.3f}"
+                    yield f"{size}, {part}: {name} / unisono", f"{wall}; CPU {cpu}", ""
+            best = parts[part]["best_rival_by_wall"]
+            yield f"**{size}, {part}: best rival ({best['name']}) / unisono**", _ratio(best), target
+        for name, row in parts.get("launcher", {}).get("contestants", {}).items():
             if "time_over_baseline" in row:
                 wall, cpu = _ratio(row["time_over_baseline"]), f"{row['cpu_over_baseline']['ratio']:.3f}"
-                yield f"{part}: {name} / unisono", f"{wall}; CPU {cpu}", ""
-        best = result[part]["best_rival_by_wall"]
-        yield f"**{part}: best rival ({best['name']}) / unisono**", _ratio(best), target
-        best = result[part]["best_rival_by_cpu"]
-        yield f"**{part}: the same by CPU time ({best['name']})**", _ratio(best), target
-    for name, row in result.get("launcher", {}).get("contestants", {}).items():
-        if "time_over_baseline" in row:
-            wall, cpu = _ratio(row["time_over_baseline"]), f"{row['cpu_over_baseline']['ratio']:.3f}"
-            yield f"plain script with {name} / without", f"{wall}; CPU {cpu}", ""
+                yield f"{size}: plain script with {name} / without", f"{wall}; CPU {cpu}", ""
 
 
 def _footprint(result: dict[str, Any]) -> Iterator[Row]:
@@ -145,8 +144,8 @@ BENCHMARKS = (
         title="The same GPT under other frameworks",
         quick=("--rounds", "3"),
         text="Every contestant computes the same losses from the same batches, ready in memory for all but unisono, which "
-        "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster. `same`: one precision, "
-        "fused kernel, threads and allocator settings. `default`: nothing set; ours as `unisono train` runs it, with console, "
+        "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster. `same`: fp32, "
+        "fused kernel, threads and allocator settings. `demo` is the demo's GPT, 128 wide; `wide` is 768 wide. `default`: nothing set; ours as `unisono train` runs it, with console, "
         "trackers and checkpoints. The launcher's lines are the plain script with one thing more, below 1 where it helps. The "
         "floor of `same` is the plain script: a framework cannot do less arithmetic. Where the host has other work, `default` "
         "is decided by how threads wait for each other (`waiting`), which the launcher sets.",

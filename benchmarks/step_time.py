@@ -1,6 +1,6 @@
 """Step time of ``Trainer`` beside a hand-written PyTorch loop doing the same arithmetic, and its host time per step.
 
-    python -m benchmarks.step_time [--blocks 40] [--steps 1] [--set model.layers=2 ...]
+    python -m benchmarks.step_time [--blocks 40] [--steps 1] [--precision fp32] [--set model.layers=2 ...]
 
 One process holds both contestants, each with its own copy of the same model; blocks of steps alternate, and each pair of
 blocks gives one ratio. The hand loop finds its batches ready in memory, the Trainer reads them through its loader. With two
@@ -92,7 +92,14 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
     workload = Workload.read(arguments.workload)
     steps = len(workload.lrs)
     config = run_config(
-        [*arguments.set, f"train.steps={steps}", f"run.dir={folder}", "checkpoint.every_steps=0", "train.eval_every=0"]
+        [
+            *arguments.set,
+            f"plan.precision={arguments.precision}",
+            f"train.steps={steps}",
+            f"run.dir={folder}",
+            "checkpoint.every_steps=0",
+            "train.eval_every=0",
+        ]
     )
     data = build_data(config)
     model = build_gpt(workload)
@@ -112,11 +119,12 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
 
         def other() -> None:
             batch, lr = next(batches)
-            if world.world == 1:
-                losses["other"].append(hand_step(model, optimizer, batch, lr, clip).item())
-            else:
-                part = {name: tensor.chunk(world.world)[world.rank] for name, tensor in batch.items()}
-                losses["other"].append(ddp_step(wrapped, optimizer, part, lr, clip, world.world).item())
+            with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
+                if world.world == 1:
+                    losses["other"].append(hand_step(model, optimizer, batch, lr, clip).item())
+                else:
+                    part = {name: tensor.chunk(world.world)[world.rank] for name, tensor in batch.items()}
+                    losses["other"].append(ddp_step(wrapped, optimizer, part, lr, clip, world.world).item())
 
         for _ in range(WARMUP_STEPS):
             mine()
@@ -261,6 +269,7 @@ def two_processes(arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "benchmarks.step_time", "--rank", "--workload", str(arguments.workload)]
     command += ["--blocks", str(arguments.blocks), "--steps", str(arguments.steps)]
+    command += ["--precision", arguments.precision]
     command += [part for override in arguments.set for part in ("--set", override)]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -271,6 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=40, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=1, help="steps per block")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both sides")
     parser.add_argument("--set", action="append", default=[], help="a setting of the run, as for unisono train")
     parser.add_argument("--allocator", choices=("tuned", "system"), default="tuned")
     parser.add_argument("--workload", type=Path, help=argparse.SUPPRESS)
@@ -295,6 +305,7 @@ def main() -> None:
     host["cpu_share_of_step"] = host["cpu_us"]["median"] / 1e6 / step_s
     result |= {
         "allocator": arguments.allocator,
+        "precision": arguments.precision,
         "settings": arguments.set,
         "blocks": arguments.blocks,
         "steps_per_block": arguments.steps,
