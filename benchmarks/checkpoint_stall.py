@@ -7,8 +7,7 @@ window is a fixed number of steps, with a save before the first, and ends when t
 before is deleted. Kinds of windows, interleaved, in another order each round:
 
     plain        no save
-    async        Checkpointer.save with held tensors and release() before the next update, as the Trainer does
-    async_copy   Checkpointer.save that stages everything before it returns
+    async        Checkpointer.save as the Trainer calls it: copies, and writes while the steps go on
     sync         Checkpointer.save with asynchronous=False
     dcp          torch.distributed.checkpoint.save
     dcp_async    torch.distributed.checkpoint.async_save
@@ -62,7 +61,7 @@ class Block(nn.Module):
 
 
 class Training:
-    """A model, its optimizer, and one step; ``release`` is called between backward and update."""
+    """A model, its optimizer, and one step."""
 
     def __init__(self, batch: int) -> None:
         torch.manual_seed(0)
@@ -72,12 +71,10 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.tokens = torch.randint(VOCABULARY, (batch, SEQ_LEN + 1))
 
-    def step(self, release: Callable[[], Any] | None = None) -> None:
+    def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         logits = self.model(self.tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
-        if release is not None:
-            release()
         self.optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
@@ -91,7 +88,7 @@ class Training:
 
 
 class Saves:
-    """The ways to save; each method returns what to call before the next update, and what to call at the end."""
+    """The ways to save; ``begin`` returns what to call at the end of the window."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         self.training, self.folder = training, folder
@@ -105,19 +102,18 @@ class Saves:
                 attempt=1,
                 emit=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
             )
-            for kind in ("async", "async_copy", "sync")
+            for kind in ("async", "sync")
         }
 
-    def begin(self, kind: str) -> tuple[Callable[[], Any] | None, Callable[[], Any]]:
+    def begin(self, kind: str) -> Callable[[], Any]:
         self.step += 1
         state = self.training.state()
         if kind == "plain":
-            return None, lambda: None
+            return lambda: None
         if kind in self.checkpointers:
             checkpointer = self.checkpointers[kind]
-            shared, held = ({}, state) if kind == "async" else (state, None)
-            checkpointer.save(self.step, shared, {"rng": torch.get_rng_state()}, {"step": self.step}, held=held)
-            return checkpointer.release, checkpointer.wait
+            checkpointer.save(self.step, state, {"rng": torch.get_rng_state()}, {"step": self.step})
+            return checkpointer.wait
         target = self.folder / kind / f"step-{self.step}"
         before = list((self.folder / kind).glob("*"))
         if kind == "dcp":
@@ -132,7 +128,7 @@ class Saves:
             for old in before:
                 shutil.rmtree(old)
 
-        return None, end
+        return end
 
     def close(self) -> None:
         for checkpointer in self.checkpointers.values():
@@ -143,10 +139,9 @@ def window(training: Training, saves: Saves, kind: str) -> dict[str, float]:
     os.sync()  # what an earlier window left to the kernel is not this one's cost
     own_s, machine_s = _own_cpu_s(), _machine_cpu_s()
     started = time.perf_counter()
-    release, end = saves.begin(kind)
+    end = saves.begin(kind)
     called = time.perf_counter()
-    training.step(release)
-    for _ in range(STEPS_PER_WINDOW - 1):
+    for _ in range(STEPS_PER_WINDOW):
         training.step()
     stepped = time.perf_counter()
     end()
@@ -196,7 +191,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=20, help="how often a disturbed window is repeated")
     parser.add_argument("--others-frac", type=float, default=0.05, help="share of the machine others may take")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder if not given")
-    parser.add_argument("--kinds", default="async,async_copy,sync,dcp,dcp_async")
+    parser.add_argument("--kinds", default="async,sync,dcp,dcp_async")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.set_num_threads(arguments.threads)

@@ -187,7 +187,7 @@ def rivals(arguments: argparse.Namespace, settings_of_size: list[str], *, same: 
     threads = {name: str(arguments.threads) for name in LAUNCHER_VARIABLES[:2]}
     # the launcher's allocator settings for all: with glibc's own, page faults come and go with the luck of the heap's layout
     environ = threads | TUNED_ALLOCATOR if same else {}
-    ours = environ if same else divide_host(LaunchOptions(), {}).environ()
+    ours = environ if same else divide_host(LaunchOptions(), {}, busy_frac=0.0).environ()
     settings = {"threads": torch_settings["threads"], "synchronous": same}
     made = [
         Contestant(
@@ -220,12 +220,12 @@ def rivals(arguments: argparse.Namespace, settings_of_size: list[str], *, same: 
 
 def launcher_lines() -> list[Contestant]:
     """The plain script with torch's defaults, and with one thing more each."""
-    share = divide_host(LaunchOptions(), {})
+    share = divide_host(LaunchOptions(), {}, busy_frac=0.0)
     base: dict[str, Any] = {"threads": 0, "fused": None}
     lines: list[tuple[str, dict[str, Any], dict[str, str]]] = [
         ("plain", base, {}),
         ("threads", base, {name: str(share.threads) for name in LAUNCHER_VARIABLES[:2]}),
-        ("waiting", base, dict(share.waiting)),
+        ("short spin (set on busy hosts)", base, divide_host(LaunchOptions(), {}, busy_frac=1.0).waiting),
         ("allocator", base, dict(share.allocator)),
         ("fused optimizer", base | {"fused": True}, {}),
         ("compile", base | {"compile": True}, {}),

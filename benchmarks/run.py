@@ -145,10 +145,11 @@ BENCHMARKS = (
         quick=("--rounds", "3"),
         text="Every contestant computes the same losses from the same batches, ready in memory for all but unisono, which "
         "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster. `same`: fp32, "
-        "fused kernel, threads and allocator settings. `demo` is the demo's GPT, 128 wide; `wide` is 768 wide. `default`: nothing set; ours as `unisono train` runs it, with console, "
+        "fused kernel, threads and allocator settings. `demo` is the demo's GPT, 128 wide; `wide` is 768 wide. "
+        "`default`: nothing set; ours as `unisono train` runs it, with console, "
         "trackers and checkpoints. The launcher's lines are the plain script with one thing more, below 1 where it helps. The "
-        "floor of `same` is the plain script: a framework cannot do less arithmetic. Where the host has other work, `default` "
-        "is decided by how threads wait for each other (`waiting`), which the launcher sets.",
+        "floor of `same` is the plain script: a framework cannot do less arithmetic. The launcher "
+        "sets a short spin of waiting threads only where others use the host, which costs time where nobody does.",
         rows=_rivals,
     ),
     Benchmark(

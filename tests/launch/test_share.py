@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.launch import LaunchOptions
-from unisono.launch.host import Core, allowed_cores, count_accelerators, cpu_quota, shares
+from unisono.launch.host import Core, allowed_cores, count_accelerators, cpu_quota, host_busy_frac, shares
 from unisono.launch.share import TUNED_ALLOCATOR, divide_host
 
 
@@ -117,6 +118,25 @@ def test_the_tuned_allocator_keeps_memory_between_steps(tmp_path: Path) -> None:
     assert faults(TUNED_ALLOCATOR) < 100
 
 
-def test_waiting_threads_give_way_unless_the_user_says_otherwise() -> None:
-    assert divide_host(LaunchOptions(), environ={}).environ()["GOMP_SPINCOUNT"] == "1000"
-    assert divide_host(LaunchOptions(), environ={"GOMP_SPINCOUNT": "9"}).environ()["GOMP_SPINCOUNT"] == "9"
+def test_waiting_threads_give_way_on_a_busy_host_unless_the_user_says_otherwise() -> None:
+    two = LaunchOptions(threads=2)
+    busy, quiet = (divide_host(two, {}, busy_frac=frac) for frac in (0.42, 0.02))
+    assert busy.environ()["GOMP_SPINCOUNT"] == "1000"
+    assert busy.waiting_from == "short: others use 42 % of this host"
+    assert "GOMP_SPINCOUNT" not in quiet.environ()
+    assert quiet.waiting_from == "the library's own: others use 2 % of this host"
+    given = divide_host(two, {"GOMP_SPINCOUNT": "9"}, busy_frac=0.42)
+    assert (given.environ()["GOMP_SPINCOUNT"], given.waiting_from) == ("9", "environment")
+    alone = divide_host(LaunchOptions(threads=1), {}, busy_frac=0.42)
+    assert (alone.waiting, alone.waiting_from) == ({}, "one thread waits for nobody")
+
+
+def test_a_busy_host_is_seen_as_busy() -> None:
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in allowed_cores()]
+    try:
+        time.sleep(0.5)
+        assert max(host_busy_frac() for _ in range(5)) > 0.5
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()

@@ -24,7 +24,7 @@ def states(run_dir: str, poison: int, world=None, **changes: object) -> list[dic
     """Digest after every step, and whether it was skipped."""
     seen = []
     with tiny.trainer(run_dir, steps=4, world=world, data=tiny.RaggedTokens(poison=poison), **changes) as run:
-        watched = {n: t for n, t in run.state.held().items()}
+        watched = {n: t for n, t in run.state.shared().items() if n.startswith(("model/", "optim/", "ema/"))}
         for step in run:
             bits = b"".join(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in watched.values())
             seen.append({"bits": hash(bits), "skipped": step.skipped, "samples": step.sample_ids.tolist()})

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _SYSFS = Path("/sys/devices/system")
 
 
@@ -37,6 +39,11 @@ def allowed_cores() -> list[Core]:
     return sorted(
         (Core(node=nodes.get(cpus[0], 0), cpus=cpus) for cpus in groups), key=lambda core: (core.node, core.cpus)
     )
+
+
+def host_busy_frac() -> float:
+    """Share of this host's processor time in use over a tenth of a second in which this process sleeps, 0 to 1."""
+    return psutil.cpu_percent(interval=0.1) / 100
 
 
 def cpu_quota() -> float | None:

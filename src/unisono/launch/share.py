@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unisono.launch.host import allowed_cores, count_accelerators, cpu_quota, shares
+from unisono.launch.host import allowed_cores, count_accelerators, cpu_quota, host_busy_frac, shares
 from unisono.launch.options import LaunchOptions
 
 # glibc hands large blocks back to the kernel on every free, and each step faults its activations in again, page by page
@@ -28,8 +28,10 @@ TUNED_ALLOCATOR = {
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 # GNU OpenMP's threads spin at the end of each parallel region. On a host with other work they spin away the time slice
-# of the thread they wait for: a step took 1.9 s instead of 0.3 s; on a quiet host a short spin costs nothing (docs/log.md).
-_SPIN = {"GOMP_SPINCOUNT": "1000"}
+# of the thread they wait for, and a short spin makes a step several times faster; on a quiet host sleeping and waking costs
+# 5 to 15 % of a step, and the library's own long spin is right (docs/log.md).
+_SHORT_SPIN = {"GOMP_SPINCOUNT": "1000"}
+_BUSY_FRAC = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,7 @@ class Share:
     threads: int
     threads_from: str
     waiting: dict[str, str]
+    waiting_from: str
     allocator: dict[str, str]
     affinity: list[list[int]] | None
     numa: str
@@ -55,21 +58,28 @@ class Share:
         return asdict(self)
 
 
-def divide_host(options: LaunchOptions, environ: Mapping[str, str] | None = None) -> Share:
-    """The share of each process under ``options``, on this host and under ``environ`` (default: this process's)."""
+def divide_host(
+    options: LaunchOptions, environ: Mapping[str, str] | None = None, *, busy_frac: float | None = None
+) -> Share:
+    """The share of each process under ``options``, on this host and under ``environ`` (default: this process's).
+
+    ``busy_frac`` of the host's processor time that others use; None measures it, which takes a tenth of a second.
+    """
     environ = os.environ if environ is None else environ
     processes = options.processes or max(1, count_accelerators())
     cores = allowed_cores()
     quota = cpu_quota()
     usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
     threads, threads_from = _threads(options, environ, usable, processes)
+    waiting, waiting_from = _waiting(environ, threads, host_busy_frac() if busy_frac is None else busy_frac)
     affinity, numa = _affinity(options, processes)
     allocator = TUNED_ALLOCATOR if options.allocator == "tuned" else {}
     return Share(
         processes=processes,
         threads=threads,
         threads_from=threads_from,
-        waiting={name: environ.get(name, value) for name, value in _SPIN.items()},
+        waiting=waiting,
+        waiting_from=waiting_from,
         allocator={name: environ.get(name, value) for name, value in allocator.items()},
         affinity=affinity,
         numa=numa,
@@ -85,6 +95,17 @@ def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, pr
     if given.isdigit() and int(given) > 0:
         return int(given), f"environment {_THREAD_VARIABLES[0]}"
     return max(1, usable // processes), f"{usable} usable cores / {processes} processes"
+
+
+def _waiting(environ: Mapping[str, str], threads: int, busy_frac: float) -> tuple[dict[str, str], str]:
+    given = {name: environ[name] for name in _SHORT_SPIN if name in environ}
+    if given:
+        return given, "environment"
+    if threads == 1:
+        return {}, "one thread waits for nobody"
+    if busy_frac < _BUSY_FRAC:
+        return {}, f"the library's own: others use {100 * busy_frac:.0f} % of this host"
+    return dict(_SHORT_SPIN), f"short: others use {100 * busy_frac:.0f} % of this host"
 
 
 def _affinity(options: LaunchOptions, processes: int) -> tuple[list[list[int]] | None, str]:

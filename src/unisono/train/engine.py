@@ -71,7 +71,6 @@ class Engine:
     sync: GradientSync
     timers: StepTimers
     stop: StopNotice | None
-    before_update: Callable[[], object]
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
 
     def run(self, batch: StepBatch) -> Step:
@@ -95,8 +94,6 @@ class Engine:
         with timers.phase("comm_exposed"):
             self.sync.finish(totals)
         fault_point("all_reduce", state.step)
-        with timers.phase("ckpt_stall"):
-            self.before_update()
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
         state.step += 1

@@ -38,22 +38,17 @@ class RunState:
     best_loss: float | None = None
     evaluations_without_gain: int = 0
 
-    def held(self) -> dict[str, Tensor]:
-        """What all ranks share and only the update changes: parameters, optimizer, moving average. The bulk of a state."""
-        tensors = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
-        tensors |= state_tensors(self.model, self.optimizer)
-        return tensors | (self.average.state() if self.average is not None else {})
-
-    def replicated(self) -> dict[str, Tensor]:
-        """What all ranks share and anything may change: buffers, scaler, guard, token count."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        state = self.model.state_dict()
-        tensors = {f"model/{name}": tensor for name, tensor in state.items() if name not in parameters}
-        return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
-
     def shared(self) -> dict[str, Tensor]:
-        """Everything all ranks share."""
-        return self.held() | self.replicated()
+        """Everything all ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count."""
+        # a parameter with several names is saved under its first one
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied -= {name for name, _ in self.model.named_parameters()}
+        state = self.model.state_dict()
+        tensors = {f"model/{name}": tensor for name, tensor in state.items() if name not in tied}
+        tensors |= state_tensors(self.model, self.optimizer)
+        if self.average is not None:
+            tensors |= self.average.state()
+        return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def own(self, rank: int) -> dict[str, Tensor]:
         """This rank's generators as byte tensors: torch CPU, torch accelerator, Python, numpy's global one."""

@@ -234,7 +234,6 @@ class Trainer:
             sync=self._sync,
             timers=self._timers,
             stop=self._stop,
-            before_update=self.checkpointer.release,
             observe_gradients=GradientStats(dict(model.named_parameters()), self.events, options.gradient_stats_every),
         )
         self._rates = RateMeter(steps_total=options.steps, devices=self.world.world)
@@ -391,7 +390,6 @@ class Trainer:
     def averaged_weights(self) -> Any:
         """A context in which the model has the weights that evaluation and export use."""
         average = self.state.average
-        self.checkpointer.release()  # a save under way still reads the weights that are about to be swapped
         return average.in_place() if average is not None else torch.no_grad()
 
     def _judge(self, loss: float) -> None:
@@ -415,9 +413,8 @@ class Trainer:
                 "provenance": self._provenance,
             }
             self._saved_step = self.state.step
-            held, replicated = self.state.held(), self.state.replicated()
-            own = self.state.own(self.world.rank)
-            self.checkpointer.save(self.state.step, replicated, own, meta, held=held, score=score)
+            shared, own = self.state.shared(), self.state.own(self.world.rank)
+            self.checkpointer.save(self.state.step, shared, own, meta, score=score)
         if wait:
             self.checkpointer.wait()
             self._check_saved()

@@ -29,7 +29,7 @@ def save_and_die(world, root, victim, point):
     checkpointer = make(root, world=world, fault=fault)
     for step in (GOOD, NEXT):
         deadly = step == NEXT
-        checkpointer.save(step, {}, {}, {"step": step}, held=large_state(step, mib=9))
+        checkpointer.save(step, large_state(step, mib=9), {}, {"step": step})
         checkpointer.wait()
     checkpointer.close()
 
@@ -113,7 +113,7 @@ def kill_somewhere(job, root, delay_s):
     if child == 0:
         checkpointer = make(root)
         for step in range(1, 1000):
-            checkpointer.save(step, {}, {}, {}, held=large_state(step))
+            checkpointer.save(step, large_state(step), {}, {})
         os._exit(0)
     while not root.is_dir() or not any(root.iterdir()):
         time.sleep(0.001)

@@ -23,16 +23,14 @@ def full_state(seed=0):
 
 
 def save_all(world, root, steps, seed):
-    """Half of the state held, half staged, a tensor of each rank's own; returns (events, files, bytes)."""
+    """A state of all ranks and a tensor of each rank's own, overwritten as soon as they are saved; returns the events."""
     log = Log()
     checkpointer = make(root, world=world, emit=log, keep_last=100)
     for step in steps:
         state = full_state(seed + step)
-        held = {name: state.pop(name) for name in sorted(state)[::2]}
         own = {f"rng/rank-{world.rank:05d}/torch": torch.full((5,), world.rank, dtype=torch.uint8)}
-        checkpointer.save(step, state, own, {"seed": seed}, held=held)
-        checkpointer.release()
-        for tensor in held.values():
+        checkpointer.save(step, state, own, {"seed": seed})
+        for tensor in state.values():
             tensor.zero_()
         checkpointer.wait()
     checkpointer.close()
@@ -87,11 +85,10 @@ def train_and_save(world, root):
         for tensor in weights.values():
             gradient = torch.full_like(tensor, float(world.rank + step))
             world.all_reduce(gradient)
-            checkpointer.release()
             tensor.add_(gradient, alpha=0.001)
         checkpointer.poll()
         if step % 10 == 0:
-            checkpointer.save(step, {}, {f"own/{world.rank}": torch.tensor(step)}, {}, held=weights)
+            checkpointer.save(step, weights, {f"own/{world.rank}": torch.tensor(step)}, {})
             expected[step] = all_bits(weights)
     checkpointer.close()
     return log.kinds, expected

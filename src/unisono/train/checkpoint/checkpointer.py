@@ -81,27 +81,24 @@ class Checkpointer:
         own: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         *,
-        held: Mapping[str, Tensor] | None = None,
         score: float | None = None,
     ) -> float:
         """Begin to save ``step``; returns the seconds the caller was kept.
 
-        ``replicated`` and ``held`` are equal on all ranks and are shared out; ``own`` are this rank's, under names no
-        other rank uses; ``meta`` is JSON and rank 0's counts. Everything is free to change on return but ``held``:
-        those must not change before ``release()``, and cost no copy if they are written by then. ``score``: lower is
-        better, for ``keep_best``. A save still under way is waited for.
+        ``replicated`` are equal on all ranks and are shared out; ``own`` are this rank's, under names no other rank uses;
+        ``meta`` is JSON and rank 0's counts. Everything is free to change on return. ``score``: lower is better, for
+        ``keep_best``. A save still under way is waited for.
 
         Raises CheckpointError for what can never be saved, and after ``max_failures`` failed saves in a row.
         """
         called_s = time.monotonic()
         self.wait()
         began_s = time.monotonic()
-        held = held or {}
-        shard = self._shard(replicated, held, own)
+        shard = self._shard(replicated, own)
         save = Save(
             step=step,
             shard=shard,
-            image=Image(shard, {**replicated, **held, **own}, held.keys(), self._buffer),
+            image=Image(shard, {**replicated, **own}, self._buffer),
             meta=_as_json(meta),
             score=score if score is not None and math.isfinite(score) else None,
             began_s=began_s,
@@ -113,16 +110,6 @@ class Checkpointer:
         if self._thread is None:
             self.wait()
         return time.monotonic() - called_s
-
-    def release(self) -> float:
-        """Call before ``held`` tensors change: copies what is not yet written. Returns the seconds that took."""
-        if self._running is None:
-            return 0.0
-        began_s = time.monotonic()
-        self._running.save.image.release()
-        took_s = time.monotonic() - began_s
-        self._running.save.stall_s += took_s
-        return took_s
 
     def poll(self) -> None:
         """Report a save that has ended since. With one process only, raises as ``wait`` does.
@@ -197,17 +184,17 @@ class Checkpointer:
             *self._failed[-1],
         )
 
-    def _shard(self, replicated: Mapping[str, Tensor], held: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Shard:
+    def _shard(self, replicated: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Shard:
         """The layout, made again only if a name, shape or dtype is another one than in the save before."""
         table = [
             [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in part.items()]
-            for part in (replicated, held, own)
+            for part in (replicated, own)
         ]
         if self._layout is None or self._layout[0] != table:
-            _check(replicated, held, own)
+            _check(replicated, own)
             shared, mine = (
                 {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in part.items()}
-                for part in ({**replicated, **held}, own)
+                for part in (replicated, own)
             )
             self._layout = table, lay_out(shared, mine, rank=self._rank, world=self._world)
         return self._layout[1]
@@ -250,17 +237,17 @@ class _Running:
         self.save.ended = True
 
 
-def _check(replicated: Mapping[str, Tensor], held: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check(replicated: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     problems = [
         Problem(
             given=f"tensor {name!r} is passed twice",
-            rule="a name is either replicated, held or a rank's own",
+            rule="a name is either replicated or a rank's own",
             consequence="nothing was saved",
             nearest="rename one of them",
         )
-        for name in [*(replicated.keys() & held.keys()), *((replicated.keys() | held.keys()) & own.keys())]
+        for name in replicated.keys() & own.keys()
     ]
-    for name, tensor in [*replicated.items(), *held.items(), *own.items()]:
+    for name, tensor in [*replicated.items(), *own.items()]:
         if dtype_code(tensor.dtype) is None or tensor.layout != torch.strided or name in ("", "__metadata__"):
             problems.append(
                 Problem(
