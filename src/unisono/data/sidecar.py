@@ -39,7 +39,7 @@ VERSION: Final = 1
 _FIXED: Final = struct.Struct("<8sIIQ16s")
 _MAX_HEAD_BYTES: Final = 1 << 20
 _ALIGN: Final = 64
-_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8")
+_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ def write_atomically(path: Path, *parts: Any) -> None:
 def write_sidecar(
     path: Path, *, kind: str, payload: Payload, columns: Mapping[str, NDArray[Any]], facts: Mapping[str, str | int]
 ) -> None:
-    """Write a sidecar atomically. Column dtypes: uint8, uint16, uint32, uint64."""
+    """Write a sidecar atomically. Column dtypes: uint8, uint16, uint32, uint64, int64, float32, float64."""
     stored = {name: np.ascontiguousarray(column, column.dtype.newbyteorder("<")) for name, column in columns.items()}
     table = {
         name: Column(dtype=column.dtype.str, count=column.size, offset=(1 << 63) - 1, xxh3_128=digest_of(column))
@@ -194,8 +194,13 @@ def digest_of(array: NDArray[Any]) -> str:
     return xxhash.xxh3_128(_bytes_of(array)).hexdigest()
 
 
+def view_of(array: NDArray[Any]) -> memoryview:
+    """The array's memory, item by item; read-only where the array is."""
+    return memoryview(cast("Any", array))
+
+
 def _bytes_of(array: NDArray[Any]) -> memoryview | bytes:
-    return memoryview(cast("Any", array)).cast("B") if array.size else b""
+    return view_of(array).cast("B") if array.size else b""
 
 
 def _fits(column: Column, size: int) -> bool:

@@ -1,0 +1,197 @@
+"""``unisono data``: look into record files, check them, mend them, cut and join them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from unisono.cli.common import every_verb, print_json
+from unisono.errors import DataError, Problem
+
+_SHOWN = 20  # findings, records: as many as fit a screen
+
+
+@click.group("data")
+def command() -> None:
+    """Look into record files, check, mend and rearrange them."""
+
+
+@command.command("verify")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@every_verb
+def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
+    """Read every byte of FILES (.rec) and their indexes and name all that is not as written.
+
+    Exit code 1 if anything is wrong.
+    """
+    from unisono.data.recordio.upkeep import verify
+
+    found = {path: verify(path) for path in files}
+    bad = any(each.findings for each in found.values())
+    if as_json:
+        rows = [
+            {
+                "path": str(path),
+                "ok": not each.findings,
+                "records": each.records,
+                "bytes": each.bytes,
+                "checksums": each.checksums,
+                "findings": [_finding(finding) for finding in each.findings],
+            }
+            for path, each in found.items()
+        ]
+        print_json({"ok": not bad, "files": rows})
+        return int(bad)
+    for path, each in found.items():
+        said = f"checksums {each.checksums}" if each.checksums else "no checksums: changed payloads cannot be seen"
+        click.echo(
+            f"{'bad' if each.findings else 'ok':<4} {path}  {each.records:,} records, {each.bytes:,} bytes, {said}"
+        )
+        _list(each.findings, "finding")
+    return int(bad)
+
+
+@command.command("repair")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@every_verb
+def repair_file(source: Path, target: Path, as_json: bool) -> None:
+    """Write what can be saved of SOURCE to TARGET, a new file, and name what is lost."""
+    from unisono.data.recordio.upkeep import repair
+
+    result = repair(source, target)
+    if as_json:
+        print_json(
+            {
+                "path": str(target),
+                "saved": result.saved,
+                "mended": result.mended,
+                "lost": [_finding(finding) for finding in result.lost],
+            }
+        )
+        return
+    click.echo(f"{target}: {result.saved:,} records saved, {result.mended:,} of them mended, {len(result.lost):,} lost")
+    _list(result.lost, "lost")
+
+
+@command.command("reindex")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@every_verb
+def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
+    """Write the indexes of FILES anew, trusting each file as it is."""
+    from unisono.data.recordio.upkeep import reindex
+
+    dropped = {str(path): reindex(path) for path in files}
+    if as_json:
+        print_json({"files": [{"path": path, "not_kept": each} for path, each in dropped.items()]})
+        return
+    for path, each in dropped.items():
+        click.echo(f"ok   {path}")
+        for what in each:
+            click.echo(f"     not kept: {what}")
+
+
+@command.command("shard")
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--into", "prefix", required=True, type=click.Path(path_type=Path), help="Beginning of the new names.")
+@click.option("--shards", type=click.IntRange(min=1), default=1, show_default=True, help="How many; 1 merges.")
+@every_verb
+def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: bool) -> None:
+    """Write all records of FILES, in order, to new files of equal numbers of records."""
+    from unisono.data.recordio.upkeep import rearrange
+
+    paths = [str(path) for path in rearrange(files, prefix, shards)]
+    if as_json:
+        print_json({"files": paths})
+        return
+    for path in paths:
+        click.echo(path)
+
+
+@command.command("inspect")
+@click.argument("file", type=click.Path(path_type=Path))
+@every_verb
+def inspect_file(file: Path, as_json: bool) -> None:
+    """Show what FILE holds: counts, sizes, side columns, the first records."""
+    from unisono.data.recordio import RecordFile
+
+    records = RecordFile(file)
+    lengths = records.lengths
+    sizes: dict[str, int] = {}
+    if len(records):
+        sizes = {"least": int(lengths.min()), "mean": int(lengths.mean()), "most": int(lengths.max())}
+    side = {
+        name: {"dtype": str(column.dtype), "least": column.min().item(), "most": column.max().item()}
+        for name, column in (records.side.items() if len(records) else ())
+    }
+    first = [
+        {"key": int(records.keys[number]), "bytes": int(lengths[number]), "begins": records.read(number)[:32].hex()}
+        for number in range(min(len(records), 5))
+    ]
+    if as_json:
+        print_json(
+            {
+                "path": str(file),
+                "records": len(records),
+                "bytes": file.stat().st_size,
+                "checksums": records.checksums,
+                "payload_bytes": sizes,
+                "side": side,
+                "first": first,
+            }
+        )
+        return
+    click.echo(f"{file}: {len(records):,} records, {file.stat().st_size:,} bytes, checksums {records.checksums}")
+    if sizes:
+        click.echo(f"payloads of {sizes['least']:,} to {sizes['most']:,} bytes, {sizes['mean']:,} on average")
+    for name, column in side.items():
+        click.echo(f"side column {name}: {column['dtype']}, {column['least']:g} to {column['most']:g}")
+    for row in first:
+        click.echo(f"  key {row['key']:>8}  {row['bytes']:>10,} bytes  {row['begins']}")
+
+
+@command.command("cat")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--index", "number", type=int, required=True, help="Which record, from 0; negative from the end.")
+@every_verb
+def cat_record(file: Path, number: int, as_json: bool) -> None:
+    """Write one record's payload to standard output as it is; with --json in base64."""
+    from unisono.data.recordio import RecordFile
+
+    records = RecordFile(file)
+    if not -len(records) <= number < len(records):
+        raise DataError(
+            Problem(
+                given=f"record {number} of {file}",
+                rule=f"it holds {len(records)} records, counted from 0",
+                consequence="nothing was written",
+                nearest=f"--index {len(records) - 1} is the last one" if len(records) else "a file that holds records",
+            )
+        )
+    payload = records.read(number)
+    if as_json:
+        import base64
+
+        print_json({"index": number, "bytes": len(payload), "base64": base64.b64encode(payload).decode()})
+    else:
+        sys.stdout.buffer.write(payload)
+
+
+def _finding(finding: Any) -> dict[str, Any]:
+    return {
+        "path": str(finding.path),
+        "record": None if finding.record < 0 else finding.record,
+        "offset": finding.offset,
+        "end": finding.end,
+        "what": finding.what,
+    }
+
+
+def _list(findings: list[Any], name: str) -> None:
+    for finding in findings[:_SHOWN]:
+        click.echo(f"     {finding}")
+    if len(findings) > _SHOWN:
+        click.echo(f"     and {len(findings) - _SHOWN:,} more ({name}s are all in --json)")

@@ -1,0 +1,243 @@
+"""The RecordIO container of dmlc-core, byte for byte: how payloads become parts in a file, and how parts are found again.
+
+    part    magic (u32) | flag << 29 | bytes (u32) | bytes … | zeros up to a multiple of 4
+    record  one part with flag 0, or parts with flags 1 (first), 2 (middle, any number), 3 (last)
+
+All integers are little-endian and every part begins at a multiple of 4. Where a payload itself has the magic word at a multiple
+of 4, it is cut there and the word left out; the reader puts it back between parts. So a magic word at a multiple of 4 of a
+file always begins a part, whatever surrounds it: parts are found by looking for the word, from anywhere.
+
+Format: dmlc-core ``recordio.h`` (Apache MXNet's ``.rec`` files). Not here: files, indexes, checksums.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError, Problem
+
+MAGIC: Final = 0xCED7230A
+MAGIC_BYTES: Final = struct.pack("<I", MAGIC)
+HEAD_BYTES: Final = 8
+MAX_PAYLOAD_BYTES: Final = (1 << 29) - 1
+WHOLE, FIRST, MIDDLE, LAST = range(4)
+_HEAD: Final = struct.Struct("<II")
+_SCAN_WORDS: Final = 1 << 22  # words compared at once: 16 MiB of the file, as much again for the answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Part heads in file order. ``offsets`` [parts] int64 of the magic words, ``lengths`` [parts] int64, ``flags`` [parts]."""
+
+    offsets: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    flags: NDArray[np.int64]
+
+    @property
+    def ends(self) -> NDArray[np.int64]:
+        """Where each part ends, padding included."""
+        return self.offsets + HEAD_BYTES + padded(self.lengths)
+
+
+def padded(length: Any) -> Any:
+    """``length`` rounded up to a multiple of 4."""
+    return (length + 3) & ~3
+
+
+def framed_bytes(payload: bytes) -> int:
+    """How long ``frame(payload)`` is. Escaping takes a word of the payload away and adds one head of two words."""
+    return HEAD_BYTES + padded(len(payload)) + 4 * len(_cuts(payload))
+
+
+def frame(payload: bytes) -> list[bytes]:
+    """The record of a payload as pieces to be written one after the other. Raises DataError from 2^29 bytes on."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise DataError(
+            Problem(
+                given=f"a record of {len(payload)} bytes",
+                rule=f"RecordIO keeps a length in 29 bits: a record has at most {MAX_PAYLOAD_BYTES} bytes",
+                consequence="it was not written",
+                nearest="cut it into several records, or store it in a file of its own and its path here",
+            )
+        )
+    if MAGIC_BYTES not in payload:
+        return [_HEAD.pack(MAGIC, len(payload)), payload, bytes(-len(payload) % 4)]
+    cuts = _cuts(payload)
+    pieces: list[bytes] = []
+    begin = 0
+    for number, cut in enumerate([*cuts, len(payload)]):
+        last = number == len(cuts)
+        flag = (LAST if last else MIDDLE) if number else (WHOLE if last else FIRST)
+        pieces += [_HEAD.pack(MAGIC, flag << 29 | cut - begin), payload[begin:cut]]
+        begin = cut + 4
+    pieces.append(bytes(-len(pieces[-1]) % 4))
+    return pieces
+
+
+def _cuts(payload: bytes) -> list[int]:
+    """Offsets, multiples of 4, where the payload has the magic word."""
+    cuts: list[int] = []
+    at = payload.find(MAGIC_BYTES)
+    while at >= 0:
+        if at % 4 == 0:
+            cuts.append(at)
+        at = payload.find(MAGIC_BYTES, at + 1)
+    return cuts
+
+
+def join(data: memoryview, offset: int) -> bytes:
+    """The payload of the record that begins at ``offset``, cut words put back. Raises ValueError where its parts are not
+    a record's: then something changed since the file was looked at."""
+    pieces: list[bytes | memoryview] = []
+    while True:
+        if offset < 0 or offset + HEAD_BYTES > len(data):
+            raise ValueError(f"a part should begin at offset {offset} of {len(data)} bytes")
+        magic, head = _HEAD.unpack_from(data, offset)
+        flag, length = head >> 29, head & MAX_PAYLOAD_BYTES
+        end = offset + HEAD_BYTES + length
+        if magic != MAGIC or end > len(data) or flag not in ((MIDDLE, LAST) if pieces else (WHOLE, FIRST)):
+            raise ValueError(f"offset {offset} is not the head of the part that should be there")
+        if pieces:
+            pieces.append(MAGIC_BYTES)
+        pieces.append(data[offset + HEAD_BYTES : end])
+        if flag in (WHOLE, LAST):
+            return b"".join(pieces)
+        offset += HEAD_BYTES + padded(length)
+
+
+def find_parts(data: NDArray[np.uint8]) -> Parts:
+    """All part heads of ``data`` [bytes], in order. One pass, bounded memory besides the result. A magic word at the very
+    end, whose second word is missing, counts as a head of a length that no file has."""
+    words = data[: len(data) // 4 * 4].view("<u4")
+    found = [
+        np.flatnonzero(words[begin : begin + _SCAN_WORDS] == MAGIC) + begin
+        for begin in range(0, len(words), _SCAN_WORDS)
+    ]
+    heads = np.concatenate(found) if found else np.empty(0, np.int64)
+    lrec = np.full(len(heads), 0xFFFFFFFF, np.int64)
+    has_both = heads + 1 < len(words)
+    lrec[has_both] = words[heads[has_both] + 1]
+    return Parts(offsets=heads * 4, lengths=lrec & MAX_PAYLOAD_BYTES, flags=lrec >> 29)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """Bytes ``offset`` to ``end`` of a file, and what is wrong with them."""
+
+    offset: int
+    end: int
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Records:
+    """Records in file order, each array [records] int64: ``offsets`` of their first magic word, ``ends`` with padding,
+    ``lengths`` of their payloads."""
+
+    offsets: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def split(self) -> NDArray[np.int64]:
+        """Numbers of the records of more than one part."""
+        return np.flatnonzero(self.ends - self.offsets != HEAD_BYTES + padded(self.lengths))
+
+
+def assemble(data: NDArray[np.uint8], parts: Parts) -> tuple[Records, list[Damage]]:
+    """The intact records among ``parts``, and everything else of ``data`` as damage, in order.
+
+    A part is intact when it ends where the next one begins (or the data ends), its padding is zeros and its flag exists; a
+    record when its parts are intact and their flags are 0, or 1, 2…, 3. Nothing of a record is taken unless all of it is.
+    """
+    count = len(parts.offsets)
+    following = np.append(parts.offsets[1:], _end_of_parts(data, parts))
+    intact = (parts.ends == following) & (parts.flags <= LAST) & _zero_padding(data, parts)
+    # parts before the last one are cut at a multiple of 4
+    intact &= (parts.lengths % 4 == 0) | (parts.flags == WHOLE) | (parts.flags == LAST)
+    begins = np.flatnonzero((parts.flags == WHOLE) | (parts.flags == FIRST))
+    whole = parts.flags[begins] == WHOLE
+    lasts = np.append(np.flatnonzero(parts.flags == LAST), count - 1)  # the sentinel is no last part, and fails below
+    last = np.where(whole, begins, lasts[np.searchsorted(lasts[:-1], begins)])
+    # behind a first part only middle ones until the last: counted, as sums up to each part
+    middle_sums = np.append(0, np.cumsum(intact & (parts.flags == MIDDLE)))
+    middles = middle_sums[last] - middle_sums[np.minimum(begins + 1, last)]
+    several = (parts.flags[last] == LAST) & (last > begins) & (middles == last - begins - 1)
+    good = intact[begins] & intact[last] & (whole | several)
+    length_sums = np.append(0, np.cumsum(parts.lengths + 4))  # each cut took a word away
+    records = Records(
+        offsets=parts.offsets[begins[good]],
+        ends=following[last[good]],
+        lengths=(length_sums[last + 1] - length_sums[begins] - 4)[good],
+    )
+    return records, list(_damage_between(data, parts, records, intact))
+
+
+def _end_of_parts(data: NDArray[np.uint8], parts: Parts) -> int:
+    """Where a part may begin behind the last one: the end of the data, or of what is there of a head that was cut off."""
+    end = int(parts.ends[-1]) if len(parts.offsets) else 0
+    cut = data[end:].tobytes() if len(data) - HEAD_BYTES < end < len(data) else b""
+    return end if cut and MAGIC_BYTES.startswith(cut[:4]) else len(data)
+
+
+def _zero_padding(data: NDArray[np.uint8], parts: Parts) -> NDArray[np.bool_]:
+    zero = np.ones(len(parts.offsets), np.bool_)
+    ends = parts.offsets + HEAD_BYTES + parts.lengths
+    for more in range(3):
+        # only where such a byte of padding exists in the file
+        has = np.flatnonzero((-parts.lengths % 4 > more) & (ends + more < len(data)))
+        zero[has] &= data[ends[has] + more] == 0
+    return zero
+
+
+def _damage_between(
+    data: NDArray[np.uint8], parts: Parts, records: Records, intact: NDArray[np.bool_]
+) -> Iterator[Damage]:
+    """What lies between intact records, one entry per stretch."""
+    total = len(data)
+    begins = np.append(0, records.ends)
+    stops = np.append(records.offsets, total)
+    for begin, stop in zip(begins[begins < stops].tolist(), stops[begins < stops].tolist(), strict=True):
+        first, behind = np.searchsorted(parts.offsets, [begin, stop]).tolist()
+        if first == behind or parts.offsets[first] != begin:
+            yield Damage(offset=begin, end=stop, what=_no_head(data, begin, stop))
+            continue
+        bad = first + int(np.argmin(np.append(intact[first:behind], False)))
+        yield Damage(offset=begin, end=stop, what=_bad_part(data, parts, min(bad, behind - 1), total, begin))
+
+
+def _no_head(data: NDArray[np.uint8], begin: int, stop: int) -> str:
+    if stop - begin < HEAD_BYTES:
+        return f"{stop - begin} bytes at offset {begin} are less than a head of {HEAD_BYTES}"
+    return (
+        f"offset {begin} has {data[begin : begin + 4].tobytes().hex()} where a record begins with {MAGIC_BYTES.hex()}"
+    )
+
+
+def _bad_part(data: NDArray[np.uint8], parts: Parts, number: int, total: int, begin: int) -> str:
+    offset, length, flag = (int(each[number]) for each in (parts.offsets, parts.lengths, parts.flags))
+    end = int(parts.ends[number])
+    following = int(parts.offsets[number + 1]) if number + 1 < len(parts.offsets) else total
+    if offset + HEAD_BYTES > total:
+        return f"the head at offset {offset} is cut off after {total - offset} bytes"
+    if flag > LAST:
+        return f"the part at offset {offset} has flag {flag}, and there are flags 0 to {LAST}"
+    if end > total:
+        return f"the part at offset {offset} says {length} bytes, and the file ends {end - total} bytes too early"
+    if end > following:
+        return f"the part at offset {offset} says {length} bytes, and another part begins inside it, at {following}"
+    if data[offset + HEAD_BYTES + length : end].any():
+        return f"the padding at offset {offset + HEAD_BYTES + length} is not zeros"
+    if end < following:
+        return f"the part at offset {offset} ends at {end}, where no part begins; the next one is at {following}"
+    if flag in (FIRST, MIDDLE) and length % 4:
+        return f"the part at offset {offset} has {length} bytes, and one that goes on has a multiple of 4"
+    if flag in (MIDDLE, LAST) and offset == begin:
+        return f"the part at offset {offset} goes on with a record (flag {flag}) whose beginning is missing"
+    return f"the record at offset {begin} has no last part: the next record, or the end, comes first"

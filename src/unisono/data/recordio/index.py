@@ -1,0 +1,243 @@
+"""What a ``.rec`` file cannot say by itself: where its records are, their checksums, their keys and whatever belongs to each.
+
+``name.uidx`` beside ``name.rec`` is a sidecar (``data.sidecar``) with the columns
+
+    offset  u8  [records]  of the record's first magic word
+    length  u4  [records]  bytes of its payload
+    digest  u8  [records]  xxh3-64 of its payload
+    split   u8             numbers of the records of more than one part
+    key     i8  [records]  keys of ``name.idx``; left out where they are 0, 1, 2, …
+    side.*      [records]  anything else: labels, image sizes
+
+``name.idx`` is MXNet's text index; where it exists it says which records there are and in which order. A missing sidecar
+is made by reading the file once, and says of its checksums that they were computed later: they then tell of damage since,
+not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.recordio.framing import Damage, Records, assemble, find_parts, join
+from unisono.data.sidecar import Payload, Sidecar, map_array, open_sidecar, view_of, write_sidecar
+from unisono.errors import DataError, Problem
+
+KIND: Final = "recordio"
+SIDE: Final = "side."
+WRITTEN, COMPUTED = "written", "computed later"
+_ENDS_BYTES: Final = 4096
+_LOG: Final = logging.getLogger("unisono.data")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """Columns of one file, each [records]; views of the mapped sidecar where there is one. ``keys`` None is 0, 1, 2, …"""
+
+    offsets: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
+    digests: NDArray[np.uint64]
+    split: NDArray[np.uint64]
+    keys: NDArray[np.int64] | None
+    side: dict[str, NDArray[Any]]
+    checksums: str
+    fingerprint: str
+
+
+def sidecar_path(path: Path) -> Path:
+    """``name.uidx`` of ``name.rec``."""
+    return path.with_suffix(".uidx")
+
+
+def text_index_path(path: Path) -> Path:
+    """``name.idx`` of ``name.rec``."""
+    return path.with_suffix(".idx")
+
+
+def open_index(path: Path, data: NDArray[np.uint8]) -> Index:
+    """The index of ``path``, whose bytes are ``data``. O(1) where the sidecar exists, else the file is read and it is made.
+
+    Raises DataError where the sidecar is not of this file, or the file is damaged; nothing is rebuilt over an existing one.
+    """
+    if sidecar_path(path).exists():
+        return _from_sidecar(open_sidecar(sidecar_path(path), kind=KIND), path, data)
+    _LOG.info("%s has no sidecar: reading all of it once to make one", path)
+    columns, payload = read_columns(path, data)
+    try:
+        write_index(path, payload, columns, data, checksums=COMPUTED)
+    except OSError as error:
+        _LOG.warning("%s cannot be written (%s): it is made again each time", sidecar_path(path), error.strerror)
+        return _index(columns, COMPUTED, payload.xxh3_128)
+    return _from_sidecar(open_sidecar(sidecar_path(path), kind=KIND), path, data)
+
+
+def read_columns(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, NDArray[Any]], Payload]:
+    """Columns of a file made by reading it. Raises DataError at the first damage, with its offset."""
+    records, damage = assemble(data, find_parts(data))
+    if damage:
+        raise damaged(path, damage[0], len(damage))
+    keys, order = _text_index(path, records)
+    digests = np.fromiter(_digests(data, records), np.uint64, len(records.offsets))
+    numbers = {int(number) for number in records.split}
+    place = np.arange(len(records.offsets)) if order is None else order
+    columns: dict[str, NDArray[Any]] = {
+        "offset": records.offsets[place].astype(np.uint64),
+        "length": records.lengths[place].astype(np.uint32),
+        "digest": digests[place],
+        "split": np.array([i for i, number in enumerate(place.tolist()) if number in numbers], np.uint64)
+        if numbers
+        else np.empty(0, np.uint64),
+    }
+    if keys is not None:
+        columns["key"] = keys
+    return columns, payload_of(data)
+
+
+def payload_of(data: NDArray[np.uint8]) -> Payload:
+    """What a sidecar says of the whole file."""
+    return Payload(bytes=len(data), dtype="|u1", xxh3_128=xxhash.xxh3_128(view_of(data)).hexdigest())
+
+
+def write_index(
+    path: Path, payload: Payload, columns: Mapping[str, NDArray[Any]], data: NDArray[np.uint8], *, checksums: str
+) -> None:
+    """Write the sidecar of ``path``; ``data`` are the file's bytes, of which its two ends are kept to know it again."""
+    facts = {"checksums": checksums, "ends": _ends_digest(data)}
+    write_sidecar(sidecar_path(path), kind=KIND, payload=payload, columns=columns, facts=facts)
+
+
+def damaged(path: Path, damage: Damage, count: int) -> DataError:
+    """The file's first damage as an error."""
+    more = f" (the first of {count} places)" if count > 1 else ""
+    return DataError(
+        Problem(
+            given=f"{path}: {damage.what}{more}",
+            rule="every byte of a RecordIO file belongs to a record",
+            consequence=f"bytes {damage.offset} to {damage.end} cannot be read, and nothing of the file is used",
+            nearest=f"unisono data verify {path} lists all damage, unisono data repair {path} NEW saves what is whole",
+        )
+    )
+
+
+def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Index:
+    head = sidecar.head
+    if head.payload.bytes != len(data):
+        raise _stale(path, f"has {len(data)} bytes where its sidecar says {head.payload.bytes}")
+    if head.facts.get("ends") != _ends_digest(data):
+        raise _stale(path, "does not begin or end with the bytes that its sidecar says")
+    columns = sidecar.columns
+    expected = {"offset": "<u8", "length": "<u4", "digest": "<u8", "split": "<u8"}
+    optional = {"key": "<i8"}
+    count = len(columns.get("offset", ()))
+    for name, column in columns.items():
+        dtype = (expected | optional).get(name, column.dtype.str if name.startswith(SIDE) else "")
+        if column.dtype.str != dtype or (name != "split" and len(column) != count):
+            raise _stale(
+                path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
+            )
+    if not expected.keys() <= columns.keys():
+        raise _stale(path, f"has a sidecar without {', '.join(sorted(expected.keys() - columns.keys()))}")
+    return _index(columns, str(head.facts.get("checksums")), sidecar.digest)
+
+
+def _index(columns: Mapping[str, NDArray[Any]], checksums: str, fingerprint: str) -> Index:
+    return Index(
+        offsets=columns["offset"],
+        lengths=columns["length"],
+        digests=columns["digest"],
+        split=columns["split"],
+        keys=columns.get("key"),
+        side={name.removeprefix(SIDE): column for name, column in columns.items() if name.startswith(SIDE)},
+        checksums=checksums,
+        fingerprint=fingerprint,
+    )
+
+
+def _ends_digest(data: NDArray[np.uint8]) -> str:
+    ends = data[:_ENDS_BYTES].tobytes() + data[max(0, len(data) - _ENDS_BYTES) :].tobytes()
+    return xxhash.xxh3_64(ends).hexdigest()
+
+
+def _digests(data: NDArray[np.uint8], records: Records) -> Iterator[int]:
+    view = view_of(data)
+    split = set(records.split.tolist())
+    digest = xxhash.xxh3_64_intdigest
+    rows = zip(records.offsets.tolist(), records.lengths.tolist(), strict=True)
+    for number, (offset, length) in enumerate(rows):
+        yield digest(join(view, offset) if number in split else view[offset + 8 : offset + 8 + length])
+
+
+def _text_index(path: Path, records: Records) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+    """Keys and record numbers in the order of ``name.idx``; (None, None) where it is missing or lists all, keys 0, 1, 2, …"""
+    source = text_index_path(path)
+    if not source.exists():
+        return None, None
+    if source.stat().st_size == 0:
+        rows = np.empty((0, 2), np.int64)
+    else:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                rows = np.loadtxt(source, np.int64, delimiter="\t", ndmin=2, comments=None)
+        except (ValueError, UserWarning) as error:
+            raise _bad_text_index(source, str(error)) from error
+    if rows.shape[1] != 2:
+        raise _bad_text_index(source, f"{rows.shape[1]} columns")
+    place = np.searchsorted(records.offsets, rows[:, 1])
+    known = place < len(records.offsets)
+    known[known] = records.offsets[place[known]] == rows[known, 1]
+    if not known.all():
+        line = int(np.argmin(known))
+        raise _bad_text_index(source, f"line {line + 1} says offset {rows[line, 1]}, where no record begins")
+    plain = len(rows) == len(records.offsets) and bool((place == np.arange(len(rows))).all())
+    keys = rows[:, 0]
+    if plain and bool((keys == np.arange(len(rows))).all()):
+        return None, None
+    return keys, place
+
+
+def _bad_text_index(path: Path, what: str) -> DataError:
+    return DataError(
+        Problem(
+            given=f"{path}: {what}",
+            rule="each line of an .idx file is an integer key, a tab and the offset of a record",
+            consequence="keys would lead to other records, so nothing is used",
+            nearest=f"unisono data reindex {path.with_suffix('.rec')} writes it anew from the records",
+        )
+    )
+
+
+def _stale(path: Path, what: str) -> DataError:
+    return DataError(
+        Problem(
+            given=f"{path} {what}",
+            rule="a sidecar is of exactly the file beside it",
+            consequence="one of the two was changed or damaged, and nothing of the file is used",
+            nearest=f"unisono data verify {path} tells which records are as written; "
+            f"unisono data reindex {path} trusts the file as it is",
+        )
+    )
+
+
+def map_file(path: Path) -> NDArray[np.uint8]:
+    """All bytes of a file, mapped read-only. Raises DataError where it cannot be read."""
+    try:
+        size = path.stat().st_size
+        return map_array(path, "|u1", count=size)
+    except OSError as error:
+        raise DataError(
+            Problem(
+                given=f"{path}: {error.strerror}",
+                rule="a RecordIO file is a file that can be read",
+                consequence="nothing was opened",
+                nearest="the path of a .rec file",
+            )
+        ) from error

@@ -1,0 +1,128 @@
+"""Writing a ``.rec`` file with its two indexes, so that it is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.recordio.framing import frame
+from unisono.data.recordio.index import SIDE, WRITTEN, map_file, text_index_path, write_index
+from unisono.data.sidecar import Payload, sync_folder, write_atomically
+from unisono.errors import DataError, Problem
+
+
+class RecordWriter:
+    """Writes ``name.rec``, ``name.idx`` and ``name.uidx``; leaving the ``with`` block normally puts them in place.
+
+    Records and MXNet's text index are byte for byte what ``MXIndexedRecordIO`` writes. The data is written under a temporary
+    name and synced, then come the indexes, then the rename: a ``.rec`` file is always complete and indexed. Leaving with an
+    exception leaves what was there before. Raises DataError for an existing file unless ``overwrite``.
+    """
+
+    def __init__(self, path: Path | str, *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        if self.path.suffix in (".idx", ".uidx"):
+            raise _refused(f"{self.path} as the name of a RecordIO file", "its indexes would overwrite it")
+        if self.path.exists() and not overwrite:
+            raise _refused(f"{self.path}, which exists", "it was left as it is")
+        self._temporary = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")
+        self._file = self._temporary.open("wb", buffering=1 << 20)
+        self._hash = xxhash.xxh3_128()
+        self._bytes = 0
+        self._offsets, self._lengths, self._digests = array("Q"), array("I"), array("Q")
+        self._split, self._keys = array("Q"), array("q")
+        self._side: dict[str, list[Any]] = {}
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._commit()
+        else:
+            self._file.close()
+            self._temporary.unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, float] | None = None) -> int:
+        """Append a record and return its number. ``key`` is its number if not given; ``side`` are numbers kept beside it,
+        of the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
+        side = side or {}
+        if self._offsets and side.keys() != self._side.keys():
+            raise _refused(
+                f"side values {sorted(side)} for record {len(self)}, after {sorted(self._side)}",
+                "a column would have holes, so the record was not written",
+            )
+        pieces = frame(payload)
+        number = len(self._offsets)
+        block = b"".join(pieces)
+        self._file.write(block)
+        self._hash.update(block)
+        if len(pieces) > 3:
+            self._split.append(number)
+        self._offsets.append(self._bytes)
+        self._lengths.append(len(payload))
+        self._digests.append(xxhash.xxh3_64_intdigest(payload))
+        self._keys.append(number if key is None else key)
+        for name, value in side.items():
+            self._side.setdefault(name, []).append(value)
+        self._bytes += len(block)
+        return number
+
+    def _commit(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        keys = np.array(self._keys, np.int64)
+        columns: dict[str, NDArray[Any]] = {
+            "offset": np.array(self._offsets, np.uint64),
+            "length": np.array(self._lengths, np.uint32),
+            "digest": np.array(self._digests, np.uint64),
+            "split": np.array(self._split, np.uint64),
+            **({} if (keys == np.arange(len(keys))).all() else {"key": keys}),
+            **{SIDE + name: side_column(name, values) for name, values in self._side.items()},
+        }
+        payload = Payload(bytes=self._bytes, dtype="|u1", xxh3_128=self._hash.hexdigest())
+        write_index(self.path, payload, columns, map_file(self._temporary), checksums=WRITTEN)
+        write_text_index(self.path, keys, columns["offset"])
+        self._temporary.replace(self.path)
+        sync_folder(self.path.parent)
+
+
+def side_column(name: str, values: list[Any]) -> NDArray[Any]:
+    """One side column: int64 where all values are integers, else float64."""
+    column = np.array(values, np.int64 if all(isinstance(value, int) for value in values) else np.float64)
+    if column.ndim != 1:
+        raise _refused(
+            f"side values {name!r} of shape {list(column.shape[1:])}", "a column holds one number per record"
+        )
+    return column
+
+
+def write_text_index(path: Path, keys: NDArray[np.int64], offsets: NDArray[np.uint64]) -> None:
+    """MXNet's ``.idx``: a line of key, tab, offset per record."""
+    rows = zip(keys.tolist(), offsets.tolist(), strict=True)
+    write_atomically(text_index_path(path), "".join(f"{key}\t{offset}\n" for key, offset in rows).encode())
+
+
+def _refused(given: str, consequence: str) -> DataError:
+    return DataError(
+        Problem(
+            given=given,
+            rule="a file is written once, under a new name ending in .rec, each record with the same side columns",
+            consequence=consequence,
+            nearest="another name, or overwrite=True to take the place of what is there",
+        )
+    )
