@@ -1,6 +1,6 @@
 """The same GPT on the same batches under unisono and its rivals: a plain script, Accelerate, Lightning, MindSpore.
 
-    python -m benchmarks.rivals [--rounds 15] [--steps 1] [--threads 2] [--cache DIR] [--sizes demo,wide]
+    python -m benchmarks.rivals [--rounds 9] [--steps 1] [--threads 2] [--cache DIR] [--sizes demo,wide]
 
 Each contestant is a process that keeps running, in an environment of its own under ``--cache`` (made by pip the first time), and
 trains one block of steps when told to; the others are stopped by the kernel meanwhile. A round is one block of each, in an order
@@ -239,7 +239,7 @@ def launcher_lines() -> list[Contestant]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=1, help="steps per block")
     parser.add_argument("--threads", type=int, default=2, help="threads of each contestant where all have the same")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
