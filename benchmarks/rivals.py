@@ -52,6 +52,8 @@ ENVIRONMENTS = {
     "lightning": ["torch==2.13.0", "lightning"],
     # its extension modules are built for numpy 1
     "mindspore": ["mindspore==2.10.0", "numpy<2"],
+    "mxnet": ["mxnet==1.9.1", "numpy<1.24", "opencv-python-headless==4.7.0.72"],
+    "records": ["lmdb", "pyarrow", "numpy<2.5"],
 }
 LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
 

@@ -123,6 +123,26 @@ def _checkpoint(result: dict[str, Any]) -> Iterator[Row]:
     yield "bytes written / state bytes", f"{result['written_over_state_bytes']:.4f}", ""
 
 
+def _records(result: dict[str, Any]) -> Iterator[Row]:
+    targets = {"unisono": "≥ 0.8 of limit", "unisono always": "≥ 0.8 of limit crc"}
+    for table, outcome in result["tables"].items():
+        for name, row in outcome["contestants"].items():
+            rate = f"{row['records_per_s']:,} records/s, {row['mb_per_s']:,} MB/s"
+            if "time_over_baseline" in row:
+                found = row["time_over_baseline"]
+                low, high = found["interval"]
+                rate += f"; {1 / found['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f}) of {outcome['baseline']}"
+            yield f"{table}: {name}", rate, targets.get(name, "")
+
+
+def _precision(result: dict[str, Any]) -> Iterator[Row]:
+    for name, losses in result["held_out_loss"].items():
+        yield f"held-out loss, {name}, one per seed", ", ".join(f"{loss:.3f}" for loss in losses), ""
+    apart = result["bf16_minus_fp32"]
+    yield "bf16 minus fp32, same seed", f"mean {apart['mean']:+.4f}, largest {apart['largest']:+.4f}", "within noise"
+    yield "standard deviation between seeds, fp32", f"{result['between_seeds']:.4f}", ""
+
+
 def _tokens(result: dict[str, Any]) -> Iterator[Row]:
     for name, rate in result["median"].items():
         low, high = result["least and most"][name]
@@ -153,6 +173,13 @@ BENCHMARKS = (
         rows=_rivals,
     ),
     Benchmark(
+        name="precision",
+        title="bf16 beside fp32: the curve",
+        quick=("--seeds", "2", "--steps", "30"),
+        text="Held-out loss of the demo after the same steps. What bf16 changes should be less than what another seed changes.",
+        rows=_precision,
+    ),
+    Benchmark(
         name="checkpoint_stall",
         title="Stall of a save",
         quick=("--rounds", "2"),
@@ -166,6 +193,14 @@ BENCHMARKS = (
         quick=("--events", "500"),
         text="Step events through the log with each view attached. The floor is the file alone: encoding and one write.",
         rows=_events,
+    ),
+    Benchmark(
+        name="records",
+        title="Records",
+        quick=("--rounds", "3"),
+        text="Records of random lengths around 2 KB and 110 KB from files in the page cache, one process each; speeds are of the "
+        "median block. The floor is `limit`: one slice of a mapped file per record.",
+        rows=_records,
     ),
     Benchmark(
         name="tokens",

@@ -21,8 +21,8 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from unisono.data import prepared as module
 from unisono.data.baseline import bigram_bits_per_byte
-from unisono.data.options import DataOptions
-from unisono.data.prepared import Prepared, default_cache_dir, prepare
+from unisono.data.options import DataOptions, default_cache_dir
+from unisono.data.prepared import Prepared, prepare
 from unisono.data.windows import TokenWindows
 from unisono.errors import DataError
 

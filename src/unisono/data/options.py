@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from unisono.config import option
@@ -23,3 +26,9 @@ class DataOptions:
     )
     prefetch_depth: int = option(2, "Steps of data made ready ahead in the background; 0 = none.", ge=0)
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
+
+
+def default_cache_dir(environ: Mapping[str, str]) -> Path:
+    """``unisono`` in the user's cache folder: ``$XDG_CACHE_HOME``, else ``~/.cache``."""
+    root = environ.get("XDG_CACHE_HOME", "")
+    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "unisono"

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from unisono.data.corpus import (
     undecodable,
     unreadable,
 )
-from unisono.data.options import DataOptions
+from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.sidecar import sync_folder, write_atomically
 from unisono.data.tokenizer import Tokenizer, load_tokenizer
 from unisono.data.tokens import TokenSet, TokenWriter, open_tokens
@@ -95,12 +95,6 @@ class _Seen:
 
     file: SourceFile
     digest: str
-
-
-def default_cache_dir(environ: Mapping[str, str]) -> Path:
-    """``unisono`` in the user's cache folder: ``$XDG_CACHE_HOME``, else ``~/.cache``."""
-    root = environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "unisono"
 
 
 def prepare(options: DataOptions, cache_dir: Path | None = None) -> Prepared:

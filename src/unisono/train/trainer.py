@@ -24,7 +24,7 @@ from torch import nn
 
 from unisono.data.dataset import Dataset
 from unisono.data.loader import Loader, Transform
-from unisono.data.prepared import default_cache_dir
+from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
 from unisono.errors import CheckpointError, Problem
 from unisono.kvstore import create

@@ -1,5 +1,6 @@
 """RecordIO: Apache MXNet's ``.rec`` files, read, written, checked and mended."""
 
+from unisono.data.recordio.dataset import RecordDataset as RecordDataset
 from unisono.data.recordio.header import ImageHeader as ImageHeader
 from unisono.data.recordio.header import pack_header as pack_header
 from unisono.data.recordio.header import unpack_header as unpack_header

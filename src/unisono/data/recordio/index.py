@@ -34,7 +34,7 @@ from unisono.errors import DataError, Problem
 KIND: Final = "recordio"
 SIDE: Final = "side."
 WRITTEN, COMPUTED = "written", "computed later"
-_ENDS_BYTES: Final = 4096
+ENDS_BYTES: Final = 4096
 _LOG: Final = logging.getLogger("unisono.data")
 
 
@@ -162,7 +162,7 @@ def _index(columns: Mapping[str, NDArray[Any]], checksums: str, fingerprint: str
 
 
 def _ends_digest(data: NDArray[np.uint8]) -> str:
-    ends = data[:_ENDS_BYTES].tobytes() + data[max(0, len(data) - _ENDS_BYTES) :].tobytes()
+    ends = data[:ENDS_BYTES].tobytes() + data[max(0, len(data) - ENDS_BYTES) :].tobytes()
     return xxhash.xxh3_64(ends).hexdigest()
 
 

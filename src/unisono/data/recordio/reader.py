@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,12 +14,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.options import default_cache_dir
 from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, join
-from unisono.data.recordio.index import map_file, open_index
+from unisono.data.recordio.index import ENDS_BYTES, map_file, open_index, sidecar_path, text_index_path
+from unisono.data.recordio.remote import RemoteFile, is_url
 from unisono.data.sidecar import view_of
 from unisono.errors import DataError, Problem
 
 Check = Literal["first", "always", "never"]
+_LOG: Final = logging.getLogger("unisono.data")
 _HEAD: Final = struct.Struct("<II")
 # states of a record: what a read may take for granted
 _UNSEEN, _PLAIN = 0, 1
@@ -44,16 +49,27 @@ class Batch:
 class RecordFile:
     """One ``.rec`` file, its records by number in the order of its ``.idx`` (of the file, where there is none).
 
+    A URL (``s3://…``, any filesystem of fsspec) is read range by range into a copy in ``cache_dir`` (default: unisono/ in
+    the user's cache folder), which stays; without a sidecar beside it the whole file is fetched once.
+
     ``check``: compare a record with its checksum the ``first`` time it is read in this process, ``always``, or ``never``;
     that its head is where it belongs is looked at the first time in any case. Raises DataError where file and sidecar do not
     fit, and, when a record is read that is not as it was written, naming file, record and offset.
     """
 
-    def __init__(self, path: Path | str, *, check: Check = "first") -> None:
-        self.path = Path(path)
-        self._bytes = map_file(self.path)
+    def __init__(self, path: Path | str, *, check: Check = "first", cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
+        self._remote: RemoteFile | None = None
+        if isinstance(path, str) and is_url(path):
+            self.path: Path | str = path
+            self._remote = RemoteFile(path, (cache_dir or default_cache_dir(os.environ)) / "remote")
+            local, self._bytes = self._remote.path, self._remote.bytes
+            _fetch_index(self._remote)
+        else:
+            self.path = local = Path(path)
+            self._bytes = map_file(local)
         self._view = view_of(self._bytes)
-        self._index = open_index(self.path, self._bytes)
+        self._index = open_index(local, self._bytes)
         self._offsets = view_of(self._index.offsets)
         self._lengths = view_of(self._index.lengths)
         self._split = frozenset(self._index.split.tolist())
@@ -66,7 +82,7 @@ class RecordFile:
         return len(self._state)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self.path, self._check)
+        return _open, (self.path, self._check, self._cache_dir)
 
     @property
     def keys(self) -> Sequence[int] | NDArray[np.int64]:
@@ -111,7 +127,10 @@ class RecordFile:
         begins = (self._index.offsets[places] + np.uint64(HEAD_BYTES)).astype(np.int64)
         ends = begins + self._index.lengths[places]
         found = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-        for position in np.flatnonzero(self._states[places] != _PLAIN).tolist():
+        unseen = np.flatnonzero(self._states[places] != _PLAIN)
+        if self._remote is not None and unseen.size:  # in one request; split records fetch their few bytes more alone
+            self._remote.ensure(begins[unseen] - HEAD_BYTES, ends[unseen])
+        for position in unseen.tolist():
             found[position] = self._admit(int(places[position]))
         return found
 
@@ -163,6 +182,24 @@ class RecordFile:
         if not -len(self) <= number < len(self):
             raise IndexError(f"record {number} of {len(self)}")
         number %= len(self)
+        if self._remote is None:
+            return self._checked(number)
+        begin, end = self._extent(number)
+        self._remote.ensure([begin], [end])
+        try:
+            return self._checked(number)
+        except DataError:
+            self._remote.forget(begin, end)  # the copy may be what is damaged: once more from the store
+            self._remote.ensure([begin], [end])
+            return self._checked(number)
+
+    def _extent(self, number: int) -> tuple[int, int]:
+        """Bytes of the file that hold a record; a split one has a head more for each of its cuts, at most one in two words."""
+        offset, length = self._offsets[number], self._lengths[number]
+        end = offset + HEAD_BYTES + (3 * length + HEAD_BYTES if number in self._split else length)
+        return min(offset, len(self._view)), min(end, len(self._view))
+
+    def _checked(self, number: int) -> memoryview:
         offset, length = self._offsets[number], self._lengths[number]
         end = offset + HEAD_BYTES + length
         split = number in self._split
@@ -195,5 +232,15 @@ class RecordFile:
         )
 
 
-def _open(path: Path, check: Check) -> RecordFile:
-    return RecordFile(path, check=check)
+def _fetch_index(remote: RemoteFile) -> None:
+    """Copy the indexes beside the copy; where there is no sidecar it can only be made of the whole file."""
+    stem = remote.url.removesuffix(".rec")
+    if remote.fetch_beside(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
+        remote.fetch_beside(f"{stem}.idx", text_index_path(remote.path).name)
+        _LOG.info("%s has no sidecar: fetching all %s bytes of it once to make one", remote.url, f"{remote.size:,}")
+        remote.ensure([0], [remote.size])
+    remote.ensure([0, max(0, remote.size - ENDS_BYTES)], [min(ENDS_BYTES, remote.size), remote.size])
+
+
+def _open(path: Path | str, check: Check, cache_dir: Path | None) -> RecordFile:
+    return RecordFile(path, check=check, cache_dir=cache_dir)

@@ -1,0 +1,64 @@
+"""Record files as a data set: what a loader, and so a Trainer, reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch, collate, named
+from unisono.data.recordio.reader import RecordFile
+from unisono.errors import DataError, Problem, UnisonoError
+
+
+class RecordDataset:
+    """All records of ``files`` in order, each made a sample by ``decode``.
+
+    ``decode(payload)`` gets a read-only view of one payload and returns what an item of a map-style data set may be: a dict of
+    arrays or numbers, a pair (inputs, targets), or one value. It should not draw random numbers: that is for the loader's
+    ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record where ``decode`` fails.
+    """
+
+    def __init__(
+        self, files: Sequence[RecordFile | Path | str], decode: Callable[[memoryview], Any], *, fingerprint: str = ""
+    ) -> None:
+        self._files = [file if isinstance(file, RecordFile) else RecordFile(file) for file in files]
+        self._decode = decode
+        self._starts = np.cumsum([0, *(len(file) for file in self._files)])
+        name = fingerprint or f"{decode.__module__}.{decode.__qualname__}"
+        parts = "\n".join([*(file.fingerprint for file in self._files), name])
+        self.fingerprint = f"records:{xxhash.xxh3_128(parts.encode()).hexdigest()}"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        """Samples by number, stacked."""
+        samples: list[Batch | None] = [None] * len(indices)
+        homes = np.searchsorted(self._starts, indices, side="right") - 1
+        for home in np.unique(homes).tolist():
+            rows = np.flatnonzero(homes == home)
+            file = self._files[home]
+            numbers = (indices[rows] - self._starts[home]).tolist()
+            for row, number, view in zip(rows.tolist(), numbers, file.views(numbers), strict=True):
+                samples[row] = self._sample(file, number, view)
+        return collate([sample for sample in samples if sample is not None], indices.tolist())
+
+    def _sample(self, file: RecordFile, number: int, view: memoryview) -> Batch:
+        try:
+            return named(self._decode(view))
+        except Exception as error:
+            said = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+            raise DataError(
+                Problem(
+                    given=f"{file.path}: record {number} of {len(view)} bytes: "
+                    f"decode raised {type(error).__name__}: {said}",
+                    rule="every record of a data set becomes a sample",
+                    consequence="its batch cannot be made",
+                    nearest=f"unisono data cat {file.path} --index {number} writes the payload to look at",
+                )
+            ) from error
