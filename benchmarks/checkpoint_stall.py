@@ -1,6 +1,6 @@
 """What a checkpoint costs a training run: extra wall time until it is committed, beside torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint_stall.py [--rounds 9] [--folder DIR]
+    python benchmarks/checkpoint_stall.py [--rounds 15] [--folder DIR]
 
 One process trains a small transformer on two threads; its state is fp32 parameters and Adam moments, about 390 MB. A
 window is a fixed number of steps, with a save before the first, and ends when the checkpoint is durable and the one
@@ -42,7 +42,7 @@ from unisono.dist import JobSpec, World
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 
 WIDTH, DEPTH, VOCABULARY, SEQ_LEN, NUM_HEADS = 512, 10, 1024, 256, 8
-STEPS_PER_WINDOW = 4
+STEPS_PER_WINDOW = 3
 
 
 class Block(nn.Module):
@@ -185,7 +185,7 @@ def measured(training: Training, saves: Saves, kind: str, *, tries: int, others_
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tries", type=int, default=20, help="how often a disturbed window is repeated")

@@ -34,7 +34,11 @@ def run(arguments):
             code = end.code
     return [arguments, code, found(), out.getvalue()]
 
-groups = {"config": ["show", "explain", "schema", "diff"], "checkpoint": ["ls", "verify", "export"]}
+groups = {
+    "config": ["show", "explain", "schema", "diff"],
+    "checkpoint": ["ls", "verify", "export"],
+    "data": ["verify", "repair", "reindex", "shard", "inspect", "cat"],
+}
 print(json.dumps({
     "import": found(),
     "verbs": sorted(VERBS),
@@ -60,7 +64,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["import"] == []
-    assert told["verbs"] == ["checkpoint", "config", "eval", "generate", "init", "train"]
+    assert told["verbs"] == ["checkpoint", "config", "data", "eval", "generate", "init", "train"]
     codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
     assert [arguments for arguments, _, found, _ in told["runs"] if found] == []
     assert [arguments for arguments, _, _, text in told["runs"] if not text] == [["config", "diff", *2 * ["run.toml"]]]
@@ -75,7 +79,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     helps = {" ".join(arguments): text for arguments, _, _, text in told["runs"] if "--help" in arguments}
     for command, text in helps.items():
         last = command.removesuffix(" --help")
-        if last not in ("--help", "config", "checkpoint"):
+        if last not in ("--help", "config", "checkpoint", "data"):
             assert "--json" in text, f"{command} has no --json"
             assert "--log-level" in text, f"{command} has no --log-level"
             assert "-v, --verbose" in text, f"{command} has no -v"

@@ -2,7 +2,8 @@
 
 ``join`` makes torch's default process group out of a JobSpec; a job of one process gets a World without any group, in
 which every operation is the identity. Structured data travels as JSON in byte tensors: torch's object collectives
-pickle. Overlapped gradient reduction is not here (``unisono.kvstore`` does it on ``World.group``, under ``guard``).
+would unpickle what another rank sends. Overlapped gradient reduction is not here (``unisono.kvstore`` does it on
+``World.group``, under ``guard``).
 
 Gloo never frees a blocked collective before its timeout, not even on abort: a hang ends by ``timeout_s`` here, or by
 the launcher's kill. A pair that timed out stays closed, so after a CommError this World is of no further use.

@@ -22,6 +22,7 @@ from unisono.data.sidecar import map_array
 from unisono.errors import DataError, Problem
 
 BLOCK_BYTES: Final = 1 << 20
+_BLOCKS_AT_ONCE: Final = 64  # of one request: what may lie in memory before it is written
 
 
 def is_url(path: Path | str) -> bool:
@@ -58,8 +59,10 @@ class RemoteFile:
         last = np.minimum(np.asarray(ends, np.int64) - 1, self.size - 1) // BLOCK_BYTES
         wanted = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)] or [first]))
         missing = wanted[self._present[wanted] == 0].tolist() if wanted.size else []
-        if not missing:
-            return
+        for group in range(0, len(missing), _BLOCKS_AT_ONCE):
+            self._fetch(missing[group : group + _BLOCKS_AT_ONCE])
+
+    def _fetch(self, missing: list[int]) -> None:
         starts = [block * BLOCK_BYTES for block in missing]
         stops = [min(start + BLOCK_BYTES, self.size) for start in starts]
         if self._pid != os.getpid():
