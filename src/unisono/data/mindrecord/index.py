@@ -1,0 +1,237 @@
+"""Where the rows of a file are: from its SQLite index, compared with its pages, or from the pages alone.
+
+``name.db`` has the tables ``INDEXES``, a line for each row, and ``SHARD_NAME``, the name of the data file:
+
+    ROW_ID, PAGE_ID_RAW, PAGE_OFFSET_RAW, PAGE_OFFSET_RAW_END, ROW_GROUP_ID, PAGE_ID_BLOB, PAGE_OFFSET_BLOB,
+    PAGE_OFFSET_BLOB_END, then INC_i (0) and <field>_<schema id> for each index field, PRIMARY KEY(ROW_ID, INC_0, …)
+
+Offsets are from the beginning of the page and include the eight bytes of length. The header says everything but where one
+row ends and the next begins; so each column of the index has one right value for each row, and any other is damage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, Groups, Head, damaged
+from unisono.data.mindrecord.values import read_raw
+from unisono.data.sidecar import view_of
+from unisono.errors import DataError, Problem
+
+_LOG: Final = logging.getLogger("unisono.data")
+_COLUMNS: Final = (
+    "ROW_ID",
+    "ROW_GROUP_ID",
+    "PAGE_ID_RAW",
+    "PAGE_OFFSET_RAW",
+    "PAGE_OFFSET_RAW_END",
+    "PAGE_ID_BLOB",
+    "PAGE_OFFSET_BLOB",
+    "PAGE_OFFSET_BLOB_END",
+)
+_STRETCH: Final = 1 << 16  # rows fetched at once
+_SQL_TYPES: Final = {"string": "TEXT", "int32": "INTEGER", "int64": "INTEGER"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Places:
+    """Where in the file the two parts of each row begin, with their length, and end; each array [rows] int64."""
+
+    raw_begins: NDArray[np.int64]
+    raw_ends: NDArray[np.int64]
+    blob_begins: NDArray[np.int64]
+    blob_ends: NDArray[np.int64]
+
+
+def index_path(path: Path) -> Path:
+    """``name.db`` of ``name``."""
+    return path.with_name(f"{path.name}.db")
+
+
+def places_of(path: Path, head: Head, groups: Groups, data: memoryview, decrypted: memoryview | None) -> Places:
+    """The rows of a file, by its index where it has one of its own. Raises DataError where index and pages disagree.
+
+    ``decrypted`` is the index itself, where the file on disk is encrypted.
+    """
+    beside = index_path(path)
+    if not beside.exists():
+        _LOG.warning("%s is missing: the rows of %s are found by reading its pages", beside, path.name)
+        return walk(path, head, groups, data)
+    try:
+        with closing(_open(beside, decrypted)) as index:
+            query = "SELECT name, type FROM sqlite_master WHERE name IN ('INDEXES', 'SHARD_NAME') LIMIT 3"
+            if sorted(index.execute(query)) != [("INDEXES", "table"), ("SHARD_NAME", "table")]:
+                raise ValueError("it has no tables INDEXES and SHARD_NAME")  # views could compute for ever
+            names = [row[0] for row in index.execute("SELECT NAME FROM SHARD_NAME LIMIT 2")]
+            table = _table(index, groups.total_rows) if names == [path.name] else None
+    except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+        raise _bad_index(beside, str(error)) from error
+    if table is None:
+        _LOG.warning("%s is the index of %s: the rows of %s are found by reading its pages", beside, names, path.name)
+        return walk(path, head, groups, data)
+    return _compared(path, head, groups, table)
+
+
+def _open(path: Path, decrypted: memoryview | None) -> sqlite3.Connection:
+    if decrypted is None:
+        return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
+    connection = sqlite3.connect(":memory:")
+    connection.deserialize(decrypted)
+    return connection
+
+
+def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
+    """[rows, columns] of the index, sorted by row."""
+    cursor = index.execute(f"SELECT {', '.join(_COLUMNS)} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
+    chunks = [np.empty((0, len(_COLUMNS)), np.int64)]
+    while lines := cursor.fetchmany(_STRETCH):
+        chunks.append(np.array(lines, np.int64))
+    table = np.concatenate(chunks)
+    if len(table) != rows:
+        raise ValueError(f"it has {'more' if len(table) > rows else len(table)} rows where the data file has {rows}")
+    return table[np.argsort(table[:, 0], kind="stable")]
+
+
+def _compared(path: Path, head: Head, groups: Groups, table: NDArray[np.int64]) -> Places:
+    """Places from the index, where each of its numbers is what the header, or the row before, says."""
+    rows, ids, raw_pages, raw_begins, raw_ends, blob_pages, blob_begins, blob_ends = table.T
+    counts = groups.rows
+    firsts = np.cumsum(counts) - counts
+    lasts = firsts + counts - 1
+
+    def following(ends: NDArray[np.int64], begins: Any) -> NDArray[np.int64]:
+        expected = np.append(0, ends[:-1])[: len(ends)]
+        expected[firsts] = begins
+        return expected
+
+    # in the order in which a reader would go wrong: numbers first, then lengths
+    good = rows == np.arange(len(table))
+    good &= (ids == np.repeat(groups.ids, counts)) & (raw_pages == np.repeat(groups.raw_pages, counts))
+    good &= (blob_pages == np.repeat(groups.blob_pages, counts)) & (
+        raw_begins == following(raw_ends, groups.raw_offsets)
+    )
+    good &= (blob_begins == following(blob_ends, 0)) & (raw_ends - raw_begins >= LENGTH_BYTES)
+    good &= (blob_ends - blob_begins >= LENGTH_BYTES) & (raw_ends <= np.repeat(groups.raw_limits, counts))
+    good &= blob_ends <= np.repeat(groups.blob_ends, counts)
+    good[lasts] &= blob_ends[lasts] == groups.blob_ends
+    raw_bases = head.header_size + head.page_size * np.repeat(groups.raw_pages, counts)
+    blob_bases = head.header_size + head.page_size * np.repeat(groups.blob_pages, counts)
+    if not good.all():
+        row = int(np.argmin(good))
+        what = f"{index_path(path).name} says otherwise than the header and the rows before where the row is"
+        raise damaged(path, int(blob_bases[row]), what, row=row)
+    return Places(
+        raw_begins=raw_bases + raw_begins,
+        raw_ends=raw_bases + raw_ends,
+        blob_begins=blob_bases + blob_begins,
+        blob_ends=blob_bases + blob_ends,
+    )
+
+
+def walk(path: Path, head: Head, groups: Groups, data: memoryview) -> Places:
+    """Places found by following the lengths in the pages. Raises DataError at the first one that leads out of its page."""
+    count = groups.total_rows
+    places = Places(
+        raw_begins=np.empty(count, np.int64),
+        raw_ends=np.empty(count, np.int64),
+        blob_begins=np.empty(count, np.int64),
+        blob_ends=np.empty(count, np.int64),
+    )
+    raw_begins, raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
+    blob_begins, blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)
+    row = 0
+    for number, rows in enumerate(groups.rows.tolist()):
+        raw_base = head.header_size + head.page_size * int(groups.raw_pages[number])
+        blob_base = head.header_size + head.page_size * int(groups.blob_pages[number])
+        raw, raw_limit = raw_base + int(groups.raw_offsets[number]), raw_base + int(groups.raw_limits[number])
+        blob, blob_limit = blob_base, blob_base + int(groups.blob_ends[number])
+        for _ in range(rows):
+            raw_begins[row], blob_begins[row] = raw, blob
+            raw = _behind(path, data, raw, raw_limit, row)
+            blob = _behind(path, data, blob, blob_limit, row)
+            raw_ends[row], blob_ends[row] = raw, blob
+            row += 1
+        if blob != blob_limit:
+            raise damaged(path, blob, f"{blob_limit - blob} bytes behind the last row of the page", row=row - 1)
+    return places
+
+
+def _behind(path: Path, data: memoryview, at: int, limit: int, row: int) -> int:
+    """Where the part of a row that begins at ``at`` ends."""
+    if at + LENGTH_BYTES > limit:
+        raise damaged(path, at, f"its page ends at {limit}, before its length", row=row)
+    (length,) = LENGTH.unpack_from(data, at)
+    if length > limit - at - LENGTH_BYTES:
+        raise damaged(path, at, f"it says {length} bytes, and its page has {limit - at - LENGTH_BYTES}", row=row)
+    return at + LENGTH_BYTES + length
+
+
+def write_index(target: Path, name: str, head: Head, groups: Groups, places: Places, data: memoryview) -> None:
+    """Write the index of the data file ``name``, whose bytes are ``data``, to ``target``, and sync it."""
+    fields = head.fields
+    indexed = {field: fields[field] for field in head.indexed}
+    extra = [
+        (f"INC_{number}", f"{field}_0", _SQL_TYPES.get(kind.type, "NUMERIC"))
+        for number, (field, kind) in enumerate(indexed.items())
+    ]
+    columns = [f"{column} INT NOT NULL" for column in _COLUMNS]
+    columns += [part for inc, column, kind in extra for part in (f"{inc} INT", f"{column} {kind}")]
+    key = ", ".join(["ROW_ID", *(inc for inc, *_ in extra)])
+    names = [*_COLUMNS, *(part for inc, column, _ in extra for part in (inc, column))]
+    with closing(sqlite3.connect(target, isolation_level=None)) as index:
+        # the file is new and named at the end: nothing has to be rolled back
+        index.execute("PRAGMA journal_mode = OFF")
+        index.execute("PRAGMA synchronous = OFF")
+        index.execute("BEGIN")
+        index.execute(f"CREATE TABLE INDEXES({', '.join(columns)}, PRIMARY KEY({key}))")
+        index.execute("CREATE TABLE SHARD_NAME(NAME TEXT NOT NULL)")
+        index.execute("INSERT INTO SHARD_NAME (NAME) VALUES (?)", (name,))
+        index.executemany(
+            f"INSERT INTO INDEXES ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})",
+            _lines(head, groups, places, data, indexed),
+        )
+        index.execute("COMMIT")
+    handle = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _lines(head: Head, groups: Groups, places: Places, data: memoryview, indexed: Any) -> Iterator[list[Any]]:
+    row = 0
+    for number, rows in enumerate(groups.rows.tolist()):
+        group, raw_page, blob_page = (int(each[number]) for each in (groups.ids, groups.raw_pages, groups.blob_pages))
+        raw_base = head.header_size + head.page_size * raw_page
+        blob_base = head.header_size + head.page_size * blob_page
+        for at in range(row, row + rows):
+            begin, end = int(places.raw_begins[at]), int(places.raw_ends[at])
+            values = read_raw(indexed, data[begin + LENGTH_BYTES : end], check=True) if indexed else {}
+            yield [
+                *(at, group, raw_page, begin - raw_base, end - raw_base),
+                *(blob_page, int(places.blob_begins[at]) - blob_base, int(places.blob_ends[at]) - blob_base),
+                *(part for value in values.values() for part in (0, value)),
+            ]
+        row += rows
+
+
+def _bad_index(path: Path, what: str) -> DataError:
+    return DataError(
+        Problem(
+            given=f"{path}: {what}",
+            rule="an index has a line for each row of its data file, in the tables INDEXES and SHARD_NAME",
+            consequence="nothing of the data file is used",
+            nearest="remove the index: the rows are then found by reading the pages of the data file",
+        )
+    )

@@ -1,0 +1,194 @@
+"""Reading rows by number: from the page cache, without a cursor, so that threads, forks and several open files are safe."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.mindrecord.cipher import open_bytes
+from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, Field, Head, damaged, groups_of, read_head
+from unisono.data.mindrecord.index import index_path, places_of
+from unisono.data.mindrecord.values import WrongType, blob_reader, read_raw
+from unisono.data.sidecar import view_of
+from unisono.errors import DataError, Problem
+
+_LOG: Final = logging.getLogger("unisono.data")
+
+
+class MindRecordFile:
+    """The rows of MindRecord files by number: file after file, in each as they were written.
+
+    ``path``: one file, with which all files of its set are read; or a list of files, of which only those are. ``key``: what
+    MindSpore's ``set_enc_key`` was given. ``check``: refuse values outside the type of their field, and scalars declared
+    with a shape, which MindSpore loses; without it they are read as they are stored. That all lengths agree is looked at
+    in any case. Raises DataError where files, header and index do not fit, and for a row that is not as it was written.
+    """
+
+    def __init__(self, path: Path | str | Sequence[Path | str], *, key: str | None = None, check: bool = True) -> None:
+        self._path, self._key, self._check = path, key, check
+        alone = isinstance(path, Path | str)
+        paths = [Path(path)] if isinstance(path, Path | str) else [Path(each) for each in path]
+        if not paths:
+            raise _unfit("no files", "name the files, or one of a set")
+        first = _Shard(paths[0], key)
+        if alone and (paths := _set_of(paths[0], first.head)) != [first.path]:
+            shards = [first if each == first.path else _Shard(each, key) for each in paths]
+            for number, shard in enumerate(shards):
+                _same_set(shards[0], shard)
+                if shard.head.shard_id != number:
+                    what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
+                    raise _unfit(what, "the names that the files were written with")
+        else:
+            shards = [first, *(_Shard(each, key) for each in paths[1:])]
+            for shard in shards:
+                _same_set(first, shard)
+        self._shards = shards
+        # Where each file's rows begin among all, [files + 1].
+        self._starts = list(itertools.accumulate((shard.rows for shard in shards), initial=0))
+        fields = first.head.fields
+        for name, field in fields.items():
+            if check and field.shape == ():
+                raise _lost(first.path, name)
+        blobs = first.head.blob_fields
+        self._fields = fields
+        self._scalars = {name: field for name, field in fields.items() if name not in blobs}
+        self._read_blobs = blob_reader({name: fields[name] for name in blobs}, packed=first.head.packed)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self._path, self._key, self._check)
+
+    @property
+    def schema(self) -> dict[str, Field]:
+        """Type and shape of each field by name."""
+        return dict(self._fields)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in the order of their rows."""
+        return [shard.path for shard in self._shards]
+
+    def read(self, number: int) -> dict[str, Any]:
+        """One row: int, float, str, bytes and arrays by name; ``number`` from 0, negative ones from the end."""
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        number %= len(self)
+        which = bisect_right(self._starts, number) - 1
+        shard, row = self._shards[which], number - self._starts[which]
+        raw, begin = shard.raw(row)
+        try:
+            found = read_raw(self._scalars, raw, check=self._check)
+            blob, begin = shard.blob(row)
+            found |= self._read_blobs(blob)
+        except WrongType as error:
+            nearest = "check=False reads it as it is stored"
+            raise damaged(shard.path, begin, str(error), row=row, nearest=nearest) from error
+        except ValueError as error:
+            raise damaged(shard.path, begin, str(error), row=row) from error
+        return {name: found[name] for name in self._fields}
+
+    __getitem__ = read
+
+    def read_many(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> list[dict[str, Any]]:
+        """Many rows, in the order asked for."""
+        places = np.asarray(numbers, np.int64)
+        if places.ndim != 1:
+            raise ValueError(f"row numbers have one dim, not shape {list(places.shape)}")
+        return [self.read(number) for number in places.tolist()]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.read, range(len(self)))
+
+
+class _Shard:
+    """One file: its bytes, its head and where its rows are."""
+
+    def __init__(self, path: Path, key: str | None) -> None:
+        self.path = path
+        self._data = open_bytes(path, key)
+        self.head = read_head(path, self._data)
+        groups = groups_of(path, self.head, len(self._data))
+        self.rows = groups.total_rows
+        beside = index_path(path)
+        decrypted = open_bytes(beside, key) if key is not None and beside.exists() else None
+        places = places_of(path, self.head, groups, self._data, decrypted)
+        self._raw_begins, self._raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
+        self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)
+
+    def raw(self, row: int) -> tuple[memoryview, int]:
+        """The scalars of a row, and where they begin."""
+        return self._part(row, self._raw_begins[row], self._raw_ends[row])
+
+    def blob(self, row: int) -> tuple[memoryview, int]:
+        """The blobs of a row, and where they begin."""
+        return self._part(row, self._blob_begins[row], self._blob_ends[row])
+
+    def _part(self, row: int, begin: int, end: int) -> tuple[memoryview, int]:
+        # MindSpore takes the index for it and never looks at the length in the page
+        (length,) = LENGTH.unpack_from(self._data, begin)
+        if length != end - begin - LENGTH_BYTES:
+            what = f"it says {length} bytes, and the index {end - begin - LENGTH_BYTES}"
+            raise damaged(self.path, begin, what, row=row)
+        return self._data[begin + LENGTH_BYTES : end], begin
+
+
+def _set_of(path: Path, head: Head) -> list[Path]:
+    """All files of the set that a file belongs to."""
+    names = head.shard_addresses
+    if path.name in names:
+        if any(name in ("", "..") or Path(name).name != name for name in names) or len(set(names)) != len(names):
+            raise damaged(path, LENGTH_BYTES, f"the header names the files {names}, which are no names beside it")
+        return [path.with_name(name) for name in names]
+    if len(names) > 1:
+        raise _unfit(
+            f"{path}, which is one of the {len(names)} files {names[0]} to {names[-1]} under another name",
+            "give the files as a list, or the names that they were written with",
+        )
+    _LOG.warning("%s was written as %s", path, names[0])
+    return [path]
+
+
+def _same_set(first: _Shard, other: _Shard) -> None:
+    one, two = (
+        (shard.head.version, shard.head.header_size, shard.head.page_size, shard.head.fields, shard.head.blob_fields)
+        for shard in (first, other)
+    )
+    if one != two:
+        raise _unfit(
+            f"{other.path}, whose version, sizes or fields are not those of {first.path}", "read the two by themselves"
+        )
+
+
+def _lost(path: Path, name: str) -> DataError:
+    return DataError(
+        Problem(
+            given=f"{path}: field {name!r} has the shape []",
+            rule="MindSpore does not store the numbers of such a field",
+            consequence="its values are lost, and nothing of the file is used",
+            nearest="check=False reads what bytes there are, and all other fields as they are",
+        )
+    )
+
+
+def _unfit(given: str, nearest: str) -> DataError:
+    return DataError(
+        Problem(
+            given=given,
+            rule="files are read together when they were written together, or are listed and have the same fields",
+            consequence="nothing was read",
+            nearest=nearest,
+        )
+    )
+
+
+def _open(path: Any, key: str | None, check: bool) -> MindRecordFile:
+    return MindRecordFile(path, key=key, check=check)

@@ -1,0 +1,343 @@
+"""Writing MindRecord files that MindSpore reads, so that they are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import msgspec
+
+from unisono.data.mindrecord.cipher import open_bytes
+from unisono.data.mindrecord.header import (
+    BLOB,
+    LENGTH,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_PAGE_BYTES,
+    RAW,
+    VERSION,
+    FieldEntry,
+    GroupEntry,
+    Head,
+    IndexEntry,
+    PageEntry,
+    SchemaEntry,
+    groups_of,
+    read_head,
+)
+from unisono.data.mindrecord.index import index_path, walk, write_index
+from unisono.data.mindrecord.rows import Kind, RowEncoder
+from unisono.data.sidecar import sync_folder
+from unisono.errors import DataError, Problem
+
+_MIN_HEADER_BYTES: Final = 16 << 10
+_MIN_PAGE_BYTES: Final = 32 << 10
+_MAX_SHARDS: Final = 1000
+_FORBIDDEN: Final = re.compile(r"""[\\/:*?"<>|`&';]|^ | $""")  # in a file name, by MindSpore's reader
+_CHUNK_BYTES: Final = 1 << 20  # of a page, kept until they are written
+_MOST: Final = (1 << 31) - 1
+
+
+class MindRecordWriter:
+    """Writes a set of MindRecord files and their indexes; leaving the ``with`` block normally puts them in place.
+
+    ``path`` names the file; with several ``shards`` a number is put behind it. ``schema``: for each field its type, or a
+    mapping of type and shape as MindSpore's ``add_schema`` takes it. ``header_bytes`` and ``page_bytes`` are the room for
+    the list of pages, and for the scalars or the blobs of a row. ``index_fields``: all scalar fields if not given.
+
+    Row i goes to file i mod ``shards``, as its row i // ``shards``: the same rows make the same files. They are written
+    under temporary names and synced; indexes get their names last. Leaving with an exception leaves what was there before;
+    an interruption while names are given leaves the complete new files, some of them under their temporary names.
+    Raises DataError for whatever MindSpore could not read back equal, before anything of it is written.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        schema: Mapping[str, Kind],
+        *,
+        shards: int = 1,
+        page_bytes: int = 32 << 20,
+        header_bytes: int = 16 << 20,
+        index_fields: Sequence[str] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        path = Path(path)
+        problems = [*_problems(path.name, shards, page_bytes, header_bytes)]
+        if problems:
+            raise DataError(*problems)
+        digits = len(str(shards - 1))
+        self.paths = [path.with_name(f"{path.name}{n:0{digits}}") for n in range(shards)] if shards > 1 else [path]
+        there = [each for name in self.paths for each in (name, index_path(name)) if each.exists()]
+        if there and not overwrite:
+            raise DataError(
+                Problem(
+                    given=f"{there[0]}, which exists",
+                    rule="files are written once, under a new name",
+                    consequence="it was left as it is",
+                    nearest="another name, or overwrite=True to take the place of what is there",
+                )
+            )
+        self._encoder = RowEncoder(schema, index_fields)
+        self._room = page_bytes
+        head = Head(
+            header_size=header_bytes,
+            index_fields=[IndexEntry(schema_id=0, index_field=name) for name in self._encoder.indexed] or None,
+            page=None,
+            page_size=page_bytes,
+            schema=[
+                SchemaEntry(
+                    desc="",
+                    blob_fields=self._encoder.blobs,
+                    schema={
+                        name: FieldEntry(type=field.type, shape=None if field.shape is None else list(field.shape))
+                        for name, field in self._encoder.fields.items()
+                    },
+                )
+            ],
+            shard_addresses=[each.name for each in self.paths],
+            shard_id=shards - 1,
+            version=VERSION,
+        )
+        size = LENGTH_BYTES + len(msgspec.json.encode(head))
+        if size + 2 * _page_room(page_bytes) > header_bytes:
+            raise DataError(_header_full(f"a header of {size} bytes before any page", header_bytes))
+        mark = f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
+        self._shards: list[_Shard] = []
+        self._placing = False
+        try:
+            for number, each in enumerate(self.paths):
+                temporary = each.with_name(f"{each.name}.{mark}")
+                self._shards.append(_Shard(each, temporary, msgspec.structs.replace(head, shard_id=number), size))
+        except BaseException:
+            self._discard()
+            raise
+        self._rows, self._done = 0, False
+
+    def __enter__(self) -> MindRecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._discard()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def write(self, row: Mapping[str, Any]) -> int:
+        """Append a row and return its number. Raises DataError where it cannot be written; rows before it are kept."""
+        if self._done:
+            raise ValueError("this writer has put its files in place, or thrown them away")
+        number = self._rows
+        raw, blob = self._encoder.encode(row, number)
+        for part, what in ((raw, "scalars"), (blob, "blobs")):
+            if len(part) + LENGTH_BYTES > self._room:
+                raise DataError(
+                    Problem(
+                        given=f"row {number}: {what} of {len(part)} bytes",
+                        rule=f"the scalars, or the blobs, of a row are in one page: of {self._room} bytes, 8 for the length",
+                        consequence="the row was not written; the rows before it are kept",
+                        nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_PAGE_BYTES}",
+                    )
+                )
+        self._shards[number % len(self._shards)].append(raw, blob, number)
+        self._rows += 1
+        return number
+
+    def _commit(self) -> None:
+        for shard in self._shards:
+            shard.finish()
+        self._placing = True
+        # An index without its file, or a file without its index, is seen by every reader; an index of another file may not
+        # be. So old indexes go first and new ones come last, and a set is never partly old and partly new.
+        for path in self.paths:
+            index_path(path).unlink(missing_ok=True)
+        if len(self.paths) > 1:
+            for path in self.paths:
+                path.unlink(missing_ok=True)
+        folder = self.paths[0].parent
+        sync_folder(folder)
+        for shard in self._shards:
+            shard.temporary.replace(shard.path)
+        sync_folder(folder)
+        for shard in self._shards:
+            index_path(shard.temporary).replace(index_path(shard.path))
+        sync_folder(folder)
+
+    def _discard(self) -> None:
+        self._done = True
+        for shard in self._shards:
+            shard.close()
+            if not self._placing:  # from then on they may be the only ones
+                shard.temporary.unlink(missing_ok=True)
+                index_path(shard.temporary).unlink(missing_ok=True)
+
+
+class _Page:
+    """A page being written. ``first_row`` and the row groups are as the header has them."""
+
+    def __init__(self, file: int, offset: int, number: int, type_id: int) -> None:
+        self.number, self.type_id = number, type_id
+        self.used = 0
+        self.first_row = self.end_row = 0
+        self.groups: list[GroupEntry] = []
+        self._file, self._at = file, offset
+        self._waiting = bytearray()
+
+    def append(self, payload: bytes) -> None:
+        """A length and a payload at the end of what is used."""
+        self._waiting += LENGTH.pack(len(payload))
+        self._waiting += payload
+        self.used += LENGTH_BYTES + len(payload)
+        if len(self._waiting) >= _CHUNK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting where it belongs."""
+        with memoryview(self._waiting) as rest:
+            done = 0
+            while done < len(rest):
+                done += os.pwrite(self._file, rest[done:], self._at + done)
+        self._at += len(self._waiting)
+        self._waiting.clear()
+
+
+class _Shard:
+    """One file of the set under its temporary name: a page of each kind is open at a time, a row group per blob page."""
+
+    def __init__(self, path: Path, temporary: Path, head: Head, head_bytes: int) -> None:
+        self.path, self.temporary = path, temporary
+        self._head, self._head_bytes = head, head_bytes
+        self._page_room = _page_room(head.page_size)
+        self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._pages: list[PageEntry] = []
+        self._raw: _Page | None = None
+        self._blob: _Page | None = None
+        self._count = self._rows = self._groups = 0
+
+    def append(self, raw: bytes, blob: bytes, number: int) -> None:
+        """The two parts of row ``number`` of the set. Raises DataError where the header has no room for another page."""
+        room = self._head.page_size
+        new_raw = self._raw is None or self._raw.used + LENGTH_BYTES + len(raw) > room
+        # a row group is in one raw page, so a new raw page begins a new group too
+        new_blob = new_raw or self._blob is None or self._blob.used + LENGTH_BYTES + len(blob) > room
+        grown = self._head_bytes + (new_raw + new_blob) * self._page_room
+        if grown > self._head.header_size:
+            raise DataError(_header_full(f"row {number}, which begins page {self._count}", self._head.header_size))
+        self._head_bytes = grown
+        if new_blob:
+            self._close(self._blob)
+            self._blob = self._open(self._groups)
+            self._blob.first_row = self._rows
+        if new_raw:
+            type_id = 0 if self._raw is None else self._raw.number + 1
+            self._close(self._raw)
+            self._raw = self._open(type_id)
+        assert self._raw is not None
+        assert self._blob is not None
+        if new_blob:
+            self._raw.groups.append(GroupEntry(id=self._groups, offset=self._raw.used))
+            self._groups += 1
+        self._raw.append(raw)
+        self._blob.append(blob)
+        self._rows += 1
+        self._blob.end_row = self._rows
+
+    def finish(self) -> None:
+        """Write what is left and the header, sync, and write the index by reading the file back."""
+        self._close(self._blob)
+        self._close(self._raw)
+        pages = sorted(self._pages, key=lambda page: page.page_id)
+        head = msgspec.structs.replace(self._head, page=pages or None)
+        content = msgspec.json.encode(head)
+        os.pwrite(self._handle, LENGTH.pack(len(content)) + content, 0)
+        # the file ends with its last row, not with its last page: then no cut goes unseen
+        ends = [head.header_size + page.page_id * head.page_size + page.page_size for page in pages]
+        os.ftruncate(self._handle, max(ends, default=head.header_size))
+        os.fsync(self._handle)
+        self.close()
+        data = open_bytes(self.temporary, None)
+        head = read_head(self.temporary, data)
+        groups = groups_of(self.temporary, head, len(data))
+        places = walk(self.temporary, head, groups, data)
+        write_index(index_path(self.temporary), self.path.name, head, groups, places, data)
+
+    def close(self) -> None:
+        """Close the file, once."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+
+    def _open(self, type_id: int) -> _Page:
+        number = self._count
+        self._count += 1
+        return _Page(self._handle, self._head.header_size + number * self._head.page_size, number, type_id)
+
+    def _close(self, page: _Page | None) -> None:
+        if page is None:
+            return
+        page.flush()
+        self._pages.append(
+            PageEntry(
+                page_id=page.number,
+                shard_id=self._head.shard_id,
+                page_type=RAW if page is self._raw else BLOB,
+                page_type_id=page.type_id,
+                start_row_id=page.first_row,
+                end_row_id=page.end_row,
+                row_group_ids=page.groups,
+                page_size=page.used,
+            )
+        )
+
+
+def _page_room(page_bytes: int) -> int:
+    """Bytes of the header that a page, and its row group, take at most."""
+    group = GroupEntry(id=_MOST, offset=page_bytes)
+    page = PageEntry(
+        page_id=_MOST,
+        shard_id=_MAX_SHARDS,
+        page_type=BLOB,
+        page_type_id=_MOST,
+        start_row_id=1 << 40,
+        end_row_id=1 << 40,
+        row_group_ids=[group],
+        page_size=page_bytes,
+    )
+    return len(msgspec.json.encode(page)) + 1
+
+
+def _header_full(given: str, header_bytes: int) -> Problem:
+    return Problem(
+        given=given,
+        rule=f"the header lists the fields and all pages in its {header_bytes} bytes",
+        consequence="it was not written; what was written before is kept",
+        nearest=f"a larger header_bytes, up to {MAX_HEADER_BYTES}, larger page_bytes, or more shards",
+    )
+
+
+def _problems(name: str, shards: int, page_bytes: int, header_bytes: int) -> Iterator[Problem]:
+    if not name or _FORBIDDEN.search(name):
+        yield _bad(f"the file name {name!r}", "a name has none of \\ / : * ? \" < > | ` & ' ; and no space at its ends")
+    if not 1 <= shards <= _MAX_SHARDS:
+        yield _bad(f"shards={shards}", f"a set has 1 to {_MAX_SHARDS} files")
+    for what, value, least, most in (
+        ("page_bytes", page_bytes, _MIN_PAGE_BYTES, MAX_PAGE_BYTES),
+        ("header_bytes", header_bytes, _MIN_HEADER_BYTES, MAX_HEADER_BYTES),
+    ):
+        if not least <= value <= most or value % 4:
+            yield _bad(f"{what}={value}", f"it is a multiple of 4 from {least} to {most}")
+
+
+def _bad(given: str, rule: str) -> Problem:
+    return Problem(given=given, rule=rule, consequence="nothing was written", nearest="a value that MindSpore can read")
