@@ -4,7 +4,8 @@
 
 One process trains a small transformer on two threads; its state is fp32 parameters and Adam moments, about 390 MB. A
 window is a fixed number of steps, with a save before the first, and ends when the checkpoint is durable and the one
-before is deleted. It is long enough for the background thread, which runs at the lowest priority, to be done by itself. Kinds of windows, interleaved, in another order each round:
+before is deleted. It is long enough for the background thread, which runs at the lowest priority, to be done by
+itself. Kinds of windows, interleaved, in another order each round:
 
     plain        no save
     async        Checkpointer.save as the Trainer calls it: copies, and writes while the steps go on

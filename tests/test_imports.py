@@ -37,7 +37,7 @@ def run(arguments):
 groups = {
     "config": ["show", "explain", "schema", "diff"],
     "checkpoint": ["ls", "verify", "export"],
-    "data": ["verify", "repair", "reindex", "shard", "inspect", "cat"],
+    "data": ["verify", "repair", "reindex", "convert", "shard", "inspect", "cat"],
 }
 print(json.dumps({
     "import": found(),

@@ -77,6 +77,17 @@ def test_shard_cuts_and_joins(desk: Desk, path: Path, tmp_path: Path) -> None:
     assert Path(whole).read_bytes() == path.read_bytes()
 
 
+def test_convert_goes_by_the_suffixes(desk: Desk, path: Path, tmp_path: Path) -> None:
+    done = desk.here("data", "convert", str(path), str(tmp_path / "a.mindrecord"))
+    assert (done.code, done.out) == (0, f"{tmp_path}/a.mindrecord: 12 rows\n")
+    back = desk.here("data", "convert", str(tmp_path / "a.mindrecord"), str(tmp_path / "b.rec"), "--json")
+    assert back.json == {"path": f"{tmp_path}/b.rec", "rows": 12}
+    assert (tmp_path / "b.rec").read_bytes() == path.read_bytes()
+    again = desk.here("data", "convert", str(path), str(tmp_path / "b.rec"))
+    assert again.code == 2
+    assert "another name, or --overwrite" in again.err
+
+
 def test_inspect_shows_what_is_in_a_file(desk: Desk, path: Path) -> None:
     shown = desk.here("data", "inspect", str(path))
     assert shown.out.splitlines()[:4] == [

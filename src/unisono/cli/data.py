@@ -1,4 +1,4 @@
-"""``unisono data``: look into record files, check them, mend them, cut and join them."""
+"""``unisono data``: look into record files, check them, mend them, cut, join and convert them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 20  # findings, records: as many as fit a screen
 
 @click.group("data")
 def command() -> None:
-    """Look into record files, check, mend and rearrange them."""
+    """Look into record files, check, mend, rearrange and convert them."""
 
 
 @command.command("verify")
@@ -92,6 +92,22 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
         click.echo(f"ok   {path}")
         for what in each:
             click.echo(f"     not kept: {what}")
+
+
+@command.command("convert")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--overwrite", is_flag=True, help="Take the place of a TARGET that exists.")
+@every_verb
+def convert_file(source: Path, target: Path, overwrite: bool, as_json: bool) -> None:
+    """Write the rows of SOURCE to TARGET; the suffixes .rec, .mindrecord and .jsonl name the formats."""
+    from unisono.data.convert import convert
+
+    rows = convert(source, target, overwrite=overwrite)
+    if as_json:
+        print_json({"path": str(target), "rows": rows})
+    else:
+        click.echo(f"{target}: {rows:,} rows")
 
 
 @command.command("shard")
