@@ -5,7 +5,7 @@
 Each contestant is a process that keeps running, in an environment of its own under ``--cache`` (made by pip the first time), and
 trains one block of steps when told to; the others are stopped by the kernel meanwhile. A round is one block of each, in an order
 that rotates; ratios are taken within a round. Two sizes: ``demo`` is the demo's GPT, 128 wide, whose step is half small
-operators; ``wide`` is 768 wide, where matrix products decide. Three parts:
+operators; ``wide`` is 768 wide, where matrix products decide; ``wider``, 1024, is run on request. Three parts:
 
     same      fp32, one optimizer kernel, number of threads and the launcher's allocator settings for all
     default   what each gives when nobody sets anything; ours is what ``unisono train`` does in its launcher's environment
@@ -45,6 +45,7 @@ WARMUP_STEPS = 4
 SIZES: dict[str, list[str]] = {
     "demo": [],
     "wide": ["model.dim=768", "model.heads=12", "model.kv_heads=6", "model.layers=4"],
+    "wider": ["model.dim=1024", "model.heads=16", "model.kv_heads=8", "model.layers=4"],
 }
 # torch first and by itself, so that a CPU wheel of it that the index offers is taken and nothing pulls another
 ENVIRONMENTS = {
@@ -245,7 +246,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps per block")
     parser.add_argument("--threads", type=int, default=2, help="threads of each contestant where all have the same")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
-    parser.add_argument("--sizes", default=",".join(SIZES))
+    parser.add_argument("--sizes", default="demo,wide")
     parser.add_argument("--parts", default="same,default,launcher")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"sizes": {}}

@@ -39,6 +39,7 @@ class Benchmark:
 
     name: str
     title: str
+    script: str = ""  # where it is not of the benchmark's name
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     text: str
@@ -173,6 +174,15 @@ BENCHMARKS = (
         rows=_rivals,
     ),
     Benchmark(
+        name="rivals_wider",
+        script="rivals",
+        title="The same GPT, 1024 wide",
+        arguments=("--sizes", "wider", "--parts", "default", "--rounds", "7"),
+        quick=("--rounds", "3"),
+        text="Defaults only, as above: how the advantage of bf16 grows with the share of matrix products.",
+        rows=_rivals,
+    ),
+    Benchmark(
         name="precision",
         title="bf16 beside fp32: the curve",
         quick=("--seeds", "2", "--steps", "30"),
@@ -281,7 +291,7 @@ def run_one(benchmark: Benchmark, *, quick: bool, more: tuple[str, ...]) -> None
     arguments = [*benchmark.arguments, *(benchmark.quick if quick else ()), *more]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), str(HERE.parent)])}
     before, begin = os.getloadavg()[0], datetime.now(UTC)
-    command = [sys.executable, "-m", f"benchmarks.{benchmark.name}", *arguments]
+    command = [sys.executable, "-m", f"benchmarks.{benchmark.script or benchmark.name}", *arguments]
     answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     record = {
         "name": benchmark.name,
