@@ -162,8 +162,7 @@ class RecordFile:
         """Copies of payloads ``start``, ``start + step``, … below ``stop``: a rank's strided share, or all in order."""
         numbers = range(len(self))[start:stop:step]
         for first in range(0, len(numbers), _STRETCH):
-            for view in self.views(numbers[first : first + _STRETCH]):
-                yield view.tobytes()
+            yield from map(bytes, self.views(numbers[first : first + _STRETCH]))
 
     @property
     def _states(self) -> NDArray[np.uint8]:
