@@ -69,6 +69,8 @@ class RecordFile:
             self.path = local = Path(path)
             self._bytes = map_file(local)
         self._view = view_of(self._bytes)
+        # the map itself makes bytes of a slice in one step, where a view takes two; an empty file has none
+        self._map: Any = getattr(self._bytes.base, "obj", b"")
         self._index = open_index(local, self._bytes)
         self._offsets = view_of(self._index.offsets)
         self._lengths = view_of(self._index.lengths)
@@ -108,7 +110,7 @@ class RecordFile:
         """A copy of one payload; ``number`` from 0, negative ones from the end."""
         if self._state[number] == _PLAIN:
             begin = self._offsets[number] + HEAD_BYTES
-            return self._view[begin : begin + self._lengths[number]].tobytes()
+            return self._map[begin : begin + self._lengths[number]]
         return bytes(self.view(number))
 
     __getitem__ = read
@@ -123,9 +125,8 @@ class RecordFile:
     def views(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> list[memoryview]:
         """Many payloads without a copy, in the order asked for."""
         places = self._places(numbers)
+        begins, ends = self._extents(places)
         view = self._view
-        begins = (self._index.offsets[places] + np.uint64(HEAD_BYTES)).astype(np.int64)
-        ends = begins + self._index.lengths[places]
         found = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         unseen = np.flatnonzero(self._states[places] != _PLAIN)
         if self._remote is not None and unseen.size:  # in one request; split records fetch their few bytes more alone
@@ -162,7 +163,18 @@ class RecordFile:
         """Copies of payloads ``start``, ``start + step``, … below ``stop``: a rank's strided share, or all in order."""
         numbers = range(len(self))[start:stop:step]
         for first in range(0, len(numbers), _STRETCH):
-            yield from map(bytes, self.views(numbers[first : first + _STRETCH]))
+            places = self._places(numbers[first : first + _STRETCH])
+            if (self._states[places] != _PLAIN).any():
+                yield from map(bytes, self.views(places))
+                continue
+            mapped = self._map
+            for begin, end in zip(*(each.tolist() for each in self._extents(places)), strict=True):
+                yield mapped[begin:end]
+
+    def _extents(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where payloads of one part begin and end."""
+        begins = (self._index.offsets[places] + np.uint64(HEAD_BYTES)).astype(np.int64)
+        return begins, begins + self._index.lengths[places]
 
     @property
     def _states(self) -> NDArray[np.uint8]:
