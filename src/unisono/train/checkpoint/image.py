@@ -2,8 +2,8 @@
 
 A shard is a header and then tensors. All of it is copied into one host buffer that is reused from save to save, pinned
 where there is an accelerator, so that the device copies by itself. Afterwards the caller's tensors are free to change.
-Reading them in the background instead, and copying only what is not yet written when they change, was measured and kept the
-training longer (docs/log.md).
+Reading them in the background instead, and copying only what is not yet written when they change, was not faster
+(docs/log.md).
 """
 
 from __future__ import annotations
