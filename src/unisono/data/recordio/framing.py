@@ -50,11 +50,6 @@ def padded(length: Any) -> Any:
     return (length + 3) & ~3
 
 
-def framed_bytes(payload: bytes) -> int:
-    """How long ``frame(payload)`` is. Escaping takes a word of the payload away and adds one head of two words."""
-    return HEAD_BYTES + padded(len(payload)) + 4 * len(_cuts(payload))
-
-
 def frame(payload: bytes) -> list[bytes]:
     """The record of a payload as pieces to be written one after the other. Raises DataError from 2^29 bytes on."""
     if len(payload) > MAX_PAYLOAD_BYTES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,8 +51,3 @@ def unpack_header(record: bytes | memoryview) -> tuple[ImageHeader, memoryview]:
         )
     labels = label if flag == 0 else np.frombuffer(view, "<f4", count=flag, offset=_HEADER.size)
     return ImageHeader(label=labels, id=first, id2=second), view[begin:]
-
-
-def labels_of(header: ImageHeader) -> Sequence[float]:
-    """The labels as a list, one or several."""
-    return [header.label] if isinstance(header.label, float | int) else header.label.tolist()
