@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from unisono.data import Loader, TokenSet, TokenWindows, TokenWriter, open_tokens
+from unisono.data import Loader, LoaderOptions, TokenSet, TokenWindows, TokenWriter, open_tokens
 
 BATCH, LENGTH = 16, 1024
 TOKENS = 50_000_000
@@ -83,7 +83,7 @@ def windows(dataset: TokenWindows) -> Iterator[object]:
 
 
 def ours(dataset: TokenWindows, depth: int) -> Iterator[object]:
-    loader = Loader(dataset, seed=1, global_batch=BATCH, micro_batch=BATCH, rank=0, world=1, prefetch_depth=depth)
+    loader = Loader(dataset, seed=1, global_batch=BATCH, micro_batch=BATCH, options=LoaderOptions(prefetch_depth=depth, workers=1))
     return loader.iterate(0, 10**9)
 
 

@@ -62,8 +62,6 @@ def prepare(folder: Path, overrides: Sequence[str], steps: int) -> None:
         micro_batch=size,
         rank=0,
         world=1,
-        prefetch_depth=0,
-        block=0,
     )
     batches = [loader.batch(step).micro_batches[0] for step in range(steps)]
     np.savez(folder / "batches.npz", **{n: np.stack([batch[n].numpy() for batch in batches]) for n in BATCH_NAMES})

@@ -19,6 +19,7 @@ from unisono import (
     Trainer,
     TrainOptions,
 )
+from unisono.data.options import LoaderOptions
 from unisono.data.order import Order
 from unisono.dist import World
 from unisono.models.gpt import GPT
@@ -64,9 +65,7 @@ def model(**changes: Any) -> GPT:
 def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, **changes: Any) -> Trainer:
     """A trainer of the tiny run; ``changes`` go to the options that have a field of that name."""
     data = changes.pop("data", None) or RaggedTokens()
-    extra = {
-        name: changes.pop(name) for name in ("resume", "prefetch_depth", "eval_data", "metrics") if name in changes
-    }
+    extra = {name: changes.pop(name) for name in ("resume", "eval_data", "metrics") if name in changes}
 
     def take(cls: Any, **defaults: Any) -> Any:
         names = set(cls.__dataclass_fields__)
@@ -83,6 +82,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
         schedule=ScheduleOptions(kind="cosine", warmup_steps=min(2, steps)),
         options=take(TrainOptions, steps=steps, eval_every=0),
         checkpoint=take(CheckpointOptions, every_steps=0),
+        loader=take(LoaderOptions),
         run_dir=run_dir,
         world=world,
         **extra,

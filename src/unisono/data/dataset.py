@@ -69,10 +69,14 @@ class _MapStyleDataset:
         return len(self._data)
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+        """One by one, so that a transform may make them alike."""
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
         samples = many(ids) if many is not None else [self._data[index] for index in ids]
-        return collate([named(sample) for sample in samples], ids)
+        return [named(sample) for sample in samples]
 
 
 def named(sample: Any) -> Batch:

@@ -1,34 +1,46 @@
 """Batches in an order that does not depend on ranks, made ready in the background.
 
-The samples of step ``t`` are positions ``[t·global_batch, (t+1)·global_batch)`` of the order; a rank takes a contiguous
-share of them. So a batch is a pure function of the step number, every number of ranks sees the same samples per step,
-and the state of a loader is the step it is at. Which thread builds a batch changes nothing: ``prefetch_depth`` trades
-memory for waiting only.
+Which samples a step has is a function of the step (``epochs``, ``draws``); what a batch holds is a function of its samples
+(``recipe``); who makes it, and when, is up to the workers (``pool``). So every number of ranks and workers sees the same, and the
+state of a loader is the step it is at.
 
-Not here: worker processes, and moving batches to the device (the step loop does, from pinned memory, without waiting).
+Not here: moving batches to the device (the step loop does, from pinned memory, without waiting).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+import os
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, collate
-from unisono.data.order import Order, sample_generator
-from unisono.errors import DataError, Problem, UnisonoError
+from unisono.data.compose import OwnOrder
+from unisono.data.dataset import Dataset
+from unisono.data.draws import Draws, Sequential, Shuffled
+from unisono.data.epochs import Steps
+from unisono.data.options import LoaderOptions
+from unisono.data.order import Order
+from unisono.data.pool import InThread, Job, Pool
+from unisono.data.process import InProcess
+from unisono.data.recipe import BatchTransform, Built, PairTransform, Part, Recipe, Transform, checked
+from unisono.data.tuning import Setting, Tuner, usable_cores
+from unisono.errors import DataError, Problem
 
-Transform = Callable[[Batch, np.random.Generator], Batch]
 Tensors = dict[str, torch.Tensor]
+Ids = NDArray[np.int64]
+_Made = tuple[Tensors, list[int]]  # and the ids of samples that were skipped
 
-_ORDER_AHEAD = 4096  # samples whose order is computed at once
+_AHEAD_SAMPLES, _AHEAD_STEPS = 4096, 256  # whose order is computed at once
+_JUDGED_FROM = 1000  # samples from which on a share of bad ones is a share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +51,19 @@ class StepBatch:
     sample_ids: NDArray[np.int64]  # this rank's, in order
     micro_batches: list[Tensors]  # as many as its share needs, the last one may be smaller; none for an empty share
     wait_s: float  # how long the consumer waited for it
+    skipped_ids: list[int]  # samples of this rank that could not be read and weigh 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A rank's slots ``[low, low + len(ids))`` of a step; ``own`` of them are its share, neighbours may be partners."""
+
+    low: int
+    own: range
+    slots: int  # of the whole step
+    real: int  # slots that are not filler
+    ids: Ids
+    visits: Ids
 
 
 def share(total: int, rank: int, world: int) -> range:
@@ -51,10 +76,14 @@ def share(total: int, rank: int, world: int) -> range:
 class Loader:
     """Feeds one rank. Raises ``DataError`` where the arithmetic is impossible, or when a sample cannot be read.
 
-    A dataset shorter than ``global_batch`` is legal: a step then spans several epochs. Ranks may have different numbers
-    of micro-batches, or none. ``transform(sample, rng)`` gets one sample (arrays without the batch dim) and a generator
-    keyed by (seed, epoch, sample id), so that what it draws is the same on any rank and after any resume.
-    ``device``: where this is an accelerator with host memory of its own, batches are pinned for it.
+    Everything is shuffled once per epoch, or with ``shuffle=False`` comes in the data set's own order, unless the data set
+    brings an order (``mixture``, ``weighted``, ``bucketed``). ``transform(sample, rng)`` gets one sample (arrays without batch
+    dim) and a generator keyed by seed, epoch and sample id; ``pair(a, b, rng)`` two neighbours of the global batch (mixup);
+    ``finish(batch)`` all rows of a micro-batch. ``device``: where this is an accelerator with host memory of its own, batches are
+    pinned for it.
+
+    With ``last_batch`` pad or ``max_bad_frac`` above 0 each batch has ``weights``, 0 where a row must not count; the objectives
+    of ``train`` respect it, one's own must. Workers live until ``close()`` or until the loader is forgotten.
     """
 
     def __init__(
@@ -63,25 +92,25 @@ class Loader:
         *,
         seed: int,
         global_batch: int,
-        micro_batch: int,
-        rank: int,
-        world: int,
-        prefetch_depth: int,
+        micro_batch: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        options: LoaderOptions | None = None,
         shuffle: bool = True,
-        block: int = 0,
         transform: Transform | None = None,
+        pair: PairTransform | None = None,
+        finish: BatchTransform | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if not (global_batch >= 1 and micro_batch >= 1 and 0 <= rank < world and prefetch_depth >= 0):
+        micro_batch = max(1, -(-global_batch // max(1, world))) if micro_batch is None else micro_batch
+        if not (global_batch >= 1 and micro_batch >= 1 and 0 <= rank < world):
             raise DataError(
                 Problem(
-                    given=f"global_batch {global_batch}, micro_batch {micro_batch}, rank {rank} of {world}, "
-                    f"prefetch_depth {prefetch_depth}",
-                    rule="batches hold at least one sample, ranks count from 0 to world - 1, depths from 0",
+                    given=f"global_batch {global_batch}, micro_batch {micro_batch}, rank {rank} of {world}",
+                    rule="batches hold at least one sample, ranks count from 0 to world - 1",
                     consequence="no batch can be made",
                     nearest=f"global_batch {max(1, global_batch)}, micro_batch {max(1, micro_batch)}, "
-                    f"rank {min(max(0, rank), max(0, world - 1))} of {max(1, world)}, "
-                    f"prefetch_depth {max(0, prefetch_depth)}",
+                    f"rank {min(max(0, rank), max(0, world - 1))} of {max(1, world)}",
                 )
             )
         if len(dataset) == 0:
@@ -93,103 +122,241 @@ class Loader:
                     nearest="check the path and the filters of the dataset",
                 )
             )
-        self._dataset = dataset
-        self._seed = seed
-        self._global_batch = global_batch
-        self._micro_batch = micro_batch
-        self._share = share(global_batch, rank, world)
-        self._prefetch_depth = prefetch_depth
-        self._order = Order(len(dataset), seed=seed, block=block) if shuffle else None
-        self._ids = (0, np.empty((0, len(self._share)), np.int64))  # first step and samples [steps, share] of a stretch
-        self._transform = transform
-        self._pin = device is not None and device.type not in ("cpu", "mps", "meta")
+        self.options = options = options or LoaderOptions()
+        self.steps = Steps(len(dataset), global_batch, options.last_batch)
+        if isinstance(dataset, OwnOrder):
+            draws = dataset.draws(seed=seed, global_batch=global_batch)
+        else:
+            whole = Order(len(dataset), seed=seed, block=options.shuffle_block)
+            draws = Shuffled(whole) if shuffle else Sequential(len(dataset))
+        self._draws: Draws = draws
+        self._micro_batch, self._rank, self._world = micro_batch, rank, world
+        tolerant = options.max_bad_frac > 0
+        self._recipe = Recipe(
+            dataset=dataset,
+            seed=seed,
+            transform=transform,
+            pair=pair,
+            finish=finish,
+            tolerant=tolerant,
+            weighs=tolerant or options.last_batch == "pad",
+        )
+        # not a method: workers that know the loader would keep it from being forgotten
+        self._deliver = partial(_deliver, pin=device is not None and device.type not in ("cpu", "mps", "meta"))
+        self._ahead: tuple[int, list[_Drawn]] = (0, [])
+        self._inline = InThread(self._recipe)
+        self._tuner = Tuner(options, limit=usable_cores(os.environ), about=self._recipe)
+        self._workers: _Workers | None = None
+        self._delivered = self._skipped = self._next_step = 0
 
-    def sample_ids(self, step: int) -> NDArray[np.int64]:
+    def sample_ids(self, step: int) -> Ids:
         """This rank's samples of a step, in order; computed, nothing is read."""
-        if self._order is None:
-            return self._positions(step) % len(self._dataset)
-        # A call of the order costs about the same for one step as for hundreds: keep the stretch this step lies in.
-        stretch = max(1, _ORDER_AHEAD // max(1, len(self._share)))
-        first, ids = self._ids
-        if not first <= step < first + len(ids):
-            first = step - step % stretch
-            ids = self._order(self._positions(first) + np.arange(stretch)[:, None] * self._global_batch)
-            self._ids = (first, ids)
-        return ids[step - first]
+        drawn = self._drawn(step)
+        return drawn.ids[drawn.own.start - drawn.low : drawn.own.stop - drawn.low]
 
     def batch(self, step: int) -> StepBatch:
         """One step's batch, built now, in this thread."""
         begin = time.perf_counter()
-        ids = self.sample_ids(step)
-        try:
-            micro_batches = self._read(step, ids)
-        except Exception as error:
-            raise _unreadable(step, ids, error) from error
-        return StepBatch(step=step, sample_ids=ids, micro_batches=micro_batches, wait_s=time.perf_counter() - begin)
+        made = [self._deliver(self._inline(part)) for part in self._parts(step)]
+        return self._step_batch(step, made, time.perf_counter() - begin)
 
     def iterate(self, start_step: int, stop_step: int) -> Generator[StepBatch, None, None]:
-        """The batches of steps ``start_step`` up to ``stop_step`` (not included), at most ``prefetch_depth`` ahead.
-
-        An error met ahead of time is raised when its step is asked for. Closing the generator ends its thread.
-        """
-        if self._prefetch_depth == 0:
+        """The batches of steps ``start_step`` up to ``stop_step`` (not included), at most ``prefetch_depth`` ahead, or as many
+        as there are workers. An error met ahead of time is raised when its step is asked for."""
+        if self.options.prefetch_depth == 0 or self.options.workers == 0:
             for step in range(start_step, stop_step):
                 yield self.batch(step)
             return
-        ready: queue.SimpleQueue[StepBatch | BaseException] = queue.SimpleQueue()
-        room = threading.Semaphore(self._prefetch_depth)
-        closed = threading.Event()
-
-        def build() -> None:
-            for step in range(start_step, stop_step):
-                room.acquire()
-                if closed.is_set():
-                    return
-                try:
-                    ready.put(self.batch(step))
-                except BaseException as error:  # whatever it is, the consumer waits for it
-                    ready.put(error)
-                    return
-
-        # A daemon, because a consumer that dies with an exception may never close us, and must not hang at exit.
-        builder = threading.Thread(target=build, name="unisono-prefetch", daemon=True)
-        builder.start()
+        ahead: deque[tuple[int, list[Job]]] = deque()
+        coming = iter(range(start_step, stop_step))
         try:
-            for _ in range(start_step, stop_step):
+            for step in range(start_step, stop_step):
                 begin = time.perf_counter()
-                item = ready.get()
+                workers = self._have_workers()
+                while len(ahead) <= workers.depth and (next_step := next(coming, None)) is not None:
+                    ahead.append((next_step, [workers.pool.submit(part) for part in self._parts(next_step)]))
+                made = [self._wait(job) for job in ahead.popleft()[1]]
                 waited = time.perf_counter() - begin
-                if isinstance(item, BaseException):
-                    raise item
-                room.release()
-                yield replace(item, wait_s=waited)
+                self._tuner.waited(waited)
+                yield self._step_batch(step, made, waited)
         finally:
-            closed.set()
-            room.release()
-            builder.join()
+            for _, jobs in ahead:
+                for job in jobs:
+                    job.future.cancel()
 
-    def _positions(self, step: int) -> NDArray[np.int64]:
-        first = step * self._global_batch
-        return np.arange(first + self._share.start, first + self._share.stop, dtype=np.int64)
+    def close(self) -> None:
+        """End the workers. The loader can be used again and then starts new ones."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
 
-    def _read(self, step: int, ids: NDArray[np.int64]) -> list[Tensors]:
-        if ids.size == 0:
-            return []
-        batch = _checked(self._dataset.read(ids), ids.size)
-        if self._transform is not None:
-            epochs = self._positions(step) // len(self._dataset)
-            samples: list[Batch] = []
-            for row, (epoch, sample) in enumerate(zip(epochs.tolist(), ids.tolist(), strict=True)):
-                rng = sample_generator(self._seed, epoch, sample)
-                samples.append(self._transform({name: array[row] for name, array in batch.items()}, rng))
-            batch = collate(samples, ids.tolist())
-        micro_batches = [
-            {name: _tensor(name, array[low : low + self._micro_batch]) for name, array in batch.items()}
-            for low in range(0, ids.size, self._micro_batch)
-        ]
-        if self._pin:
-            return [{name: tensor.pin_memory() for name, tensor in part.items()} for part in micro_batches]
-        return micro_batches
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- in one's own loop -----------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Generator[Tensors, None, None]:
+        """The micro-batches from where the loader stands to the end of that epoch, then the next call goes on behind it."""
+        stop = (self._next_step // self.steps.per_epoch + 1) * self.steps.per_epoch
+        with closing(self.iterate(self._next_step, stop)) as batches:
+            for batch in batches:
+                yield from batch.micro_batches
+                self._next_step = batch.step + 1
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        return self.steps.per_epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where ``iter`` goes on: the number of the first step whose batches have not all been asked for."""
+        return {"step": self._next_step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on at that step; nothing is read or skipped over."""
+        self._next_step = int(state["step"])
+
+    # --- which samples ---------------------------------------------------------------------------------------------
+
+    def _drawn(self, step: int) -> _Drawn:
+        first, drawn = self._ahead
+        if not first <= step < first + len(drawn):
+            # A call of the order costs about the same for one step as for hundreds: keep the stretch this step lies in.
+            mine = max(1, self.steps.global_batch // self._world)
+            stretch = min(_AHEAD_STEPS, max(1, _AHEAD_SAMPLES // mine))
+            first = step - step % stretch
+            drawn = self._draw(range(first, first + stretch))
+            self._ahead = (first, drawn)
+        return drawn[step - first]
+
+    def _draw(self, steps: range) -> list[_Drawn]:
+        wanted: list[tuple[int, range, int, int, Ids]] = []
+        for step in steps:
+            positions, real = self.steps.positions(step)
+            own = share(len(positions), self._rank, self._world)
+            low, high = (own.start, own.stop) if self._recipe.pair is None else _with_partners(own, len(positions))
+            wanted.append((low, own, len(positions), real, positions[low:high]))
+        ids, visits = self._draws.draw(np.concatenate([positions for *_, positions in wanted]))
+        ends = np.cumsum([len(positions) for *_, positions in wanted])[:-1]
+        rows = zip(wanted, np.split(ids, ends), np.split(visits, ends), strict=True)
+        return [_Drawn(low, own, slots, real, i, v) for (low, own, slots, real, _), i, v in rows]
+
+    def _parts(self, step: int) -> list[Part]:
+        drawn = self._drawn(step)
+        cuts = range(drawn.own.start, drawn.own.stop, self._micro_batch)
+        return [self._part(step, drawn, range(low, min(low + self._micro_batch, drawn.own.stop))) for low in cuts]
+
+    def _part(self, step: int, drawn: _Drawn, own: range) -> Part:
+        slots = np.arange(own.start, own.stop)
+        empty = np.empty(0, np.int64)
+        partners, pairs, leads = empty, empty, empty.astype(bool)
+        if self._recipe.pair is not None:
+            low, high = _with_partners(own, drawn.slots)
+            slots = np.concatenate([slots, np.arange(low, own.start), np.arange(own.stop, high)])
+            other = slots[: len(own)] ^ 1
+            other = np.where(other < drawn.slots, other, slots[: len(own)])
+            partners = np.argsort(slots)[np.searchsorted(np.sort(slots), other)]
+            leads = slots[: len(own)] % 2 == 0
+            pairs = step * self.steps.global_batch + slots[: len(own)] - ~leads
+        rows = slots - drawn.low
+        return Part(
+            step=step,
+            count=len(own),
+            ids=drawn.ids[rows],
+            visits=drawn.visits[rows],
+            filler=slots[: len(own)] >= drawn.real,
+            partners=partners,
+            pairs=pairs,
+            leads=leads,
+        )
+
+    # --- who makes them --------------------------------------------------------------------------------------------
+
+    def _have_workers(self) -> _Workers:
+        setting = self._tuner.setting
+        if self._workers is None or not self._workers.ours:
+            self._workers = _Workers(self._recipe, self._deliver)
+            weakref.finalize(self, self._workers.close)
+        self._workers.follow(setting, self.options.prefetch_depth)
+        return self._workers
+
+    def _wait(self, job: Job) -> _Made:
+        try:
+            return job.future.result(self.options.timeout_s)
+        except TimeoutError as error:
+            if job.future.done():
+                raise  # the worker's own
+            sample = job.watch.sample
+            if self._workers is not None:
+                self._workers.close(patience_s=0.1)
+            raise DataError(
+                Problem(
+                    given=f"sample {sample} of step {job.part.step}: no answer in {self.options.timeout_s:g} s",
+                    rule="reading a step's samples ends within loader.timeout_s",
+                    consequence=f"step {job.part.step} cannot run",
+                    nearest="look at that sample and the storage it is on; a larger loader.timeout_s",
+                )
+            ) from error
+
+    def _step_batch(self, step: int, made: list[_Made], waited: float) -> StepBatch:
+        skipped = [sample for _, ids in made for sample in ids]
+        sample_ids = self.sample_ids(step)
+        self._delivered += len(sample_ids)
+        self._skipped += len(skipped)
+        allowed = self.options.max_bad_frac * max(self._delivered, _JUDGED_FROM)
+        if self._skipped > allowed:
+            raise DataError(
+                Problem(
+                    given=f"{self._skipped} of {self._delivered} samples could not be read, at last {skipped[:8]}",
+                    rule=f"at most {self.options.max_bad_frac:g} of the samples are skipped (loader.max_bad_frac)",
+                    consequence=f"step {step} does not run",
+                    nearest="unisono data verify tells what is damaged in a record file; a larger loader.max_bad_frac",
+                )
+            )
+        parts = [tensors for tensors, _ in made]
+        return StepBatch(step=step, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped)
+
+
+def _deliver(built: Built, *, pin: bool) -> _Made:
+    """A part as the consumer gets it."""
+    tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors, built.skipped
+
+
+class _Workers:
+    """The pool a setting asks for; one that is replaced finishes what it has."""
+
+    def __init__(self, recipe: Recipe, deliver: Callable[[Built], _Made]) -> None:
+        self._recipe, self._deliver = recipe, deliver
+        self._setting: Setting | None = None
+        self._retired: list[Pool] = []
+        self.depth = 0
+
+    def follow(self, setting: Setting, prefetch_depth: int) -> None:
+        if setting == self._setting:
+            return
+        if self._setting is None or self._setting.kind != setting.kind:
+            if self._setting is not None:
+                self.pool.resize(0)
+                self._retired.append(self.pool)
+            recipe = self._recipe
+            make = (lambda: InThread(recipe)) if setting.kind == "thread" else (lambda: InProcess(recipe))
+            self.pool = Pool(make, self._deliver)
+        self.pool.resize(setting.workers)
+        self.depth = max(prefetch_depth, setting.workers)
+        self._setting = setting
+
+    @property
+    def ours(self) -> bool:
+        """False in a fork of the process that has the workers."""
+        return self._setting is None or self.pool.ours
+
+    def close(self, *, patience_s: float = 5.0) -> None:
+        for pool in [*self._retired, *([self.pool] if self._setting is not None else [])]:
+            pool.close(patience_s=patience_s)
+        self._setting, self._retired = None, []
 
 
 def eval_batches(
@@ -204,21 +371,12 @@ def eval_batches(
     for low in range(mine.start, mine.stop, micro_batch):
         places = np.arange(low, min(low + micro_batch, mine.stop), dtype=np.int64)
         ids = places * len(dataset) // total
-        yield {name: _tensor(name, array) for name, array in _checked(dataset.read(ids), ids.size).items()}
+        yield {name: _tensor(name, array) for name, array in checked(dataset.read(ids), ids.size).items()}
 
 
-def _checked(batch: Batch, count: int) -> Batch:
-    for name, array in batch.items():
-        if array.ndim == 0 or len(array) != count:
-            raise DataError(
-                Problem(
-                    given=f"{name!r} of shape {list(array.shape)} from reading {count} samples",
-                    rule="the first dim of each array is the number of samples asked for",
-                    consequence="samples and values cannot be matched",
-                    nearest=f"return {name!r} with shape [{count}, …]",
-                )
-            )
-    return batch
+def _with_partners(own: range, slots: int) -> tuple[int, int]:
+    """``own`` widened to whole pairs (0, 1), (2, 3), …"""
+    return own.start - own.start % 2, min(slots, own.stop + own.stop % 2) if len(own) else own.stop
 
 
 def _tensor(name: str, array: NDArray[Any]) -> torch.Tensor:
@@ -232,16 +390,3 @@ def _tensor(name: str, array: NDArray[Any]) -> torch.Tensor:
             )
         )
     return torch.as_tensor(array if array.flags.writeable else array.copy())  # shares the array's memory
-
-
-def _unreadable(step: int, ids: NDArray[np.int64], error: Exception) -> DataError:
-    shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
-    what = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
-    return DataError(
-        Problem(
-            given=f"reading step {step} failed with {type(error).__name__}: {what}",
-            rule="every sample of a step is readable",
-            consequence=f"step {step} cannot run; samples {shown}",
-            nearest=f"read them alone: loader.batch({step}) raises the same error in the calling thread",
-        )
-    )

@@ -37,7 +37,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
 # What a key is for. Two uses with the same seed and epoch never share a key.
-_SAMPLES, _BLOCKS, _INSIDE, _AUGMENT = 1, 2, 3, 4
+_SAMPLES, _BLOCKS, _INSIDE, _AUGMENT, _PAIR, _UNIFORM = 1, 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +155,19 @@ def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """The random stream of one sample in one epoch: counter-based (Philox), the same on any rank, after any resume."""
     key = _fold(seed, _AUGMENT, np.array([epoch], np.uint64))
     return np.random.Generator(np.random.Philox(key=np.array([key[0], sample], np.uint64)))
+
+
+def pair_generator(seed: int, pair: int) -> np.random.Generator:
+    """The random stream of one pair of neighbours in the global order, for what mixes two samples."""
+    key = _fold(seed, _PAIR, np.array([pair], np.uint64))
+    return np.random.Generator(np.random.Philox(key=np.array([key[0], pair], np.uint64)))
+
+
+def uniform(seed: int, numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A float64 in [0, 1) for each of ``numbers``, keyed by ``seed``."""
+    return (_fold(seed, _UNIFORM, _words(numbers.reshape(-1))) >> np.uint64(11)).astype(np.float64).reshape(
+        numbers.shape
+    ) * 2.0**-53
 
 
 def _words(values: NDArray[np.int64]) -> Words:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from unisono.data.dataset import Dataset, as_dataset
+from unisono.data.packing import PackedWindows
 from unisono.data.prepared import Prepared, prepare
 from unisono.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from unisono.data.windows import TokenWindows
@@ -49,8 +50,10 @@ def build_data(config: RunConfig) -> Data:
     if config.parts.data == TOKENS:
         prepared = prepare(config.data)
         seq_len, boundaries = config.data.seq_len, config.data.boundaries
+        # The held-out part is always read as a stream, so that runs of either packing are measured alike.
+        cut = PackedWindows if config.data.packing == "best_fit" else TokenWindows
         return Data(
-            train=TokenWindows(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train"),
+            train=cut(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train"),
             held_out=TokenWindows(
                 prepared.eval, seq_len=seq_len, boundaries=boundaries, target_bytes=True, name="held-out"
             ),
@@ -139,7 +142,7 @@ def build_trainer(
         eval_data=data.held_out,
         metrics=build_metrics(config),
         transform=_find_part("transform", config, {}) if config.parts.transform else None,
-        prefetch_depth=config.data.prefetch_depth,
+        loader=config.loader,
         flops_per_token=flops,
         world=world,
         events=events,

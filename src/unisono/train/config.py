@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.config import option
-from unisono.data.options import DataOptions
+from unisono.data.options import DataOptions, LoaderOptions
 from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
 from unisono.models.options import ModelOptions
@@ -50,6 +50,7 @@ class RunConfig:
     parts: Parts = field(default_factory=Parts)
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
+    loader: LoaderOptions = field(default_factory=LoaderOptions)
     plan: PlanOptions = field(default_factory=PlanOptions)
     optim: OptimOptions = field(default_factory=OptimOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)

@@ -32,9 +32,10 @@ def cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def mean_squared_error(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Regression: outputs and batch["targets"] of one shape; the weight is the number of elements."""
-    error = outputs.float() - batch["targets"].float()
-    return error.square().sum(), torch.tensor(float(error.numel()), device=error.device)
+    """Regression: outputs and batch["targets"] of one shape [B, …], optional batch["weights"] [B]; the weight counts elements."""
+    errors = (outputs.float() - batch["targets"].float()).square().reshape(len(outputs), -1).sum(1)  # [B]
+    weights = batch.get("weights", torch.ones_like(errors))
+    return (errors * weights).sum(), weights.sum() * (outputs.numel() // max(1, errors.numel()))
 
 
 OBJECTIVES: dict[str, Objective] = {

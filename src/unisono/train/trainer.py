@@ -23,8 +23,9 @@ import torch
 from torch import nn
 
 from unisono.data.dataset import Dataset
-from unisono.data.loader import Loader, Transform
-from unisono.data.options import default_cache_dir
+from unisono.data.loader import Loader
+from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.data.recipe import BatchTransform, PairTransform, Transform
 from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
 from unisono.errors import CheckpointError, Problem
 from unisono.kvstore import create
@@ -107,8 +108,9 @@ class Trainer:
         eval_data: Dataset | None = None,
         metrics: Mapping[str, Metric] | None = None,
         transform: Transform | None = None,
-        prefetch_depth: int = 2,
-        shuffle_block: int = 0,
+        pair: PairTransform | None = None,
+        finish: BatchTransform | None = None,
+        loader: LoaderOptions | None = None,
         flops_per_token: float = 0.0,
         world: World | None = None,
         events: EventLog | None = None,
@@ -126,7 +128,8 @@ class Trainer:
         self._checkpoint = checkpoint or CheckpointOptions()
         self._seed, self._resume = seed, resume
         self._metrics = dict(metrics or {})
-        self._transform, self._prefetch_depth, self._shuffle_block = transform, prefetch_depth, shuffle_block
+        self._transform, self._pair, self._finish = transform, pair, finish
+        self._loading = loader or LoaderOptions()
         self._flops_per_token = flops_per_token
         self._given_world = world
         self._given_events = events
@@ -190,7 +193,8 @@ class Trainer:
             "samples": len(self.data),
             "seed": self._seed,
             "global_batch": self.plan.global_batch,
-            "shuffle_block": self._shuffle_block,
+            "shuffle_block": self._loading.shuffle_block,
+            "last_batch": self._loading.last_batch,
         }
         self._environment = resuming.environment(self.world, self.plan)
         self._emit_start()
@@ -215,9 +219,10 @@ class Trainer:
             micro_batch=self.plan.micro_batch,
             rank=self.world.rank,
             world=self.world.world,
-            prefetch_depth=self._prefetch_depth,
-            block=self._shuffle_block,
+            options=self._loading,
             transform=self._transform,
+            pair=self._pair,
+            finish=self._finish,
             device=None if self.device.type == "cpu" else self.device,
         )
         self._timers = StepTimers()
@@ -298,7 +303,7 @@ class Trainer:
                 error=type(error).__name__,
                 message=str(error),
             )
-        for name in ("checkpointer", "_sync"):
+        for name in ("_loader", "checkpointer", "_sync"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
@@ -325,6 +330,8 @@ class Trainer:
                     batch = next(batches, None)
                 if batch is None:
                     break
+                if batch.skipped_ids:
+                    self.events.emit("data_skipped", step=batch.step + 1, samples=batch.skipped_ids)
                 began_s, compiling = time.monotonic(), self._readout.compiling
                 step = self._engine.run(batch)
                 self._readout.add(step)

@@ -38,6 +38,10 @@ class RecordDataset:
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """Samples by number, stacked."""
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+        """Samples by number, one by one, so that a transform may make them alike."""
         samples: list[Batch | None] = [None] * len(indices)
         homes = np.searchsorted(self._starts, indices, side="right") - 1
         for home in np.unique(homes).tolist():
@@ -46,7 +50,7 @@ class RecordDataset:
             numbers = (indices[rows] - self._starts[home]).tolist()
             for row, number, view in zip(rows.tolist(), numbers, file.views(numbers), strict=True):
                 samples[row] = self._sample(file, number, view)
-        return collate([sample for sample in samples if sample is not None], indices.tolist())
+        return [sample for sample in samples if sample is not None]
 
     def _sample(self, file: RecordFile, number: int, view: memoryview) -> Batch:
         try:

@@ -1,0 +1,140 @@
+"""Data sets made of data sets, each with an order of its own: mixtures, weights, batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch, Dataset, MapStyle, as_dataset, collate
+from unisono.data.draws import Bucketed, Draws, Mixed, Shuffled, Weighted
+from unisono.data.order import Order
+from unisono.data.recipe import SeparateSamples
+from unisono.errors import DataError, Problem
+
+Ids = NDArray[np.int64]
+
+
+@runtime_checkable
+class OwnOrder(Protocol):
+    """A data set that says itself which of its samples comes when."""
+
+    def draws(self, *, seed: int, global_batch: int) -> Draws: ...
+
+
+def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) -> Dataset:
+    """Samples of several data sets, ``weights[i]`` of them from ``datasets[i]``, in any stretch of the run (rounded to 1/4096).
+
+    Each source is shuffled by itself; a small one is repeated, a large one not used up when ``len``, the sum of the lengths, is.
+    Samples of one batch must have the same names and shapes. Raises DataError for impossible weights.
+    """
+    parts = [as_dataset(dataset) for dataset in datasets]
+    Mixed([len(part) for part in parts], weights, seed=0)  # raises now what it would raise later
+    return _Mixture(parts, list(weights))
+
+
+def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.float64]) -> Dataset:
+    """``dataset`` with each sample coming as often as its weight says, relative to the others; 8 bytes of memory per sample.
+
+    ``1 / count of the sample's class`` balances classes (``balancing_weights``). Raises DataError for impossible weights.
+    """
+    base = as_dataset(dataset)
+    given = np.asarray(weights, np.float64)
+    if len(given) != len(base):
+        raise DataError(_unequal(len(given), "weights", len(base)))
+    Weighted(given, seed=0)
+    return _Reordered(
+        base,
+        f"weighted:{xxhash.xxh3_64_hexdigest(given.tobytes())}",
+        lambda seed, global_batch: Weighted(given, seed=seed),
+    )
+
+
+def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+    """Weights [n] under which each class that occurs in ``labels`` [n] comes equally often."""
+    _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
+    return 1.0 / counts[classes]
+
+
+def bucketed(
+    dataset: Dataset | MapStyle, lengths: Sequence[int] | NDArray[np.int64], *, window_batches: int = 64
+) -> Dataset:
+    """``dataset`` in batches of about equal ``lengths`` [n]: less padding. Each epoch is shuffled as always, then every
+    ``window_batches`` global batches are regrouped by length; still each sample once per epoch."""
+    base = as_dataset(dataset)
+    given = np.asarray(lengths, np.int64)
+    if len(given) != len(base):
+        raise DataError(_unequal(len(given), "lengths", len(base)))
+    size = len(base)
+
+    def draws(seed: int, global_batch: int) -> Draws:
+        whole = Shuffled(Order(size, seed=seed))
+        return Bucketed(whole, given, size=size, batch=global_batch, window_batches=window_batches, seed=seed)
+
+    return _Reordered(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", draws)
+
+
+class _Mixture:
+    def __init__(self, parts: list[Dataset], weights: list[float]) -> None:
+        self._parts, self._weights = parts, weights
+        self._starts = np.cumsum([0, *(len(part) for part in parts)])
+        self.fingerprint = f"mixture:{weights}:[{', '.join(part.fingerprint for part in parts)}]"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def draws(self, *, seed: int, global_batch: int) -> Draws:
+        return Mixed([len(part) for part in self._parts], self._weights, seed=seed)
+
+    def read(self, indices: Ids) -> Batch:
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        found: dict[int, Batch] = {}
+        homes = np.searchsorted(self._starts, indices, side="right") - 1
+        for home in np.unique(homes).tolist():
+            rows = np.flatnonzero(homes == home)
+            samples = _samples(self._parts[home], indices[rows] - self._starts[home])
+            found |= dict(zip(rows.tolist(), samples, strict=True))
+        return [found[row] for row in range(len(indices))]
+
+
+class _Reordered:
+    def __init__(self, base: Dataset, how: str, draws: _MakeDraws) -> None:
+        self._base, self._draws = base, draws
+        self.fingerprint = f"{how}:{base.fingerprint}"
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def draws(self, *, seed: int, global_batch: int) -> Draws:
+        return self._draws(seed, global_batch)
+
+    def read(self, indices: Ids) -> Batch:
+        return self._base.read(indices)
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        return _samples(self._base, indices)
+
+
+class _MakeDraws(Protocol):
+    def __call__(self, seed: int, global_batch: int, /) -> Draws: ...
+
+
+def _samples(dataset: Dataset, indices: Ids) -> list[Batch]:
+    if isinstance(dataset, SeparateSamples):
+        return dataset.samples(indices)
+    batch = dataset.read(indices)
+    return [{name: array[row] for name, array in batch.items()} for row in range(len(indices))]
+
+
+def _unequal(given: int, what: str, samples: int) -> Problem:
+    return Problem(
+        given=f"{given} {what} for {samples} samples",
+        rule=f"there is one of the {what} for each sample, in the data set's order",
+        consequence="they cannot be matched",
+        nearest="make them from the same list as the data set",
+    )

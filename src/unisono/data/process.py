@@ -1,0 +1,253 @@
+"""A worker process for transforms that hold the interpreter lock: parts go in over a pipe, arrays come back in shared memory.
+
+The memory is one anonymous file per process (``memfd_create``): it has no name, does not count against /dev/shm's limit, and
+is gone when the processes are, however they end. Only the data set and the transforms are pickled, from parent to its own child,
+once at its start; parts and answers are plain bytes. The child imports modules but never runs the parent's program, and one that
+dies is started again and given the same part.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle  # noqa: TID251 - only to our own child, see docs/adr/0005
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection, Pipe
+from typing import Any
+
+import numpy as np
+
+from unisono.data.dataset import Batch
+from unisono.data.recipe import Built, Part, Recipe
+from unisono.errors import DataError, Problem, UnisonoError
+
+_DEATHS = 2  # of one part's workers, after which the part is given up
+_HEADER_BYTES = 64  # the sample the child is at, int64, alone on a cache line
+_ALIGN = 64
+_BOOT = "import sys; from unisono.data.process import serve; serve(*map(int, sys.argv[1:]))"
+
+
+class InProcess:
+    """Makes parts in a process of its own, which is started with the first part. Raises DataError."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        if sys.platform != "linux":
+            raise _cannot_start("worker processes on this system", "their shared memory needs Linux")
+        self._recipe = recipe
+        self._memory = os.memfd_create("unisono-loader")
+        os.ftruncate(self._memory, _HEADER_BYTES)
+        self._map = mmap.mmap(self._memory, _HEADER_BYTES)
+        self.watch = _SharedWatch(self._map)
+        self._lock = threading.Lock()  # the consumer's thread may interrupt
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._interrupted = False
+
+    def __call__(self, part: Part) -> Built:
+        for death in range(1, 2 + _DEATHS):
+            try:
+                return self._ask(part)
+            except (EOFError, OSError) as error:
+                how = self._end_child()
+                if self._interrupted or death > _DEATHS:
+                    raise DataError(_died(part, self.watch.sample, how, death)) from error
+        raise AssertionError("not reached")
+
+    def interrupt(self) -> None:
+        """Kill the child; a call waiting for it raises."""
+        with self._lock:
+            self._interrupted = True
+            if self._child is not None:
+                self._child.kill()
+
+    def close(self) -> None:
+        self.interrupt()
+        self._end_child()
+        os.close(self._memory)  # the mappings go when nothing refers to them
+
+    def _ask(self, part: Part) -> Built:
+        pipe = self._pipe or self._start()
+        pipe.send_bytes(_packed(part))
+        answer = json.loads(pipe.recv_bytes())
+        if "error" in answer:
+            raise _as_raised(answer["error"])
+        if answer["bytes"] > len(self._map):
+            self._map = mmap.mmap(self._memory, answer["bytes"])
+        arrays: Batch = {}
+        for name, dtype, shape, offset in answer["arrays"]:
+            count = int(np.prod(shape, dtype=np.int64))
+            arrays[name] = (
+                np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy()
+            )  # its memory is used again
+        return Built(arrays=arrays, skipped=answer["skipped"])
+
+    def _start(self) -> Connection:
+        recipe = pickled(self._recipe)
+        ours, theirs = Pipe()
+        with theirs:
+            handles = (theirs.fileno(), self._memory)
+            command = [sys.executable, "-c", _BOOT, *map(str, handles)]
+            child = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL)
+        with self._lock:
+            self._child, self._pipe = child, ours
+            if self._interrupted:
+                child.kill()
+        ours.send_bytes(json.dumps(sys.path).encode())
+        ours.send_bytes(recipe)
+        return ours
+
+    def _end_child(self) -> str:
+        """How it ended, in words."""
+        with self._lock:
+            child, pipe, self._child, self._pipe = self._child, self._pipe, None, None
+        if child is None or pipe is None:
+            return "did not start"
+        try:
+            child.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            child.kill()
+        code = child.wait()
+        pipe.close()
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def pickled(recipe: Recipe) -> bytes:
+    """``recipe`` as another process can read it. Raises DataError for what it cannot find there."""
+    try:
+        raw = pickle.dumps(recipe)
+    except Exception as error:  # pickle raises what the objects' own code raises
+        raise _cannot_start(f"data set or transform: {error}", "they are pickled to reach a process") from error
+    if b"__main__" in raw:
+        raise _cannot_start(
+            "a data set or transform that is defined in the program itself",
+            "a worker process imports modules and never runs the program again",
+        )
+    return raw
+
+
+def serve(pipe_handle: int, memory: int) -> None:
+    """The child: one part after the other until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
+    pipe = Connection(pipe_handle)
+    try:
+        sys.path[:] = json.loads(pipe.recv_bytes())
+        recipe: Recipe = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent, over a pipe nobody else has
+    except EOFError:
+        return
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # the cores are for the workers, one each
+    watch = _SharedWatch(mmap.mmap(memory, _HEADER_BYTES))
+    mapped = mmap.mmap(memory, _HEADER_BYTES)
+    while True:
+        try:
+            part = _unpacked(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            built = recipe.build(part, watch)
+            table, total = _layout(built.arrays)
+            if total > len(mapped):
+                if os.fstat(memory).st_size < total:
+                    os.ftruncate(memory, total)
+                mapped = mmap.mmap(memory, total)
+            for (_, dtype, shape, offset), array in zip(table, built.arrays.values(), strict=True):
+                np.frombuffer(mapped, dtype, array.size, offset).reshape(shape)[...] = array
+            answer: Mapping[str, Any] = {"arrays": table, "bytes": total, "skipped": built.skipped}
+        except Exception as error:
+            answer = {"error": _as_text(error)}
+        pipe.send_bytes(json.dumps(answer).encode())
+
+
+class _SharedWatch:
+    """A ``Watch`` that two processes see."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._cell = np.frombuffer(memory, np.int64, 1)
+
+    @property
+    def sample(self) -> int:
+        return int(self._cell[0])
+
+    def at(self, sample: int) -> None:
+        self._cell[0] = sample
+
+
+def _layout(arrays: Batch) -> tuple[list[tuple[str, str, list[int], int]], int]:
+    """(name, dtype, shape, offset) of each array in the memory, and its end."""
+    table: list[tuple[str, str, list[int], int]] = []
+    end = _HEADER_BYTES
+    for name, array in arrays.items():
+        if array.dtype.kind not in "biufc":
+            raise TypeError(f"{name!r} is of dtype {array.dtype}; batches hold numbers")
+        table.append((name, array.dtype.str, list(array.shape), end))
+        end += -(-array.nbytes // _ALIGN) * _ALIGN
+    return table, end
+
+
+def _packed(part: Part) -> bytes:
+    numbers = [
+        np.array([part.step, part.count, part.ids.size, part.partners.size], np.int64),
+        *(part.ids, part.visits, part.filler.astype(np.int64), part.partners, part.pairs, part.leads.astype(np.int64)),
+    ]
+    return np.concatenate(numbers).astype(np.int64).tobytes()
+
+
+def _unpacked(raw: bytes) -> Part:
+    words = np.frombuffer(raw, np.int64)
+    step, count, rows, paired = words[:4].tolist()
+    ids, visits, filler, partners, pairs, leads = np.split(
+        words[4:], np.cumsum([rows, rows, count, paired, paired]).tolist()
+    )
+    return Part(
+        step=step,
+        count=count,
+        ids=ids,
+        visits=visits,
+        filler=filler.astype(bool),
+        partners=partners,
+        pairs=pairs,
+        leads=leads.astype(bool),
+    )
+
+
+def _as_text(error: Exception) -> dict[str, Any]:
+    problems = error.problems if isinstance(error, UnisonoError) else ()
+    return {
+        "what": f"{type(error).__name__}: {error}",
+        "problems": [[p.given, p.rule, p.consequence, p.nearest] for p in problems],
+        "traceback": traceback.format_exc(),
+    }
+
+
+def _as_raised(told: Mapping[str, Any]) -> Exception:
+    problems = [Problem(given=a, rule=b, consequence=c, nearest=d) for a, b, c, d in told["problems"]]
+    error: Exception = DataError(*problems) if problems else RuntimeError(told["what"])
+    error.add_note(f"In the worker process:\n{told['traceback']}")
+    return error
+
+
+def _died(part: Part, sample: int, how: str, times: int) -> Problem:
+    return Problem(
+        given=f"the worker process that read sample {sample} of step {part.step} {how}"
+        + (f", {times} times" if times > 1 else ""),
+        rule="a worker that dies is started again with the same samples, twice at most",
+        consequence=f"step {part.step} cannot run",
+        nearest="SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen",
+    )
+
+
+def _cannot_start(given: str, rule: str) -> DataError:
+    return DataError(
+        Problem(
+            given=given,
+            rule=rule,
+            consequence="no worker process was started",
+            nearest="define what is passed at the top of a module, not in a function; or loader.worker_kind thread",
+        )
+    )

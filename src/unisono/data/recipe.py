@@ -1,0 +1,239 @@
+"""How one part of a batch is made: a pure function of data set, transforms, seed and positions.
+
+Whoever calls it, a thread, another process, a rank that resumes, gets the same arrays. Errors name the sample; where some
+may be bad, a bad one keeps its place, shows another sample's values and weighs 0, which every rank and every rerun decides alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch, Dataset, collate
+from unisono.data.order import pair_generator, sample_generator
+from unisono.errors import DataError, Problem, UnisonoError
+
+Ids = NDArray[np.int64]
+Transform = Callable[[Batch, np.random.Generator], Batch]
+PairTransform = Callable[[Batch, Batch, np.random.Generator], tuple[Batch, Batch]]
+BatchTransform = Callable[[Batch], Batch]
+
+_SUBSTITUTES = 64  # samples after a bad one that are tried as its stand-in
+
+
+@runtime_checkable
+class SeparateSamples(Protocol):
+    """A data set that can give samples one by one, of different shapes, to be made alike by the transform."""
+
+    def samples(self, indices: Ids) -> list[Batch]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Rows of one micro-batch. The first ``count`` of ``ids`` are its own, the others partners of pairs that end elsewhere."""
+
+    step: int
+    count: int
+    ids: Ids
+    visits: Ids  # together with id and seed the key of a sample's randomness
+    filler: NDArray[np.bool_]  # [count] repeats that only fill the batch up, and weigh 0
+    partners: Ids  # [count] row of the partner, or the row itself; empty without pairs
+    pairs: Ids  # [count] number of the pair, equal for both members; empty without pairs
+    leads: NDArray[np.bool_]  # [count] which of the two the row is; empty without pairs
+
+
+class Watch(Protocol):
+    """Which sample a worker is at, for whoever waits for it."""
+
+    @property
+    def sample(self) -> int: ...
+
+    def at(self, sample: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Seen:
+    """A ``Watch`` inside one process."""
+
+    sample: int = -1
+
+    def at(self, sample: int) -> None:
+        self.sample = sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Built:
+    """Arrays with first dim ``count``, and the ids of the samples that could not be read."""
+
+    arrays: Batch
+    skipped: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """``transform(sample, rng)`` sees single samples, ``pair(a, b, rng)`` two neighbours of the global batch, ``finish(batch)``
+    all rows at once. ``weighs`` says whether every batch has ``weights``, because some rows may weigh 0."""
+
+    dataset: Dataset
+    seed: int
+    transform: Transform | None = None
+    pair: PairTransform | None = None
+    finish: BatchTransform | None = None
+    tolerant: bool = False
+    weighs: bool = False
+
+    def build(self, part: Part, watch: Watch) -> Built:
+        """Raises DataError naming step and sample."""
+        if part.count == 0:
+            return Built(arrays={}, skipped=[])
+        separate = self.transform is not None or self.pair is not None or isinstance(self.dataset, SeparateSamples)
+        bad: dict[int, Exception] = {}
+        watch.at(int(part.ids[0]))
+        if separate:
+            samples = self._samples(part, bad, watch)
+            if self.pair is not None:
+                samples = self._paired(samples, part, watch)
+            batch = _attempt(part, lambda: collate(samples[: part.count], part.ids[: part.count].tolist()))
+        else:
+            batch = self._read_whole(part, bad, watch)
+        finish = self.finish
+        if finish is not None:
+            batch = _attempt(part, lambda: checked(finish(batch), part.count))
+        silent = part.filler.copy()
+        rows_of_bad = [row for row in range(part.count) if int(part.ids[row]) in bad]
+        silent[rows_of_bad] = True
+        if self.weighs:
+            batch["weights"] = _weighed(batch.get("weights"), silent)
+        return Built(arrays=batch, skipped=[int(part.ids[row]) for row in rows_of_bad])
+
+    def _read_whole(self, part: Part, bad: dict[int, Exception], watch: Watch) -> Batch:
+        try:
+            return checked(self.dataset.read(part.ids), part.ids.size)
+        except Exception as error:
+            rows = self._one_by_one(part, bad, watch, error)
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+
+    def _one_by_one(self, part: Part, bad: dict[int, Exception], watch: Watch, error: Exception) -> list[Batch]:
+        """Rows [1, …] after reading all together has failed, to name the bad ones or to go on without them."""
+
+        def read(sample: int) -> Batch:
+            return checked(self.dataset.read(np.array([sample])), 1)
+
+        rows = [self._guarded(int(sample), read, part, bad, watch) for sample in part.ids]
+        if not bad:
+            raise unreadable(part, None, error) from error
+        return rows
+
+    def _samples(self, part: Part, bad: dict[int, Exception], watch: Watch) -> list[Batch]:
+        try:
+            raw = self._raw(part.ids)
+        except Exception:
+            raw = None  # some sample is bad: reading each by itself tells which
+        samples: list[Batch] = []
+        for row, (sample, visit) in enumerate(zip(part.ids.tolist(), part.visits.tolist(), strict=True)):
+
+            def make(number: int, row: int = row, visit: int = visit) -> Batch:
+                whole = raw[row] if raw is not None and number == part.ids[row] else self._raw(np.array([number]))[0]
+                if self.transform is None:
+                    return whole
+                return self.transform(whole, sample_generator(self.seed, visit, number))
+
+            samples.append(self._guarded(sample, make, part, bad, watch))
+        return samples
+
+    def _raw(self, ids: Ids) -> list[Batch]:
+        if isinstance(self.dataset, SeparateSamples):
+            return self.dataset.samples(ids)
+        batch = checked(self.dataset.read(ids), ids.size)
+        return [{name: array[row] for name, array in batch.items()} for row in range(ids.size)]
+
+    def _guarded(
+        self, sample: int, make: Callable[[int], Batch], part: Part, bad: dict[int, Exception], watch: Watch
+    ) -> Batch:
+        """``make(sample)``; where it fails and that is allowed, the first sample after it for which it does not."""
+        watch.at(sample)
+        try:
+            return make(sample)
+        except Exception as error:
+            if not self.tolerant:
+                raise unreadable(part, sample, error) from error
+            bad[sample] = error
+        for substitute in range(sample + 1, sample + 1 + min(_SUBSTITUTES, len(self.dataset) - 1)):
+            try:
+                return make(substitute % len(self.dataset))
+            except Exception:  # the error worth telling is that of the sample asked for
+                continue
+        raise unreadable(part, sample, bad[sample]) from bad[sample]
+
+    def _paired(self, samples: list[Batch], part: Part, watch: Watch) -> list[Batch]:
+        assert self.pair is not None
+        made: dict[int, tuple[Batch, Batch]] = {}
+        mixed: list[Batch] = []
+        rows = zip(part.partners.tolist(), part.pairs.tolist(), part.leads.tolist(), strict=True)
+        for row, (partner, number, leads) in enumerate(rows):
+            watch.at(int(part.ids[row]))
+            if partner == row:
+                mixed.append(samples[row])
+                continue
+            if number not in made:
+                first, second = (row, partner) if leads else (partner, row)
+                rng = pair_generator(self.seed, number)
+                try:
+                    made[number] = self.pair(samples[first], samples[second], rng)
+                except Exception as error:
+                    raise unreadable(part, int(part.ids[row]), error) from error
+            mixed.append(made[number][0 if leads else 1])
+        return mixed
+
+
+def checked(batch: Batch, count: int) -> Batch:
+    """``batch`` if each array's first dim is ``count``; raises DataError."""
+    for name, array in batch.items():
+        if array.ndim == 0 or len(array) != count:
+            raise DataError(
+                Problem(
+                    given=f"{name!r} of shape {list(array.shape)} from reading {count} samples",
+                    rule="the first dim of each array is the number of samples asked for",
+                    consequence="samples and values cannot be matched",
+                    nearest=f"return {name!r} with shape [{count}, …]",
+                )
+            )
+    return batch
+
+
+def unreadable(part: Part, sample: int | None, error: Exception) -> DataError:
+    """The error of a part that could not be made; ``sample`` where it is one sample's fault."""
+    ids = part.ids[: part.count]
+    shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
+    what = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+    who = f"samples {shown}" if sample is None else f"sample {sample}"
+    return DataError(
+        Problem(
+            given=f"reading {who} of step {part.step} failed with {type(error).__name__}: {what}",
+            rule="every sample of a step is readable",
+            consequence=f"step {part.step} cannot run",
+            nearest="mend or leave out what is named; loader.max_bad_frac lets some bad samples weigh 0 instead"
+            if sample is not None
+            else f"loader.batch({part.step}) raises the same error in the calling thread",
+        )
+    )
+
+
+def _attempt(part: Part, make: Callable[[], Batch]) -> Batch:
+    try:
+        return make()
+    except Exception as error:
+        raise unreadable(part, None, error) from error
+
+
+def _weighed(weights: NDArray[Any] | None, silent: NDArray[np.bool_]) -> NDArray[Any]:
+    """``weights`` [B, …], or ones [B], with 0 in the silent rows."""
+    if weights is None:
+        return np.where(silent, np.float32(0), np.float32(1))
+    weights = weights if weights.flags.writeable else weights.copy()
+    weights[silent] = 0
+    return weights

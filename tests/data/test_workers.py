@@ -1,0 +1,357 @@
+"""Who makes a batch changes nothing: threads, processes, any number of them, dying, tuned, left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import samples
+import torch
+
+from unisono.data.loader import Loader
+from unisono.data.options import LoaderOptions
+from unisono.data.recipe import Recipe
+from unisono.data.tuning import Setting, Tuner
+from unisono.errors import DataError
+
+
+def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: bool = True, **options: Any) -> Loader:
+    given = {
+        name: options.pop(name)
+        for name in ("transform", "pair", "finish", "micro_batch", "global_batch")
+        if name in options
+    }
+    return Loader(
+        data,
+        **{
+            "seed": seed,
+            "global_batch": 12,
+            "micro_batch": 5,
+            "rank": rank,
+            "world": world,
+            "shuffle": shuffle,
+            **given,
+        },
+        options=LoaderOptions(**{"workers": 1, "worker_kind": "thread", **options}),
+    )
+
+
+def rows(batches: Any) -> list[dict[str, list[Any]]]:
+    return [
+        {name: tensor.tolist() for name, tensor in part.items()} for batch in batches for part in batch.micro_batches
+    ]
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("last_batch", ["keep", "pad"])
+def test_every_kind_and_number_of_workers_makes_the_same_batches(kind: str, workers: int, last_batch: str) -> None:
+    recipe = {"transform": samples.noise, "finish": samples.doubled, "last_batch": last_batch}
+    alone = rows(loader(samples.Rows(29), workers=0, **recipe).iterate(0, 7))
+    with loader(samples.Rows(29), worker_kind=kind, workers=workers, prefetch_depth=4, **recipe) as one:
+        assert rows(one.iterate(0, 7)) == alone
+        assert rows(one.iterate(3, 7)) == rows(loader(samples.Rows(29), workers=0, **recipe).iterate(3, 7))
+    if last_batch == "pad":
+        assert [w for part in alone for w in part["weights"]] == (([1.0] * 29 + [0.0] * 7) * 3)[:84]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("last_batch", ["rollover", "keep", "drop", "pad", "wrap"])
+def test_mixing_pairs_is_the_same_on_any_number_of_ranks(world: int, last_batch: str) -> None:
+    def step(world: int, number: int, micro_batch: int) -> list[tuple[int, list[float]]]:
+        found = []
+        for rank in range(world):
+            one = loader(
+                samples.Rows(27), world=world, rank=rank, micro_batch=micro_batch, global_batch=11,
+                pair=samples.blend, last_batch=last_batch,
+            )  # fmt: skip
+            for part in one.batch(number).micro_batches:
+                found += list(zip(part["x"].tolist(), part["row"].tolist(), strict=True))
+        return found
+
+    for number in (0, 1, 2, 10**9):
+        alone = step(1, number, 100)
+        assert step(world, number, 3) == alone
+        mixed = [row[0] for x, row in alone]
+        assert mixed[0] == -mixed[1], "both members of a pair see the same draw"
+        assert mixed[0] != alone[0][0]
+
+
+def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    once = tmp_path / "killed"
+    expected = rows(loader(samples.Rows(40), workers=0).iterate(0, 4))
+    with loader(samples.Rows(40, deadly=7, once=once), worker_kind="process", workers=2) as one:
+        assert rows(one.iterate(0, 4)) == expected
+    assert once.exists(), "it was killed, once"
+
+
+def test_a_sample_that_kills_every_worker_is_named() -> None:
+    with (
+        loader(samples.Rows(40, deadly=7), worker_kind="process", shuffle=False) as one,
+        pytest.raises(DataError) as caught,
+    ):
+        list(one.iterate(0, 4))
+    assert str(caught.value) == (
+        "the worker process that read sample 5 of step 0 was killed by SIGKILL, 3 times\n"
+        "  rule: a worker that dies is started again with the same samples, twice at most\n"
+        "  so:   step 0 cannot run\n"
+        "  try:  SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen"
+    )
+
+
+def test_an_error_in_a_process_has_its_sample_and_its_traceback() -> None:
+    with loader(samples.Rows(40, rotten=(7,)), worker_kind="process", shuffle=False) as one:
+        with pytest.raises(
+            DataError, match="reading sample 7 of step 0 failed with ValueError: sample 7 is rotten"
+        ) as caught:
+            list(one.iterate(0, 4))
+        assert "in read\n    raise ValueError" in caught.value.__notes__[0]
+        assert rows(one.iterate(1, 2)) == rows(loader(samples.Rows(40), workers=0, shuffle=False).iterate(1, 2))
+
+
+def test_what_a_process_cannot_import_is_refused_at_once() -> None:
+    with (
+        loader(samples.Rows(40), worker_kind="process", transform=lambda s, rng: s) as one,
+        pytest.raises(DataError) as caught,
+    ):
+        next(one.iterate(0, 1))
+    text = str(caught.value)
+    assert "they are pickled to reach a process" in text
+    assert "no worker process was started" in text
+    assert "define what is passed at the top of a module" in text
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_stuck_sample_is_named(kind: str) -> None:
+    one = loader(
+        samples.Rows(40, sleepy=7), worker_kind=kind, transform=samples.noise, shuffle=False, timeout_s=3, micro_batch=1
+    )
+    with pytest.raises(DataError) as caught:
+        list(one.iterate(0, 4))
+    assert str(caught.value) == (
+        "sample 7 of step 0: no answer in 3 s\n"
+        "  rule: reading a step's samples ends within loader.timeout_s\n"
+        "  so:   step 0 cannot run\n"
+        "  try:  look at that sample and the storage it is on; a larger loader.timeout_s"
+    )
+
+
+@pytest.mark.parametrize("transform", [None, samples.noise])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_skipped_sample_keeps_its_place_and_weighs_nothing(transform: Any, world: int) -> None:
+    rotten = (3, 4, 20)
+    for number in range(4):
+        clean = loader(samples.Rows(30), transform=transform).batch(number)
+        ids, weights, skipped, kept = [], [], [], {}
+        for rank in range(world):
+            one = loader(samples.Rows(30, rotten=rotten), transform=transform, max_bad_frac=0.2, rank=rank, world=world)
+            batch = one.batch(number)
+            ids += batch.sample_ids.tolist()
+            skipped += batch.skipped_ids
+            weights += [w for part in batch.micro_batches for w in part["weights"].tolist()]
+            kept |= {
+                x: row
+                for part in batch.micro_batches
+                for x, row in zip(part["x"].tolist(), part["row"].tolist(), strict=True)
+            }
+        assert ids == clean.sample_ids.tolist()
+        assert skipped == [i for i in ids if i in rotten]
+        assert weights == [float(i not in rotten) for i in ids]
+        assert all(kept[i] == [i] * 3 for i in ids if i not in rotten)
+
+
+def test_too_many_bad_samples_end_the_run() -> None:
+    one = loader(samples.Rows(300, rotten=tuple(range(0, 300, 10))), max_bad_frac=0.01)
+    with pytest.raises(DataError, match=r"rule: at most 0.01 of the samples are skipped") as caught:
+        list(one.iterate(0, 1000))
+    assert "could not be read, at last [" in str(caught.value)
+    with pytest.raises(DataError, match="reading sample 0 of step 0 failed"):
+        loader(samples.Rows(3, rotten=(0, 1, 2)), max_bad_frac=0.5, shuffle=False).batch(0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tuned(rate: Any, *, cores: int = 4, recipe: Any = None, **options: Any) -> Tuner:
+    """A tuner after a while in a world where ``rate(setting)`` says how many steps a second workers make; training makes 10."""
+    clock = Clock()
+    recipe = recipe or Recipe(dataset=samples.Rows(5), seed=0)
+    tuner = Tuner(LoaderOptions(**options), limit=cores, about=recipe, clock=clock)
+    for _ in range(2000):
+        took = max(1 / 10, 1 / rate(tuner.setting))
+        clock.now += took
+        tuner.waited(took - 1 / 10)
+    return tuner
+
+
+def thread(n: int) -> Setting:
+    return Setting(kind="thread", workers=n)
+
+
+@pytest.fixture(autouse=True)
+def own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_tuning_adds_threads_while_they_help() -> None:
+    assert tuned(lambda s: 3 * s.workers if s.kind == "thread" else 1).setting == thread(4)
+    other = Recipe(dataset=samples.Rows(6), seed=0)
+    assert tuned(lambda s: 100, recipe=other).setting == thread(1), "nothing is tried while nobody waits"
+
+
+def test_tuning_turns_to_processes_where_threads_do_not_help() -> None:
+    setting = tuned(lambda s: 2 if s.kind == "thread" else 2 * s.workers).setting
+    assert setting == Setting(kind="process", workers=4)
+    local = Recipe(dataset=samples.Rows(5), seed=0, transform=lambda s, rng: s)
+    assert tuned(lambda s: 2 if s.kind == "thread" else 2 * s.workers, recipe=local).setting == thread(1)
+
+
+def test_what_was_found_is_where_the_next_run_starts() -> None:
+    assert tuned(lambda s: 3 * s.workers if s.kind == "thread" else 1).setting == thread(4)
+    recipe = Recipe(dataset=samples.Rows(5), seed=0)
+    assert Tuner(LoaderOptions(), limit=4, about=recipe).setting == thread(4)
+    assert Tuner(LoaderOptions(workers=2), limit=4, about=recipe).setting.workers == 2, "what is asked for goes first"
+    other = Recipe(dataset=samples.Rows(6), seed=0)
+    assert Tuner(LoaderOptions(), limit=4, about=other).setting == thread(1)
+
+
+def test_tuning_starts_wrong_and_ends_right() -> None:
+    """Real threads: a transform that sleeps needs several of them to keep up."""
+
+    def slow(sample: Any, rng: np.random.Generator) -> Any:
+        time.sleep(0.005)
+        return sample
+
+    with loader(
+        samples.Rows(1000), transform=slow, workers=-1, worker_kind="auto", micro_batch=2, global_batch=2
+    ) as one:
+        for _ in one.iterate(0, 1500):
+            time.sleep(0.002)
+            if one._tuner.setting.workers >= 3:
+                return
+    raise AssertionError(f"still {one._tuner.setting}")
+
+
+def test_profiling_is_left_alone() -> None:
+    def world(s: Setting) -> float:
+        return 3 * s.workers
+
+    with torch.profiler.profile():
+        assert tuned(world).setting == thread(1)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_nothing_is_left_behind(kind: str) -> None:
+    """Many epochs of a tiny set, iterators left early, loaders forgotten: no threads, processes, descriptors or memory."""
+    me = psutil.Process()
+
+    def use(epochs: int) -> None:
+        one = loader(samples.Rows(4), worker_kind=kind, workers=2, global_batch=2, micro_batch=1)
+        for _ in range(epochs):
+            for _ in one:
+                break
+            for _ in one:
+                pass
+        del one
+        gc.collect()
+
+    def settled() -> tuple[int, int, int]:
+        deadline = time.monotonic() + 20
+        while me.children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return me.num_threads(), me.num_fds(), len(me.children())
+
+    use(20)
+    before, memory = settled(), me.memory_info().rss
+    use(5000 if kind == "thread" else 300)
+    deadline = time.monotonic() + 20
+    while settled() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert settled() == before
+    assert me.memory_info().rss - memory < 20 << 20
+
+
+def test_a_full_dev_shm_is_no_obstacle() -> None:
+    """Worker processes hand arrays over in memory that has no name and no place in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    with loader(samples.Rows(40), worker_kind="process", workers=2) as one:
+        next(one.iterate(0, 4))
+        assert set(os.listdir("/dev/shm")) == before
+        child = psutil.Process().children()[0]
+        mapped = {m.path for m in child.memory_maps()}
+        assert any("memfd:unisono-loader" in path for path in mapped)
+        assert not any(path.startswith("/dev/shm/") for path in mapped)
+
+
+def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    import signal
+    import subprocess
+    import sys
+
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, os, time\n"
+        f"sys.path[:0] = {sys.path!r}\n"
+        "import samples\n"
+        "from unisono.data import Loader, LoaderOptions\n"
+        "one = Loader(samples.Rows(40), seed=0, global_batch=4, options=LoaderOptions(worker_kind='process', workers=2))\n"
+        "steps = one.iterate(0, 100)\n"
+        "next(steps); next(steps)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"ready\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len(children) == 2
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert (len(gone), alive) == (2, [])
+
+
+def test_a_fork_after_threads_reads_on() -> None:
+    """A user's fork has none of our threads; its loader must not wait for them."""
+    one = loader(samples.Rows(40), workers=2)
+    expected = rows(one.iterate(0, 3))
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if rows(one.iterate(0, 3)) == expected else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    one.close()
+
+
+def test_in_a_plain_loop_with_state() -> None:
+    def loader_again() -> Loader:
+        return Loader(samples.Rows(22), seed=1, global_batch=4, options=LoaderOptions(last_batch="keep"))
+
+    one = loader_again()
+    assert len(one) == 6
+    epochs = [[batch["x"].tolist() for batch in one] for _ in range(2)]
+    assert [sorted(x for xs in epoch for x in xs) for epoch in epochs] == [list(range(22))] * 2
+    assert epochs[0] != epochs[1]
+    assert one.state_dict() == {"step": 12}
+
+    two = loader_again()
+    two.load_state_dict({"step": 8})
+    assert [batch["x"].tolist() for batch in two] == epochs[1][2:]
+    for _ in two:
+        break
+    assert two.state_dict() == {"step": 12}, "a batch in whose body the loop was left comes again"

@@ -1,0 +1,59 @@
+"""Data sets and transforms that a worker process can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+
+from unisono.data.dataset import Batch
+
+
+class Rows:
+    """Sample i is {"x": i, "row": [i] * 3}; some are rotten, some kill the process that reads them, once per file named."""
+
+    def __init__(
+        self, size: int, *, rotten: tuple[int, ...] = (), deadly: int = -1, sleepy: int = -1, once: Path | None = None
+    ):
+        self.fingerprint = f"rows:{size}"
+        self._size, self._rotten, self._deadly, self._sleepy, self._once = size, rotten, deadly, sleepy, once
+
+    def __len__(self) -> int:
+        return self._size
+
+    def read(self, indices: np.ndarray) -> Batch:
+        for index in indices.tolist():
+            if index in self._rotten:
+                raise ValueError(f"sample {index} is rotten")
+            if index == self._sleepy:
+                time.sleep(8)
+            if index == self._deadly and (self._once is None or not self._once.exists()):
+                if self._once is not None:
+                    self._once.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return {"x": indices.copy(), "row": np.repeat(indices[:, None], 3, axis=1).astype(np.float32)}
+
+
+def noise(sample: Batch, rng: np.random.Generator) -> Batch:
+    """Draws, and tells which process drew."""
+    return {**sample, "noise": rng.random(4)}
+
+
+def blend(first: Batch, second: Batch, rng: np.random.Generator) -> tuple[Batch, Batch]:
+    """Both become the same mixture of the two, told apart by who leads."""
+    share = np.float32(rng.random())
+    row = share * first["row"] + (1 - share) * second["row"]
+    return {"x": first["x"], "row": row}, {"x": second["x"], "row": -row}
+
+
+def doubled(batch: Batch) -> Batch:
+    """All rows at once."""
+    return {**batch, "row": batch["row"] * 2}
+
+
+def process_id(sample: Batch, rng: np.random.Generator) -> Batch:
+    """Which process made it."""
+    return {**sample, "process": np.array(os.getpid())}
