@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.recordio import RecordFile, RecordWriter
+from unisono.data.recordio.columns import Ragged
 from unisono.data.recordio.framing import MAGIC_BYTES
+from unisono.data.recordio.upkeep import rearrange, verify
 from unisono.errors import DataError
 
 PIECES = st.sampled_from([MAGIC_BYTES, MAGIC_BYTES[:2], b"a", b"bcd", b"1234", bytes(4)])
@@ -95,6 +97,37 @@ def test_side_columns_and_keys_come_back(tmp_path: Path) -> None:
     assert records.lengths.tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match="key 7, which 0 records have"):
         records.read_key(7)
+
+
+def test_side_arrays_of_any_length_come_back(tmp_path: Path) -> None:
+    arrays = [np.arange(n, dtype=np.uint16) for n in (3, 0, 5)]
+    with RecordWriter(tmp_path / "a.rec") as writer:
+        for number, array in enumerate(arrays):
+            writer.write(b"x", side={"tiles": array, "label": number})
+    for path in (tmp_path / "a.rec", *rearrange([tmp_path / "a.rec"], tmp_path / "s", 1)):
+        side = RecordFile(path).side
+        assert [side["tiles"][i].tolist() for i in range(3)] == [array.tolist() for array in arrays]
+        assert side["tiles"][2].dtype == np.uint16
+        assert side["label"].tolist() == [0, 1, 2]
+    assert verify(tmp_path / "a.rec").findings == []
+
+
+def test_side_arrays_that_are_no_column_are_refused(tmp_path: Path) -> None:
+    for second in (np.arange(2, dtype=np.int32), np.zeros((2, 2), np.uint16), 5):
+        writer = RecordWriter(tmp_path / "a.rec")
+        writer.write(b"a", side={"tiles": np.arange(2, dtype=np.uint16)})
+        writer.write(b"b", side={"tiles": second})
+        with pytest.raises(DataError, match="a side value is a number, or for every record a 1-d array"):
+            writer.__exit__(None, None, None)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_ends_that_lead_outside_are_an_error_and_never_another_records_values(tmp_path: Path) -> None:
+    ragged = Ragged("tiles", np.arange(5, dtype=np.uint16), np.array([2, 9, 1], np.uint64))
+    assert ragged[0].tolist() == [0, 1]
+    for number, what in ((1, "values 2 to 9 of 5"), (2, "values 9 to 1 of 5")):
+        with pytest.raises(DataError, match=f"'tiles': record {number} has {what}"):
+            ragged[number]
 
 
 def test_a_side_column_has_no_holes(tmp_path: Path) -> None:

@@ -19,15 +19,22 @@ class RecordDataset:
     """All records of ``files`` in order, each made a sample by ``decode``.
 
     ``decode(payload)`` gets a read-only view of one payload and returns what an item of a map-style data set may be: a dict of
-    arrays or numbers, a pair (inputs, targets), or one value. It should not draw random numbers: that is for the loader's
-    ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record where ``decode`` fails.
+    arrays or numbers, a pair (inputs, targets), or one value; the side columns named ``side`` are added to it. It should not draw
+    random numbers: that is for the loader's ``transform``, whose generator is keyed by sample. Reading raises DataError naming
+    file and record where ``decode`` fails.
     """
 
     def __init__(
-        self, files: Sequence[RecordFile | Path | str], decode: Callable[[memoryview], Any], *, fingerprint: str = ""
+        self,
+        files: Sequence[RecordFile | Path | str],
+        decode: Callable[[memoryview], Any],
+        *,
+        side: Sequence[str] = (),
+        fingerprint: str = "",
     ) -> None:
         self._files = [file if isinstance(file, RecordFile) else RecordFile(file) for file in files]
         self._decode = decode
+        self._side = tuple(side)
         self._starts = np.cumsum([0, *(len(file) for file in self._files)])
         name = fingerprint or f"{decode.__module__}.{decode.__qualname__}"
         parts = "\n".join([*(file.fingerprint for file in self._files), name])
@@ -54,7 +61,7 @@ class RecordDataset:
 
     def _sample(self, file: RecordFile, number: int, view: memoryview) -> Batch:
         try:
-            return named(self._decode(view))
+            return named(self._decode(view)) | {name: np.asarray(file.side[name][number]) for name in self._side}
         except Exception as error:
             said = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
             raise DataError(

@@ -7,7 +7,7 @@
     digest  u8  [records]  xxh3-64 of its payload
     split   u8             numbers of the records of more than one part
     key     i8  [records]  keys of ``name.idx``; left out where they are 0, 1, 2, …
-    side.*      [records]  anything else: labels, image sizes
+    side.*      [records]  anything else: labels, image sizes (``columns``)
 
 ``name.idx`` is MXNet's text index; where it exists it says which records there are and in which order. A missing sidecar
 is made by reading the file once, and says of its checksums that they were computed later: they then tell of damage since,
@@ -27,12 +27,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.recordio.columns import ENDS, SIDE, SideColumn, opened
 from unisono.data.recordio.framing import Damage, Records, assemble, find_parts, join
 from unisono.data.sidecar import Payload, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError, Problem
 
 KIND: Final = "recordio"
-SIDE: Final = "side."
 WRITTEN, COMPUTED = "written", "computed later"
 ENDS_BYTES: Final = 4096
 _LOG: Final = logging.getLogger("unisono.data")
@@ -47,7 +47,7 @@ class Index:
     digests: NDArray[np.uint64]
     split: NDArray[np.uint64]
     keys: NDArray[np.int64] | None
-    side: dict[str, NDArray[Any]]
+    side: dict[str, SideColumn]
     checksums: str
     fingerprint: str
 
@@ -138,8 +138,9 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Inde
     optional = {"key": "<i8"}
     count = len(columns.get("offset", ()))
     for name, column in columns.items():
-        dtype = (expected | optional).get(name, column.dtype.str if name.startswith(SIDE) else "")
-        if column.dtype.str != dtype or (name != "split" and len(column) != count):
+        kept = {SIDE: column.dtype.str, ENDS: "<u8"}.get(name[: len(SIDE)], "")
+        free = name == "split" or ENDS + name.removeprefix(SIDE) in columns  # of another length than the records
+        if column.dtype.str != (expected | optional).get(name, kept) or (not free and len(column) != count):
             raise _stale(
                 path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
             )
@@ -155,7 +156,7 @@ def _index(columns: Mapping[str, NDArray[Any]], checksums: str, fingerprint: str
         digests=columns["digest"],
         split=columns["split"],
         keys=columns.get("key"),
-        side={name.removeprefix(SIDE): column for name, column in columns.items() if name.startswith(SIDE)},
+        side=opened(columns),
         checksums=checksums,
         fingerprint=fingerprint,
     )

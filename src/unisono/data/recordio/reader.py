@@ -15,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.options import default_cache_dir
+from unisono.data.recordio.columns import SideColumn
 from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, join
 from unisono.data.recordio.index import ENDS_BYTES, map_file, open_index, sidecar_path, text_index_path
 from unisono.data.recordio.remote import RemoteFile, is_url
@@ -97,8 +98,8 @@ class RecordFile:
         return self._index.lengths
 
     @property
-    def side(self) -> dict[str, NDArray[Any]]:
-        """Side columns, each [records]."""
+    def side(self) -> dict[str, SideColumn]:
+        """Side columns, each [records]: numbers, or ``Ragged`` arrays."""
         return self._index.side
 
     @property

@@ -14,11 +14,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.recordio.columns import ENDS, SIDE, opened
 from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, Damage, Records, assemble, find_parts, join, padded
 from unisono.data.recordio.index import (
     COMPUTED,
     KIND,
-    SIDE,
     map_file,
     payload_of,
     read_columns,
@@ -27,7 +27,7 @@ from unisono.data.recordio.index import (
     write_index,
 )
 from unisono.data.recordio.reader import RecordFile
-from unisono.data.recordio.writer import RecordWriter, write_text_index
+from unisono.data.recordio.writer import RecordWriter, Side, write_text_index
 from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, view_of
 from unisono.errors import DataError, Problem
 
@@ -136,7 +136,7 @@ def reindex(path: Path) -> list[str]:
         text_index_path(path).rename(aside)
         columns, payload = read_columns(path, data)
     if old is not None and np.array_equal(old.columns["offset"], columns["offset"]):
-        columns |= {name: np.array(column) for name, column in old.columns.items() if name.startswith(SIDE)}
+        columns |= {name: np.array(column) for name, column in old.columns.items() if name.startswith((SIDE, ENDS))}
     elif old is not None and any(name.startswith(SIDE) for name in old.columns):
         dropped.append("side columns: they belong to other records")
     count = len(columns["offset"])
@@ -179,7 +179,7 @@ def rearrange(sources: Sequence[Path], prefix: Path, shards: int) -> list[Path]:
     return paths
 
 
-def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[str, float]]]:
+def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[str, Side]]]:
     columns = {name: file.side[name].tolist() for name in sorted(names)}
     for number, payload in enumerate(file):
         yield payload, {name: values[number] for name, values in columns.items()}
@@ -265,7 +265,7 @@ def _repair_by_checksum(
         if payload is not None:
             moved.setdefault(xxhash.xxh3_64_intdigest(payload), place)
     keys: Any = sidecar.columns.get("key", range(len(sidecar.columns["offset"])))
-    side = {name.removeprefix(SIDE): c.tolist() for name, c in sidecar.columns.items() if name.startswith(SIDE)}
+    side = {name: column.tolist() for name, column in opened(sidecar.columns).items()}
     digests = sidecar.columns["digest"].tolist()
     parted = set(sidecar.columns["split"].tolist())
     lost: list[Finding] = []

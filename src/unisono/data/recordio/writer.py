@@ -13,10 +13,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.recordio.columns import stored
 from unisono.data.recordio.framing import frame
-from unisono.data.recordio.index import SIDE, WRITTEN, map_file, text_index_path, write_index
+from unisono.data.recordio.index import WRITTEN, map_file, text_index_path, write_index
 from unisono.data.sidecar import Payload, sync_folder, write_atomically
 from unisono.errors import DataError, Problem
+
+Side = float | NDArray[Any]
 
 
 class RecordWriter:
@@ -47,18 +50,19 @@ class RecordWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._commit()
-        else:
+        try:
+            if kind is None:
+                self._commit()
+        finally:
             self._file.close()
-            self._temporary.unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)  # it is only there still if it was not put in place
 
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, float] | None = None) -> int:
-        """Append a record and return its number. ``key`` is its number if not given; ``side`` are numbers kept beside it,
-        of the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
+    def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, Side] | None = None) -> int:
+        """Append a record and return its number. ``key`` is its number if not given; ``side`` are numbers or 1-d arrays kept
+        beside it, of the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
         side = side or {}
         if self._offsets and side.keys() != self._side.keys():
             raise _refused(
@@ -86,29 +90,20 @@ class RecordWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         keys = np.array(self._keys, np.int64)
+        side = stored(self._side)
         columns: dict[str, NDArray[Any]] = {
             "offset": np.array(self._offsets, np.uint64),
             "length": np.array(self._lengths, np.uint32),
             "digest": np.array(self._digests, np.uint64),
             "split": np.array(self._split, np.uint64),
             **({} if (keys == np.arange(len(keys))).all() else {"key": keys}),
-            **{SIDE + name: side_column(name, values) for name, values in self._side.items()},
+            **side,
         }
         payload = Payload(bytes=self._bytes, dtype="|u1", xxh3_128=self._hash.hexdigest())
         write_index(self.path, payload, columns, map_file(self._temporary), checksums=WRITTEN)
         write_text_index(self.path, keys, columns["offset"])
         self._temporary.replace(self.path)
         sync_folder(self.path.parent)
-
-
-def side_column(name: str, values: list[Any]) -> NDArray[Any]:
-    """One side column: int64 where all values are integers, else float64."""
-    column = np.array(values, np.int64 if all(isinstance(value, int) for value in values) else np.float64)
-    if column.ndim != 1:
-        raise _refused(
-            f"side values {name!r} of shape {list(column.shape[1:])}", "a column holds one number per record"
-        )
-    return column
 
 
 def write_text_index(path: Path, keys: NDArray[np.int64], offsets: NDArray[np.uint64]) -> None:
