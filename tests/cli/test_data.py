@@ -6,6 +6,7 @@ import base64
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import Desk
 
@@ -86,6 +87,58 @@ def test_convert_goes_by_the_suffixes(desk: Desk, path: Path, tmp_path: Path) ->
     again = desk.here("data", "convert", str(path), str(tmp_path / "b.rec"))
     assert again.code == 2
     assert "another name, or --overwrite" in again.err
+
+
+def test_convert_takes_fields_and_says_where_base64_is(desk: Desk, path: Path, tmp_path: Path) -> None:
+    table = tmp_path / "a.csv"
+    fields = ["--column", "label", "--column", "data"]
+    refused = desk.here("data", "convert", str(path), str(table), *fields)
+    assert refused.code == 2
+    assert "try:  --base64 data; a .jsonl, .parquet or .mindrecord file holds bytes" in refused.err
+    done = desk.here("data", "convert", str(path), str(table), *fields, "--base64", "data")
+    assert (done.code, done.out) == (0, f"{table}: 12 rows\n")
+    assert table.read_text().splitlines()[:3] == ["label,data", "0,MDA=", "1,MDEwMQ=="]
+    back = desk.here("data", "convert", str(table), str(tmp_path / "b.rec"), "--base64", "data")
+    assert back.code == 0
+    assert list(RecordFile(tmp_path / "b.rec")) == list(RecordFile(path))
+    inert = desk.here("data", "convert", str(table), str(tmp_path / "b.jsonl"), "--array", "label")
+    assert (inert.code, "only tf.Example leaves that open" in inert.err) == (2, True)
+
+
+def test_inspect_shows_columns_of_arrays(desk: Desk, tmp_path: Path) -> None:
+    with RecordWriter(tmp_path / "a.rec") as writer:
+        for number in range(3):
+            writer.write(b"x", side={"tiles": np.arange(number, dtype=np.uint16)})
+    shown = desk.here("data", "inspect", str(tmp_path / "a.rec"))
+    assert "side column tiles: arrays of uint16, 0 to 2 values" in shown.out
+
+
+def test_inspect_and_cat_of_other_formats(desk: Desk, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "box": [0.5, 1.5], "data": {"base64": "AAE="}}\n' * 9)
+    shown = desk.here("data", "inspect", str(path))
+    assert shown.code == 0
+    assert shown.out.splitlines()[:5] == [
+        f"{path}: {path.stat().st_size} bytes, rows of 3 fields",
+        "field id: int64",
+        "field box: float64 [-1]",
+        "field data: bytes",
+        "  row 0: id 1 (int), box an array of float64 and shape [2], data b'\\x00\\x01' (bytes)",
+    ]
+    assert len(shown.out.splitlines()) == 9
+    told = desk.here("data", "inspect", str(path), "--json").json
+    assert told["fields"]["box"] == {"type": "float64", "shape": [-1]}
+    assert len(told["first"]) == 5
+    row = {"id": 1, "box": [0.5, 1.5], "data": {"base64": "AAE="}}
+    assert json.loads(desk.here("data", "cat", str(path), "--index", "8").out) == row
+    assert desk.here("data", "cat", str(path), "--index", "0", "--json").json == {"index": 0, "row": row}
+    for number in ("9", "-1"):
+        none = desk.here("data", "cat", str(path), "--index", number)
+        assert none.code == 2
+        assert f"row {number} of {path}" in none.err
+    path.write_text('{"id": NaN}\n')
+    endless = desk.here("data", "cat", str(path), "--index", "0")
+    assert (endless.code, "JSON has finite numbers only" in endless.err) == (2, True)
 
 
 def test_inspect_shows_what_is_in_a_file(desk: Desk, path: Path) -> None:

@@ -81,7 +81,10 @@ def test_rows_that_are_no_records(tmp_path: Path, rows: list[dict[str, Any]], gi
     [
         ("[1]", "it is no object"),
         ('{"a": null}', "null is no number, string, list or bytes"),
-        ('{"a": true}', "true is no number"),
+        ('{"a": [true, 1]}', "a list inside a row is of numbers: "),
+        ('{"a": [9007199254740993, 0.5]}', "a list inside a row is of numbers: "),
+        ('{"a": [9223372036854775808]}', "a list inside a row is of numbers: "),
+        ('{"a": 1, "a": 2}', "it has a name twice"),
         ('{"a": {"b": 1}}', 'an object inside a row is {"base64"'),
         ('{"a": {"base64": "?"}}', "base64: "),
         ('{"a": ["x"]}', "a list inside a row is of numbers"),
@@ -110,9 +113,9 @@ def test_suffixes_and_existing_targets(rec: Path, tmp_path: Path) -> None:
         convert(rec, tmp_path / "a.tfrecord")
     assert str(caught.value) == (
         f"{tmp_path}/a.tfrecord, whose suffix is '.tfrecord'\n"
-        "  rule: the suffix names the format: .rec, .mindrecord, .jsonl\n"
+        "  rule: the suffix names the format, written are .rec, .mindrecord, .jsonl, .parquet, .tar, .csv\n"
         "  so:   nothing was written\n"
-        "  try:  one of .rec, .mindrecord, .jsonl"
+        "  try:  one of .rec, .mindrecord, .jsonl, .parquet, .tar, .csv"
     )
     (tmp_path / "b.jsonl").write_text("mine")
     with pytest.raises(DataError, match="which exists"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,12 +99,32 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
 @click.argument("source", type=click.Path(path_type=Path))
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option("--overwrite", is_flag=True, help="Take the place of a TARGET that exists.")
+@click.option("--column", "columns", multiple=True, metavar="NAME", help="Only this field; again for each.")
+@click.option(
+    "--base64", multiple=True, metavar="NAME", help="A field of bytes that CSV has as base64; again for each."
+)
+@click.option("--array", "arrays", multiple=True, metavar="NAME", help="A feature of TFRecord that is always an array.")
 @every_verb
-def convert_file(source: Path, target: Path, overwrite: bool, as_json: bool) -> None:
-    """Write the rows of SOURCE to TARGET; the suffixes .rec, .mindrecord and .jsonl name the formats."""
+def convert_file(
+    source: Path,
+    target: Path,
+    overwrite: bool,
+    columns: tuple[str, ...],
+    base64: tuple[str, ...],
+    arrays: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Write the rows of SOURCE to TARGET; nothing is dropped or cast. The names say the formats.
+
+    Read and written: .rec, .mindrecord, .jsonl, .parquet, .tar (webdataset) and .csv. Only read: .tar.gz, .tfrecord, MNIST's
+    …-idx3-ubyte (also .gz) and CIFAR's .bin. One file of a set (name-00000-of-00005…) stands for all of it. Pictures of MNIST
+    and CIFAR become PNG in .rec, behind MXNet's image header, and in .mindrecord; elsewhere they are arrays of uint8.
+    """
     from unisono.data.convert import convert
 
-    rows = convert(source, target, overwrite=overwrite)
+    rows = convert(
+        source, target, overwrite=overwrite, columns=list(columns) or None, base64=list(base64), arrays=list(arrays)
+    )
     if as_json:
         print_json({"path": str(target), "rows": rows})
     else:
@@ -131,18 +152,18 @@ def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: boo
 @click.argument("file", type=click.Path(path_type=Path))
 @every_verb
 def inspect_file(file: Path, as_json: bool) -> None:
-    """Show what FILE holds: counts, sizes, side columns, the first records."""
+    """Show what FILE holds: of .rec counts, sizes, side columns, the first records; of other formats fields and first rows."""
     from unisono.data.recordio import RecordFile
 
+    if _has_rows(file):
+        _inspect_rows(file, as_json)
+        return
     records = RecordFile(file)
     lengths = records.lengths
     sizes: dict[str, int] = {}
     if len(records):
         sizes = {"least": int(lengths.min()), "mean": int(lengths.mean()), "most": int(lengths.max())}
-    side = {
-        name: {"dtype": str(column.dtype), "least": column.min().item(), "most": column.max().item()}
-        for name, column in (records.side.items() if len(records) else ())
-    }
+    side = {name: _column(column) for name, column in (records.side.items() if len(records) else ())}
     first = [
         {"key": int(records.keys[number]), "bytes": int(lengths[number]), "begins": records.read(number)[:32].hex()}
         for number in range(min(len(records), 5))
@@ -164,7 +185,8 @@ def inspect_file(file: Path, as_json: bool) -> None:
     if sizes:
         click.echo(f"payloads of {sizes['least']:,} to {sizes['most']:,} bytes, {sizes['mean']:,} on average")
     for name, column in side.items():
-        click.echo(f"side column {name}: {column['dtype']}, {column['least']:g} to {column['most']:g}")
+        unit = " values" if column["dtype"].startswith("arrays") else ""
+        click.echo(f"side column {name}: {column['dtype']}, {column['least']:g} to {column['most']:g}{unit}")
     for row in first:
         click.echo(f"  key {row['key']:>8}  {row['bytes']:>10,} bytes  {row['begins']}")
 
@@ -174,9 +196,12 @@ def inspect_file(file: Path, as_json: bool) -> None:
 @click.option("--index", "number", type=int, required=True, help="Which record, from 0; negative from the end.")
 @every_verb
 def cat_record(file: Path, number: int, as_json: bool) -> None:
-    """Write one record's payload to standard output as it is; with --json in base64."""
+    """Write one record's payload to standard output as it is, with --json in base64; of other formats the row as JSON."""
     from unisono.data.recordio import RecordFile
 
+    if _has_rows(file):
+        _cat_row(file, number, as_json)
+        return
     records = RecordFile(file)
     if not -len(records) <= number < len(records):
         raise DataError(
@@ -194,6 +219,79 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
         print_json({"index": number, "bytes": len(payload), "base64": base64.b64encode(payload).decode()})
     else:
         sys.stdout.buffer.write(payload)
+
+
+def _column(column: Any) -> dict[str, Any]:
+    """Type and range of a side column: of its numbers, or of the sizes of its arrays."""
+    from unisono.data.recordio.columns import Ragged
+
+    if isinstance(column, Ragged):
+        sizes = [len(array) for array in column.tolist()]
+        return {"dtype": f"arrays of {column[0].dtype}", "least": min(sizes), "most": max(sizes)}
+    return {"dtype": str(column.dtype), "least": column.min().item(), "most": column.max().item()}
+
+
+def _has_rows(file: Path) -> bool:
+    """Whether it is of another format than RecordIO, which any other name is taken for."""
+    from unisono.data.formats import read_formats
+    from unisono.data.formats.names import format_of
+
+    return format_of(file) in set(read_formats()) - {".rec"}
+
+
+def _inspect_rows(file: Path, as_json: bool) -> None:
+    from itertools import islice
+
+    from unisono.data.formats import open_table
+    from unisono.data.formats.rows import kind_of, shown
+
+    table = open_table(file)
+    first = list(islice(table.rows, 5))
+    fields = table.schema or {name: kind_of(name, value) for row in first[:1] for name, value in row.items()}
+    rows = [{name: shown(value) for name, value in row.items()} for row in first]
+    size = file.stat().st_size
+    if as_json:
+        told = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
+        print_json({"path": str(file), "bytes": size, "fields": told, "first": rows})
+        return
+    click.echo(f"{file}: {size:,} bytes, rows of {len(fields)} fields")
+    for name, field in fields.items():
+        click.echo(f"field {name}: {field.type}{'' if field.shape is None else f' {list(field.shape)}'}")
+    for number, row in enumerate(rows):
+        click.echo(f"  row {number}: " + ", ".join(f"{name} {value}" for name, value in row.items()))
+
+
+def _cat_row(file: Path, number: int, as_json: bool) -> None:
+    from itertools import islice
+
+    from unisono.data.formats import open_table
+    from unisono.data.formats.jsonl import to_line
+
+    row = next(islice(open_table(file).rows, number, None), None) if number >= 0 else None
+    if row is None:
+        raise DataError(
+            Problem(
+                given=f"row {number} of {file}",
+                rule="rows are read one after the other, counted from 0",
+                consequence="nothing was written",
+                nearest="--index 0 is the first one",
+            )
+        )
+    try:
+        line = to_line(row)
+    except ValueError as error:
+        raise DataError(
+            Problem(
+                given=f"row {number} of {file}: {error}",
+                rule="JSON has finite numbers only",
+                consequence="nothing was written",
+                nearest=f"unisono data inspect {file}",
+            )
+        ) from error
+    if as_json:
+        print_json({"index": number, "row": json.loads(line)})
+    else:
+        click.echo(line)
 
 
 def _finding(finding: Any) -> dict[str, Any]:
