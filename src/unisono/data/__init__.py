@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.data.baseline import bigram_bits_per_byte as bigram_bits_per_byte
+    from unisono.data.compose import balancing_weights as balancing_weights
+    from unisono.data.compose import bucketed as bucketed
+    from unisono.data.compose import mixture as mixture
+    from unisono.data.compose import weighted as weighted
     from unisono.data.dataset import Dataset as Dataset
     from unisono.data.dataset import as_dataset as as_dataset
     from unisono.data.dataset import from_map_style as from_map_style
@@ -15,9 +19,15 @@ if TYPE_CHECKING:
     from unisono.data.loader import eval_batches as eval_batches
     from unisono.data.loader import share as share
     from unisono.data.options import DataOptions as DataOptions
+    from unisono.data.options import LoaderOptions as LoaderOptions
     from unisono.data.order import Order as Order
+    from unisono.data.packing import PackedWindows as PackedWindows
+    from unisono.data.packing import pack as pack
     from unisono.data.prepared import Prepared as Prepared
     from unisono.data.prepared import prepare as prepare
+    from unisono.data.text_augment import TextAugment as TextAugment
+    from unisono.data.text_augment import TextTransform as TextTransform
+    from unisono.data.text_augment import load_synonyms as load_synonyms
     from unisono.data.tokenizer import Tokenizer as Tokenizer
     from unisono.data.tokenizer import check_vocab as check_vocab
     from unisono.data.tokenizer import load_tokenizer as load_tokenizer
@@ -30,22 +40,32 @@ _HOMES = {
     "DataOptions": "options",
     "Dataset": "dataset",
     "Loader": "loader",
+    "LoaderOptions": "options",
     "Order": "order",
+    "PackedWindows": "packing",
     "Prepared": "prepared",
     "StepBatch": "loader",
+    "TextAugment": "text_augment",
+    "TextTransform": "text_augment",
     "TokenSet": "tokens",
     "TokenWindows": "windows",
     "TokenWriter": "tokens",
     "Tokenizer": "tokenizer",
     "as_dataset": "dataset",
+    "balancing_weights": "compose",
     "bigram_bits_per_byte": "baseline",
+    "bucketed": "compose",
     "check_vocab": "tokenizer",
     "eval_batches": "loader",
     "from_map_style": "dataset",
+    "load_synonyms": "text_augment",
     "load_tokenizer": "tokenizer",
+    "mixture": "compose",
     "open_tokens": "tokens",
+    "pack": "packing",
     "prepare": "prepared",
     "share": "loader",
+    "weighted": "compose",
 }
 
 

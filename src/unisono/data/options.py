@@ -1,4 +1,4 @@
-"""Settings of the data: which text, cut how, in which order."""
+"""Settings of the data: which text, cut how, in which order, made ready by whom."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 from unisono.config import option
 
 Boundaries = Literal["mask", "ignore"]
+LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_over"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +25,32 @@ class DataOptions:
     boundaries: Literal["mask", "ignore"] = option(
         "mask", "Several documents in one sample: mask = never predict or attend across them; ignore = one stream."
     )
-    prefetch_depth: int = option(2, "Steps of data made ready ahead in the background; 0 = none.", ge=0)
+    packing: Literal["stream", "best_fit"] = option(
+        "stream",
+        "Training samples: stream = equal windows, documents cut where they end; best_fit = whole documents, some padding.",
+    )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderOptions:
+    """How batches are made ready. Only ``last_batch`` and ``max_bad_frac`` touch what is in them."""
+
+    workers: int = option(
+        -1, "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.", ge=-1
+    )
+    worker_kind: Literal["auto", "thread", "process"] = option(
+        "auto", "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial."
+    )
+    last_batch: LastBatch = option(
+        "rollover",
+        "An epoch's remainder: rollover = goes into the next epoch, keep = a smaller step, drop (MXNet: discard) = left"
+        " out, pad = filled up with weight 0, wrap = filled up with the epoch's first samples.",
+    )
+    max_bad_frac: float = option(
+        0.0, "Share of samples that may be unreadable and then weigh 0; 0 = the first one ends the run.", ge=0.0, lt=1.0
+    )
+    timeout_s: float = option(600.0, "How long a step may wait for its data before the sample is named.", gt=0.0)
 
 
 def default_cache_dir(environ: Mapping[str, str]) -> Path:

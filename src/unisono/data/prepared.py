@@ -4,22 +4,26 @@
                                                        looks at the files without reading them
     cache/tokens-<hash of everything that matters>/    train-NNNNN.bin/.idx, eval-NNNNN.bin/.idx, set.json
     cache/tokens-….lock                                held while that folder is being built
+    cache/tokens-….part/                               what is being built
 
-A folder is built under a temporary name and renamed when complete, so a process killed half-way leaves nothing that
-counts. Processes that start together (the ranks of a job) wait for one builder; where the file system has no locks each
-builds its own and the first rename wins. A cached folder that turns out damaged is built again, and the result says so.
+A folder is built under another name and renamed when complete, so a process killed half-way leaves nothing that counts.
+The shards it had finished are taken over by the next call, which goes on from there to the same bytes. Processes that
+start together (the ranks of a job) wait for one builder; where the file system has no locks each builds its own and the
+first rename wins. A cached folder that turns out damaged is built again, and the result says so. Packed samples
+(``packing``) are indexed beside the shards on the first call that asks for them.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,17 +42,21 @@ from unisono.data.corpus import (
     undecodable,
     unreadable,
 )
+from unisono.data.encoding import Document, encode_documents
 from unisono.data.options import DataOptions, default_cache_dir
+from unisono.data.packing import PackedWindows, PackingStats, pack
 from unisono.data.sidecar import sync_folder, write_atomically
-from unisono.data.tokenizer import Tokenizer, load_tokenizer
-from unisono.data.tokens import TokenSet, TokenWriter, open_tokens
+from unisono.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from unisono.data.tokens import TokenSet, TokenWriter, open_tokens, shard_path
 from unisono.errors import DataError, Problem
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
-_ENCODE_CHARS = 1 << 23  # text given to the tokenizer at once
 _VERIFY_BYTES = 1 << 28  # sets up to this size are verified whole on opening: at most some tens of milliseconds
+_WORKER_BYTES = 1 << 23  # text for which a process more is worth its start, about a third of a second
+_PROGRESS_S = 5.0
 _FRESH_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within its time stamp
+_LOG = logging.getLogger("unisono")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +73,7 @@ class Report:
     eval_bytes: int
     empty_files: int
     skipped: tuple[tuple[str, str], ...]  # (path, reason): files of the standard library that are not text
+    packing: PackingStats | None = None  # of the train part, where samples are packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,8 +110,9 @@ def prepare(options: DataOptions, cache_dir: Path | None = None) -> Prepared:
     """Token sets of ``options.corpus``; built on the first call, found in the cache by every later one.
 
     ``cache_dir`` defaults to ``options.cache_dir``, and that to the user's cache folder. Any number of processes may
-    call this at once. Raises ``DataError`` for a corpus that is missing, empty or not text, a bad tokenizer, a cache
-    folder that cannot be written; ``ExtraError`` for a tokenizer whose package is missing.
+    call this at once. Progress is logged to ``unisono`` at level info every few seconds. Raises ``DataError`` for a corpus
+    that is missing, empty or not text, a bad tokenizer, a cache folder that cannot be written; ``ExtraError`` for a
+    tokenizer whose package is missing.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.corpus)
@@ -111,22 +121,8 @@ def prepare(options: DataOptions, cache_dir: Path | None = None) -> Prepared:
         cache.mkdir(parents=True, exist_ok=True)
         digests = _digests(corpus, cache)
         folder = cache / f"tokens-{_key(corpus, digests, tokenizer, options.eval_frac)}"
-        if (folder / "set.json").exists():
-            with suppress(DataError):  # a damaged one is met again, and said, under the lock
-                return _open(folder, corpus, tokenizer, cached=True)
-        with _lock(folder.with_suffix(".lock")) as alone:
-            damage = ""
-            if folder.exists():
-                try:
-                    return _open(folder, corpus, tokenizer, cached=True)
-                except DataError as error:
-                    damage = "; ".join(problem.given for problem in error.problems)
-                    _remove(folder)
-            if alone:
-                for leftover in cache.glob(f"{folder.name}.*-*"):
-                    shutil.rmtree(leftover, ignore_errors=True)
-            _build(folder, corpus, digests, tokenizer, options.eval_frac)
-            return _open(folder, corpus, tokenizer, cached=False, rebuilt_because=damage)
+        ready = _find_or_build(folder, corpus, digests, tokenizer, options.eval_frac)
+        return _with_packing(ready, options.seq_len) if options.packing == "best_fit" else ready
     except OSError as error:
         raise DataError(
             Problem(
@@ -136,6 +132,39 @@ def prepare(options: DataOptions, cache_dir: Path | None = None) -> Prepared:
                 nearest="set cache_dir in the data section to another folder, or free space there",
             )
         ) from error
+
+
+def _find_or_build(
+    folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_frac: float
+) -> Prepared:
+    if (folder / "set.json").exists():
+        with suppress(DataError):  # a damaged one is met again, and said, under the lock
+            return _open(folder, corpus, tokenizer, cached=True)
+    with _lock(folder.with_suffix(".lock")) as alone:
+        damage = ""
+        if folder.exists():
+            try:
+                return _open(folder, corpus, tokenizer, cached=True)
+            except DataError as error:
+                damage = "; ".join(problem.given for problem in error.problems)
+                _remove(folder)
+        if alone:
+            for leftover in folder.parent.glob(f"{folder.name}.*-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        _build(folder, corpus, digests, tokenizer, eval_frac, alone)
+        return _open(folder, corpus, tokenizer, cached=False, rebuilt_because=damage)
+
+
+def _with_packing(ready: Prepared, seq_len: int) -> Prepared:
+    """The same with the train part's samples indexed."""
+    with _lock(ready.folder.with_suffix(".lock")):
+        damage = pack(ready.train, seq_len)
+    stats = PackedWindows(ready.train, seq_len=seq_len).stats
+    return replace(
+        ready,
+        report=replace(ready.report, packing=stats),
+        rebuilt_because="; ".join([*([ready.rebuilt_because] if ready.rebuilt_because else []), *damage]),
+    )
 
 
 def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
@@ -165,11 +194,14 @@ def _key(corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_fra
     return xxhash.xxh3_128_hexdigest(msgspec.json.encode(parts))
 
 
-def _build(folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_frac: float) -> None:
-    """Write ``folder`` whole, or not at all."""
-    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    temporary.mkdir()
+def _build(
+    folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_frac: float, alone: bool
+) -> None:
+    """Write ``folder`` whole, or not at all; ``alone`` = no other process does, so finished shards are kept for later."""
+    temporary = folder.with_name(f"{folder.name}.part" if alone else f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    temporary.mkdir(exist_ok=alone)
     try:
+        finished = _finished_shards(temporary)
         skipped: list[tuple[str, str]] = []
         with ExitStack() as stack:
             writers = {
@@ -180,14 +212,20 @@ def _build(folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tok
                         vocab_size=tokenizer.vocab_size,
                         end_of_document=tokenizer.end_of_document,
                         token_bytes=split == "eval",
+                        finished=finished[split],
                     )
                 )
                 for split in _SPLITS
             }
-            for batch in _batches(_documents(corpus, digests, eval_frac, skipped)):
-                encoded = tokenizer.encode([text for _, text in batch])
-                for (split, _), document in zip(batch, encoded, strict=True):
-                    writers[split].add(document.ids, document.token_bytes)
+            done = {split: open_tokens(paths).documents if paths else 0 for split, paths in finished.items()}
+            progress = _Progress(sum(file.size for file in corpus.files))
+            left = progress.leave_out(_documents(corpus, digests, eval_frac, skipped), done)
+            encoded = stack.enter_context(
+                closing(encode_documents(left, tokenizer, workers=_workers(tokenizer, corpus)))
+            )
+            for split, document in encoded:
+                writers[split].add(document.ids, document.token_bytes)
+                progress.add(int(document.token_bytes.sum()))
         if skipped and not corpus.skip_undecodable:
             raise undecodable(skipped)
         for split in _SPLITS:
@@ -219,10 +257,72 @@ def _build(folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tok
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            return  # without locks another process may be first; its set is the same
+            # without locks another process may be first; its set is the same
+            shutil.rmtree(temporary, ignore_errors=True)
         sync_folder(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as error:
+        # With a DataError the corpus is at fault: when this is called again it will be another.
+        if not alone or isinstance(error, DataError) or not any(temporary.glob("*.bin")):
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _finished_shards(folder: Path) -> dict[str, list[Path]]:
+    """The shards that a build cut short has left complete and sound, in order; what else it left is deleted."""
+    finished: dict[str, list[Path]] = {split: [] for split in _SPLITS}
+    kept: set[Path] = set()
+    for split, paths in finished.items():
+        with suppress(DataError):  # a damaged one, and those after it, are made again
+            while (path := shard_path(folder, split, len(paths))).exists() and not open_tokens([path]).verify():
+                paths.append(path)
+                kept |= {path, path.with_suffix(".idx")}
+    for other in set(folder.iterdir()) - kept:
+        other.unlink()
+    if kept:
+        _LOG.info("%s: %d finished shards are taken over", folder, len(kept) // 2)
+    return finished
+
+
+def _workers(tokenizer: Tokenizer, corpus: Corpus) -> int:
+    """Processes that encode: none for bytes, which are copied faster than sent, or for little text."""
+    if tokenizer.name == BYTES:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, sum(file.size for file in corpus.files) // _WORKER_BYTES)
+    return workers if workers > 1 else 0
+
+
+class _Progress:
+    """Counts what is encoded and says so every few seconds: documents, MB of text, MB/s, time left."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = total_bytes
+        self._documents = self._bytes = self._kept_bytes = 0
+        self._begin = self._said = time.monotonic()
+
+    def leave_out(self, documents: Iterator[Document], done: dict[str, int]) -> Iterator[Document]:
+        """``documents`` without the first ``done`` of each split, which count as text that need not be encoded."""
+        for split, text in documents:
+            if done[split]:
+                done[split] -= 1
+                self._documents += 1
+                self._kept_bytes += len(text.encode())
+            else:
+                yield split, text
+
+    def add(self, text_bytes: int) -> None:
+        self._documents += 1
+        self._bytes += text_bytes
+        now = time.monotonic()
+        if now - self._said < _PROGRESS_S:
+            return
+        self._said = now
+        rate = max(1.0, self._bytes / (now - self._begin))
+        done = self._bytes + self._kept_bytes
+        _LOG.info(
+            "encoding: %d documents, %.1f of %.1f MB of text, %.2f MB/s, %.0f s left",
+            self._documents, done / 1e6, self._total_bytes / 1e6, rate / 1e6, max(0, self._total_bytes - done) / rate,
+        )  # fmt: skip
 
 
 def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, cached: bool, rebuilt_because: str = "") -> Prepared:
@@ -256,7 +356,7 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, cached: bool, r
 
 def _documents(
     corpus: Corpus, digests: dict[str, str], eval_frac: float, skipped: list[tuple[str, str]]
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Document]:
     """(split, text) of every document, in the order of the files; what is not text is added to ``skipped``."""
     paths = [file.path for file in corpus.files if file.size]
     held = held_out(paths, eval_frac) if len(paths) > 1 else frozenset[str]()
@@ -274,19 +374,6 @@ def _documents(
         else:
             parts = iter([("eval" if path in held else "train", text)])
         yield from ((split, part) for split, part in parts if part)
-
-
-def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch: list[tuple[str, str]] = []
-    chars = 0
-    for document in documents:
-        batch.append(document)
-        chars += len(document[1])
-        if chars >= _ENCODE_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
 
 
 def _read(corpus: Corpus, path: str) -> bytes:

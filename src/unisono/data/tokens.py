@@ -110,11 +110,17 @@ def open_tokens(paths: Sequence[Path]) -> TokenSet:
     )
 
 
+def shard_path(folder: Path, name: str, number: int) -> Path:
+    """Where shard ``number`` of a set lies."""
+    return folder / f"{name}-{number:05d}.bin"
+
+
 class TokenWriter:
     """Writes a set of shards ``folder/name-NNNNN.bin``; leaving the ``with`` block normally commits the last one.
 
     Each payload is written under a temporary name, synced, its sidecar put in place, and only then renamed, so that a
     ``.bin`` file is always complete. ``token_bytes`` says whether the sidecars carry the bytes of text per token.
+    ``finished`` are shards an earlier writer has committed: these documents come after theirs.
     """
 
     def __init__(
@@ -126,8 +132,9 @@ class TokenWriter:
         end_of_document: int,
         token_bytes: bool = False,
         shard_tokens: int = _SHARD_TOKENS,
+        finished: Sequence[Path] = (),
     ) -> None:
-        self.paths: list[Path] = []
+        self.paths: list[Path] = list(finished)
         self._folder = folder
         self._name = name
         self._vocab_size = vocab_size
@@ -158,7 +165,7 @@ class TokenWriter:
             self._commit(shard)
             shard = None
         if shard is None:
-            shard = self._open = _OpenShard(self._folder / f"{self._name}-{len(self.paths):05d}.bin")
+            shard = self._open = _OpenShard(shard_path(self._folder, self._name, len(self.paths)))
         block = np.append(ids, self._end_of_document)
         if int(block.min()) < 0 or int(block.max()) >= self._vocab_size:
             raise ValueError(f"token ids lie in [0, {self._vocab_size}), got {int(block.min())}..{int(block.max())}")

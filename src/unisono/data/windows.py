@@ -21,10 +21,12 @@ tokens add up to the document; the end-of-document token stands for none.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from unisono.data.dataset import Batch
@@ -83,15 +85,32 @@ class TokenWindows:
             _Grid.over(shard, end - shard.tokens.size, seq_len)
             for shard, end in zip(tokens.shards, self._ends.tolist(), strict=True)
         ]
+        self._firsts = [grid.first for grid in self._grids]
 
     def __len__(self) -> int:
         return -(-(self.tokens.tokens - 1) // self.seq_len)
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """The windows ``indices`` as the arrays above."""
-        first, last = (int(indices.min()), int(indices.max())) if indices.size else (0, 0)
+        first, last = (int(np.minimum.reduce(indices)), int(np.maximum.reduce(indices))) if indices.size else (0, 0)
         if first < 0 or last >= len(self):
             raise IndexError(f"windows are numbered 0..{len(self) - 1}, asked for {first}..{last}")
+        grid = self._grids[bisect_right(self._firsts, first) - 1]
+        if first >= grid.first and last < grid.first + len(grid.windows):
+            batch = grid.read(indices - grid.first, target_bytes=self._target_bytes)
+            edges = grid.edges(indices - grid.first) if self._boundaries == "mask" else _NONE
+        else:
+            batch, edges = self._read_across(indices)
+        if self._boundaries == "mask":
+            edges.sort()
+            batch["weights"].reshape(-1)[edges] = 0
+            batch["positions"], batch["documents"] = _segments(edges, batch["tokens"].shape)
+        if self._target_bytes:
+            batch["target_bytes"] *= batch["weights"]
+        return batch
+
+    def _read_across(self, indices: Ids) -> tuple[Batch, Ids]:
+        """Windows of several shards, or over a shard's end, and their edges (see ``_Grid``)."""
         shape = (indices.size, self.seq_len)
         batch: Batch = {
             "tokens": np.empty(shape, np.int64),
@@ -100,48 +119,29 @@ class TokenWindows:
         }
         if self._target_bytes:
             batch["target_bytes"] = np.empty(shape, np.float32)
-        starts = indices * self.seq_len
-        number = self._shard_of(first * self.seq_len)
-        if last * self.seq_len + self.seq_len < self._ends[number]:
-            edges = [self._read_inside(number, starts, np.arange(indices.size), batch)]
-        else:
-            edges = self._read_across(starts, batch)
-        if self._boundaries == "mask":
-            begins = np.sort(np.concatenate(edges))
-            batch["weights"].reshape(-1)[begins] = 0
-            batch["positions"], batch["documents"] = _segments(begins, shape)
-        if self._target_bytes:
-            batch["target_bytes"] *= batch["weights"]
-        return batch
-
-    def _read_inside(self, number: int, starts: Ids, rows: Ids, batch: Batch) -> Ids:
-        """Fill ``rows`` of ``batch`` with windows that lie whole in one shard; returns their edges (see ``_Grid``)."""
-        grid, local = self._grids[number], starts - (self._ends[number] - self.tokens.shards[number].tokens.size)
-        where = slice(None) if rows.size == len(batch["tokens"]) else rows
-        grid.read_tokens(local, where, batch["tokens"], batch["targets"])
-        if self._target_bytes:
-            grid.read_bytes(local, where, batch["target_bytes"])
-        return grid.edges(local, rows) if self._boundaries == "mask" else _NONE
-
-    def _read_across(self, starts: Ids, batch: Batch) -> list[Ids]:
-        """Fill ``batch`` from several shards; returns the windows' edges."""
-        shard_of = np.searchsorted(self._ends, starts, side="right")
-        inside = starts + self.seq_len < self._ends[shard_of]
-        touched: list[int] = np.unique(shard_of[inside]).tolist()
-        edges: list[Ids] = []
+        edges: list[Ids] = [_NONE]
+        alone = np.ones(indices.size, np.bool_)
+        grid_of = np.searchsorted(self._firsts, indices, side="right") - 1
+        touched: list[int] = np.unique(grid_of).tolist()
         for number in touched:
-            rows = np.flatnonzero(inside & (shard_of == number))
-            edges.append(self._read_inside(number, starts[rows], rows, batch))
-        alone: list[int] = np.flatnonzero(~inside).tolist()
-        for row in alone:
-            start = int(starts[row])
+            grid = self._grids[number]
+            rows = np.flatnonzero((grid_of == number) & (indices < grid.first + len(grid.windows)))
+            alone[rows] = False
+            for name, array in grid.read(indices[rows] - grid.first, target_bytes=self._target_bytes).items():
+                batch[name][rows] = array
+            if self._boundaries == "mask":
+                local = grid.edges(indices[rows] - grid.first)
+                edges.append(rows[local // self.seq_len] * self.seq_len + local % self.seq_len)
+        left: list[int] = np.flatnonzero(alone).tolist()
+        for row in left:
+            start = int(indices[row]) * self.seq_len
             stream, sizes, begins = self._assemble(start)
             batch["tokens"][row], batch["targets"][row] = stream[:-1], stream[1:]
             batch["weights"][row, max(0, self.tokens.tokens - start - 1) :] = 0
             if self._target_bytes:
                 batch["target_bytes"][row] = sizes[1:]
             edges.append(row * self.seq_len + begins[begins > 0] - 1)
-        return edges
+        return batch, np.concatenate(edges)
 
     def _shard_of(self, token: int) -> int:
         return int(np.searchsorted(self._ends, token, side="right"))
@@ -171,51 +171,59 @@ class TokenWindows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Grid:
-    """The windows that lie whole in one shard, as rows of a contiguous array: one copy per window, no index per token.
+    """The windows that lie whole in one shard: window ``first + i`` of the set is row i, one copy and no index per token.
 
-    The first window of a shard begins ``phase`` tokens in, because windows count from the start of the set. An edge is a
-    flat place ``row · T + j - 1`` in the batch where token j of the row's window, j in 1..T, begins a document.
+    A row holds T + 1 tokens, its last one is the next row's first. An edge is a flat place ``row · T + j - 1`` in the batch
+    where token j of the row's window, j in 1..T, begins a document.
     """
 
-    shard: Shard
-    phase: int
-    seq_len: int
-    tokens: NDArray[Any]  # [rows, T] view
-    token_bytes: NDArray[Any] | None  # [rows, T] view
+    first: int
+    phase: int  # token of the shard that row 0 begins with: windows count from the start of the set
+    starts: Ids  # [documents]
+    windows: NDArray[Any]  # [rows, T + 1] view
+    token_bytes: NDArray[Any] | None  # [rows, T + 1] view
 
     @staticmethod
     def over(shard: Shard, offset: int, seq_len: int) -> _Grid:
         phase = -offset % seq_len
-        rows = max(0, shard.tokens.size - phase) // seq_len
-        view = slice(phase, phase + rows * seq_len)
+        rows = max(0, shard.tokens.size - phase - 1) // seq_len
         return _Grid(
-            shard=shard,
+            first=(offset + phase) // seq_len,
             phase=phase,
-            seq_len=seq_len,
-            tokens=shard.tokens[view].reshape(rows, seq_len),
-            token_bytes=None if shard.token_bytes is None else shard.token_bytes[view].reshape(rows, seq_len),
+            starts=shard.starts,
+            windows=_overlapping(shard.tokens, phase, rows, seq_len),
+            token_bytes=None if shard.token_bytes is None else _overlapping(shard.token_bytes, phase, rows, seq_len),
         )
 
-    def read_tokens(self, local: Ids, where: slice | Ids, tokens: Ids, targets: Ids) -> None:
-        """Fill rows ``where`` with the windows that begin at shard-local tokens ``local``."""
-        raw = self.tokens.take((local - self.phase) // self.seq_len, axis=0)  # [B, T]
-        tokens[where] = raw
-        targets[where, :-1] = raw[:, 1:]
-        targets[where, -1] = self.shard.tokens[local + self.seq_len]
+    def read(self, rows: Ids, *, target_bytes: bool) -> Batch:
+        """Tokens, targets, weights of 1 and, where asked for, the bytes each target stands for."""
+        raw = self.windows[rows]  # [B, T + 1]
+        tokens = raw[:, :-1].astype(np.int64)
+        batch: Batch = {
+            "tokens": tokens,
+            "targets": raw[:, 1:].astype(np.int64),
+            "weights": np.ones(tokens.shape, np.float32),
+        }
+        if target_bytes and self.token_bytes is not None:
+            batch["target_bytes"] = self.token_bytes[rows][:, 1:].astype(np.float32)
+        return batch
 
-    def read_bytes(self, local: Ids, where: slice | Ids, sizes: NDArray[np.float32]) -> None:
-        """Fill rows ``where`` with the bytes each target stands for."""
-        if self.token_bytes is not None and self.shard.token_bytes is not None:
-            sizes[where, :-1] = self.token_bytes.take((local - self.phase) // self.seq_len, axis=0)[:, 1:]
-            sizes[where, -1] = self.shard.token_bytes[local + self.seq_len]
-
-    def edges(self, local: Ids, rows: Ids) -> Ids:
-        """The edges of windows that begin at ``local``, for the batch's ``rows``."""
-        low = np.searchsorted(self.shard.starts, local, side="right")
-        counts = np.searchsorted(self.shard.starts, local + self.seq_len, side="right") - low
+    def edges(self, rows: Ids) -> Ids:
+        """The edges of windows ``rows``, as rows 0, 1, … of a batch."""
+        length = self.windows.shape[1] - 1
+        local = self.phase + rows * length
+        low, high = np.searchsorted(self.starts, [local, local + length], side="right")
+        counts = high - low
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = self.shard.starts[np.repeat(low, counts) + within]
-        return np.repeat(rows * self.seq_len - local, counts) + starts - 1
+        starts = self.starts[np.repeat(low, counts) + within]
+        return np.repeat(np.arange(rows.size) * length - local, counts) + starts - 1
+
+
+def _overlapping(array: NDArray[Any], phase: int, rows: int, length: int) -> NDArray[Any]:
+    """[rows, length + 1] view: row i begins at item ``phase + i · length``. The last row ends within the array."""
+    if rows == 0:
+        return np.empty((0, length + 1), array.dtype)
+    return sliding_window_view(array[phase:], length + 1)[: (rows - 1) * length + 1 : length]
 
 
 def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32]]:

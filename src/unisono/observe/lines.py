@@ -190,7 +190,16 @@ def _run_start(event: Fields) -> Message | None:
     data = cast("Fields", event.get("data") or {})
     why = f" ({event['precision_why']})" if event.get("precision_why") else ""
     corpus = f"; {data['corpus']}, {short(float(data['train_tokens']))} tokens" if "train_tokens" in data else ""
-    return Message(level="info", text=f"{short(parameters)} parameters on {event['plan_text']}{why}{corpus}")
+    packed = _packing(cast("Fields", data["packing"])) if data.get("packing") else ""
+    return Message(level="info", text=f"{short(parameters)} parameters on {event['plan_text']}{why}{corpus}{packed}")
+
+
+def _packing(stats: Fields) -> str:
+    """What packing whole documents costs beside what windows of the plain stream would."""
+    return (
+        f"; packed: {stats['waste_frac']:.2%} of positions without a target, {stats['cut_documents']} of "
+        f"{stats['documents']} documents cut (as a stream {stats['stream_waste_frac']:.2%}, {stats['stream_cut_documents']})"
+    )
 
 
 def _compiled(event: Fields) -> Message | None:
