@@ -147,7 +147,7 @@ def test_debug_is_eager_and_keeps_the_configuration(desk: Desk, tmp_path: Path) 
     assert start["plan"]["compile"] == "off"
     assert start["config"]["plan.compile"] == "regional"
     assert 'compile = "regional"' in (run_dir / "config.toml").read_text()
-    assert "prefetch_depth = 2" in (run_dir / "config.toml").read_text()
+    assert "workers = -1" in (run_dir / "config.toml").read_text()
 
 
 def test_debug_inside_a_job_is_refused(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,9 @@ class Numbers:
 
 def loader(dataset: Any, **changes: Any) -> Loader:
     chosen = {name: changes.pop(name) for name in LoaderOptions.__dataclass_fields__ if name in changes}
-    options = LoaderOptions(**{"prefetch_depth": 0, "workers": 1, "worker_kind": "thread", **chosen})
-    return Loader(dataset, **{"seed": 11, "global_batch": 8, "micro_batch": 3, "options": options, **changes})
+    options = LoaderOptions(**{"workers": 1, "worker_kind": "thread", **chosen})
+    fixed = {"seed": 11, "global_batch": 8, "micro_batch": 3, "prefetch_depth": 0, "options": options}
+    return Loader(dataset, **{**fixed, **changes})
 
 
 def prefetch_threads() -> list[str]:

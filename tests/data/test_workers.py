@@ -24,7 +24,7 @@ from unisono.errors import DataError
 def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: bool = True, **options: Any) -> Loader:
     given = {
         name: options.pop(name)
-        for name in ("transform", "pair", "finish", "micro_batch", "global_batch")
+        for name in ("transform", "pair", "finish", "micro_batch", "global_batch", "prefetch_depth")
         if name in options
     }
     return Loader(

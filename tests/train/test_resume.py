@@ -40,7 +40,7 @@ def test_each_optimizer_resumes_bitwise(tmp_path: Path, kind: str) -> None:
 
 
 def test_everything_that_is_state_resumes_bitwise(tmp_path: Path) -> None:
-    both_ways(tmp_path, ema_decay=0.9, spike_sigmas=4.0, dropout=0.1, prefetch_depth=0)
+    both_ways(tmp_path, ema_decay=0.9, spike_sigmas=4.0, dropout=0.1, workers=0)
 
 
 def test_one_case_with_compile_resumes_bitwise(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     eager = replace(
         config,
         plan=replace(config.plan, compile="off"),
-        loader=replace(config.loader, prefetch_depth=0),
+        loader=replace(config.loader, workers=0),
         checkpoint=replace(config.checkpoint, asynchronous=False),
     )
     return replace(resolved, value=eager)

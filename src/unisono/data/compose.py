@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -77,6 +77,29 @@ def bucketed(
     return _Reordered(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", draws)
 
 
+def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> Dataset:
+    """``dataset`` with ``function`` done to each sample, always alike: decoding, say. What is random belongs into the loader's
+    ``transform``; around this, ``cached`` keeps what the function made."""
+    return _Mapped(as_dataset(dataset), function)
+
+
+class _Mapped:
+    def __init__(self, base: Dataset, function: Callable[[Batch], Batch]) -> None:
+        self._base, self._function = base, function
+        self.fingerprint = (
+            f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}:{base.fingerprint}"
+        )
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def read(self, indices: Ids) -> Batch:
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        return [self._function(sample) for sample in samples_of(self._base, indices)]
+
+
 class _Mixture:
     def __init__(self, parts: list[Dataset], weights: list[float]) -> None:
         self._parts, self._weights = parts, weights
@@ -97,7 +120,7 @@ class _Mixture:
         homes = np.searchsorted(self._starts, indices, side="right") - 1
         for home in np.unique(homes).tolist():
             rows = np.flatnonzero(homes == home)
-            samples = _samples(self._parts[home], indices[rows] - self._starts[home])
+            samples = samples_of(self._parts[home], indices[rows] - self._starts[home])
             found |= dict(zip(rows.tolist(), samples, strict=True))
         return [found[row] for row in range(len(indices))]
 
@@ -117,14 +140,15 @@ class _Reordered:
         return self._base.read(indices)
 
     def samples(self, indices: Ids) -> list[Batch]:
-        return _samples(self._base, indices)
+        return samples_of(self._base, indices)
 
 
 class _MakeDraws(Protocol):
     def __call__(self, seed: int, global_batch: int, /) -> Draws: ...
 
 
-def _samples(dataset: Dataset, indices: Ids) -> list[Batch]:
+def samples_of(dataset: Dataset, indices: Ids) -> list[Batch]:
+    """Samples one by one, from any data set."""
     if isinstance(dataset, SeparateSamples):
         return dataset.samples(indices)
     batch = dataset.read(indices)

@@ -79,7 +79,8 @@ class Loader:
     Everything is shuffled once per epoch, or with ``shuffle=False`` comes in the data set's own order, unless the data set
     brings an order (``mixture``, ``weighted``, ``bucketed``). ``transform(sample, rng)`` gets one sample (arrays without batch
     dim) and a generator keyed by seed, epoch and sample id; ``pair(a, b, rng)`` two neighbours of the global batch (mixup);
-    ``finish(batch)`` all rows of a micro-batch. ``device``: where this is an accelerator with host memory of its own, batches are
+    ``finish(batch)`` all rows of a micro-batch. ``shuffle_block`` > 0 keeps that many neighbours together, for storage that is slow
+    at random. ``prefetch_depth`` steps at least are made ready ahead, 0 is none. ``device``: where this is an accelerator with host memory of its own, batches are
     pinned for it.
 
     With ``last_batch`` pad or ``max_bad_frac`` above 0 each batch has ``weights``, 0 where a row must not count; the objectives
@@ -96,7 +97,9 @@ class Loader:
         rank: int = 0,
         world: int = 1,
         options: LoaderOptions | None = None,
+        prefetch_depth: int = 2,
         shuffle: bool = True,
+        shuffle_block: int = 0,
         transform: Transform | None = None,
         pair: PairTransform | None = None,
         finish: BatchTransform | None = None,
@@ -127,9 +130,10 @@ class Loader:
         if isinstance(dataset, OwnOrder):
             draws = dataset.draws(seed=seed, global_batch=global_batch)
         else:
-            whole = Order(len(dataset), seed=seed, block=options.shuffle_block)
+            whole = Order(len(dataset), seed=seed, block=shuffle_block)
             draws = Shuffled(whole) if shuffle else Sequential(len(dataset))
         self._draws: Draws = draws
+        self._prefetch_depth = prefetch_depth
         self._micro_batch, self._rank, self._world = micro_batch, rank, world
         tolerant = options.max_bad_frac > 0
         self._recipe = Recipe(
@@ -163,7 +167,7 @@ class Loader:
     def iterate(self, start_step: int, stop_step: int) -> Generator[StepBatch, None, None]:
         """The batches of steps ``start_step`` up to ``stop_step`` (not included), at most ``prefetch_depth`` ahead, or as many
         as there are workers. An error met ahead of time is raised when its step is asked for."""
-        if self.options.prefetch_depth == 0 or self.options.workers == 0:
+        if self._prefetch_depth == 0 or self.options.workers == 0:
             for step in range(start_step, stop_step):
                 yield self.batch(step)
             return
@@ -279,7 +283,7 @@ class Loader:
         if self._workers is None or not self._workers.ours:
             self._workers = _Workers(self._recipe, self._deliver)
             weakref.finalize(self, self._workers.close)
-        self._workers.follow(setting, self.options.prefetch_depth)
+        self._workers.follow(setting, self._prefetch_depth)
         return self._workers
 
     def _wait(self, job: Job) -> _Made:

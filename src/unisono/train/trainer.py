@@ -111,6 +111,7 @@ class Trainer:
         pair: PairTransform | None = None,
         finish: BatchTransform | None = None,
         loader: LoaderOptions | None = None,
+        shuffle_block: int = 0,
         flops_per_token: float = 0.0,
         world: World | None = None,
         events: EventLog | None = None,
@@ -129,7 +130,7 @@ class Trainer:
         self._seed, self._resume = seed, resume
         self._metrics = dict(metrics or {})
         self._transform, self._pair, self._finish = transform, pair, finish
-        self._loading = loader or LoaderOptions()
+        self._loading, self._shuffle_block = loader or LoaderOptions(), shuffle_block
         self._flops_per_token = flops_per_token
         self._given_world = world
         self._given_events = events
@@ -193,7 +194,7 @@ class Trainer:
             "samples": len(self.data),
             "seed": self._seed,
             "global_batch": self.plan.global_batch,
-            "shuffle_block": self._loading.shuffle_block,
+            "shuffle_block": self._shuffle_block,
             "last_batch": self._loading.last_batch,
         }
         self._environment = resuming.environment(self.world, self.plan)
@@ -220,6 +221,7 @@ class Trainer:
             rank=self.world.rank,
             world=self.world.world,
             options=self._loading,
+            shuffle_block=self._shuffle_block,
             transform=self._transform,
             pair=self._pair,
             finish=self._finish,
