@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from unisono.data import packing as module
 from unisono.data.options import DataOptions
-from unisono.data.packing import PackedWindows, pack, pack_block
+from unisono.data.packing import PackedWindows, pack_block, pack_tokens
 from unisono.data.prepared import prepare
 from unisono.data.tokens import TokenSet, open_tokens
 from unisono.data.windows import TokenWindows
@@ -69,7 +69,7 @@ def test_every_token_but_a_documents_first_is_a_target_once(make_tokens: MakeTok
         return
     documents = numbered(lengths)
     tokens = make_tokens(documents, vocab_size=END + 1, shard_tokens=data.draw(st.sampled_from([20, 150, 1 << 20])))
-    assert pack(tokens, seq_len) == []
+    assert pack_tokens(tokens, seq_len) == []
     windows = PackedWindows(tokens, seq_len=seq_len, target_bytes=True)
     order = np.random.default_rng(len(lengths)).permutation(len(windows))
     batch = windows.read(order)
@@ -99,7 +99,7 @@ def test_a_document_that_fits_is_never_cut(make_tokens: MakeTokens) -> None:
     rng = np.random.default_rng(0)
     documents = numbered(rng.integers(1, 65, 100).tolist())
     tokens = make_tokens(documents, vocab_size=END + 1)
-    pack(tokens, 64)
+    pack_tokens(tokens, 64)
     batch = PackedWindows(tokens, seq_len=64).read(np.arange(len(PackedWindows(tokens, seq_len=64))))
     rows = {token: row for row, tokens in enumerate(batch["tokens"].tolist()) for token in tokens if token != END}
     assert all(len({rows[token] for token in document}) == 1 for document in documents)
@@ -110,7 +110,7 @@ def test_stats_are_what_the_samples_are(make_tokens: MakeTokens) -> None:
     documents = numbered([32, *(int(n) for n in rng.integers(0, 90, 79))])  # 32: its closing token begins a window
     tokens = make_tokens(documents, vocab_size=END + 1, shard_tokens=500)
     assert len(tokens.shards) > 3
-    pack(tokens, 32)
+    pack_tokens(tokens, 32)
     packed, plain = PackedWindows(tokens, seq_len=32), TokenWindows(tokens, seq_len=32)
 
     def measured(windows: PackedWindows | TokenWindows) -> tuple[int, float, int]:
@@ -135,10 +135,10 @@ def test_blocks_are_packed_each_by_itself(make_tokens: MakeTokens, monkeypatch: 
     monkeypatch.setattr(module, "BLOCK_DOCUMENTS", 8)
     documents = numbered([5, 9, 3, 14, 7, 2, 11, 6] * 3)
     tokens = make_tokens(documents, vocab_size=END + 1)
-    pack(tokens, 16)
+    pack_tokens(tokens, 16)
     windows = PackedWindows(tokens, seq_len=16)
     block = make_tokens(documents[8:16], vocab_size=END + 1)
-    pack(block, 16)
+    pack_tokens(block, 16)
     alone = PackedWindows(block, seq_len=16)
     assert len(windows) == 3 * len(alone)
     second = windows.read(len(alone) + np.arange(len(alone)))
@@ -147,7 +147,7 @@ def test_blocks_are_packed_each_by_itself(make_tokens: MakeTokens, monkeypatch: 
 
 def test_dtypes_and_memory(make_tokens: MakeTokens) -> None:
     tokens = make_tokens([list(range(100)), [1] * 5])
-    pack(tokens, 8)
+    pack_tokens(tokens, 8)
     batch = PackedWindows(tokens, seq_len=8, target_bytes=True).read(np.array([0, 1]))
     like = TokenWindows(tokens, seq_len=8, target_bytes=True).read(np.array([0, 1]))
     assert {name: (v.dtype, v.shape) for name, v in batch.items()} == {
@@ -162,7 +162,7 @@ def test_dtypes_and_memory(make_tokens: MakeTokens) -> None:
 
 def test_reading_many_samples_calls_no_more_python_than_few(make_tokens: MakeTokens) -> None:
     tokens = make_tokens([[1] * n for n in (3, 50, 40, 90, 1, 1, 1, 20) * 100])
-    pack(tokens, 64)
+    pack_tokens(tokens, 64)
     windows = PackedWindows(tokens, seq_len=64, target_bytes=True)
 
     def calls(count: int) -> int:
@@ -186,7 +186,7 @@ def test_reading_many_samples_calls_no_more_python_than_few(make_tokens: MakeTok
 def test_fingerprint_names_what_a_sample_depends_on(make_tokens: MakeTokens) -> None:
     tokens, other = make_tokens([list(range(100))]), make_tokens([list(range(101))])
     for each, seq_len in ((tokens, 8), (tokens, 9), (other, 8)):
-        pack(each, seq_len)
+        pack_tokens(each, seq_len)
     prints = {
         PackedWindows(tokens, seq_len=8).fingerprint,
         PackedWindows(tokens, seq_len=9).fingerprint,
@@ -203,10 +203,10 @@ def index_of(tokens: TokenSet, seq_len: int) -> Path:
 
 def test_what_is_there_is_kept_and_what_is_damaged_is_written_again(make_tokens: MakeTokens) -> None:
     tokens = make_tokens([list(range(100)), [1] * 5])
-    pack(tokens, 8)
+    pack_tokens(tokens, 8)
     path = index_of(tokens, 8)
     good, written = path.read_bytes(), path.stat().st_mtime_ns
-    assert pack(tokens, 8) == []
+    assert pack_tokens(tokens, 8) == []
     assert path.stat().st_mtime_ns == written
     flipped = bytearray(good)
     flipped[-64] ^= 1
@@ -216,7 +216,7 @@ def test_what_is_there_is_kept_and_what_is_damaged_is_written_again(make_tokens:
         (b"", "it does not begin like a sidecar"),
     ):
         path.write_bytes(bad)
-        (reason,) = pack(tokens, 8)
+        (reason,) = pack_tokens(tokens, 8)
         assert why in reason
         assert path.read_bytes() == good
 
@@ -270,7 +270,7 @@ def test_a_run_trains_on_packed_samples_and_says_what_they_cost(corpus: Path, tm
 
 def test_an_index_of_another_shard_is_not_used(make_tokens: MakeTokens) -> None:
     tokens, other = make_tokens([list(range(100))]), make_tokens([list(range(101))])
-    pack(tokens, 8)
+    pack_tokens(tokens, 8)
     shutil.copy(index_of(tokens, 8), index_of(other, 8))
     with pytest.raises(DataError) as caught:
         PackedWindows(other, seq_len=8)
@@ -278,19 +278,19 @@ def test_an_index_of_another_shard_is_not_used(make_tokens: MakeTokens) -> None:
         f"{index_of(other, 8)} was made from another shard or with other settings\n"
         "  rule: an index of packed documents is read as it was written, for the shard it was made from\n"
         "  so:   no packed sample can be read\n"
-        "  try:  unisono.data.packing.pack(tokens, seq_len) writes it again"
+        "  try:  unisono.data.packing.pack_tokens(tokens, seq_len) writes it again"
     )
-    assert pack(other, 8) == [f"{index_of(other, 8)} was made from another shard or with other settings"]
+    assert pack_tokens(other, 8) == [f"{index_of(other, 8)} was made from another shard or with other settings"]
     assert len(PackedWindows(other, seq_len=8)) == 13
     with pytest.raises(DataError, match=r"best_fit-9\.idx: it cannot be read: No such file or directory"):
         PackedWindows(other, seq_len=9)
     moved = replace(tokens, shards=(other.shards[0], tokens.shards[0]), tokens=tokens.tokens + other.tokens)
-    assert pack(moved, 8) == [f"{index_of(tokens, 8)} was made from another shard or with other settings"]
+    assert pack_tokens(moved, 8) == [f"{index_of(tokens, 8)} was made from another shard or with other settings"]
 
 
 def test_nothing_to_predict(make_tokens: MakeTokens) -> None:
     tokens = make_tokens([[], []])
-    pack(tokens, 4)
+    pack_tokens(tokens, 4)
     with pytest.raises(DataError) as caught:
         PackedWindows(tokens, seq_len=4)
     assert str(caught.value) == (
@@ -300,14 +300,14 @@ def test_nothing_to_predict(make_tokens: MakeTokens) -> None:
         "  try:  a corpus with more text"
     )
     tokens = make_tokens([[1, 2, 3]], token_bytes=False)
-    pack(tokens, 2)
+    pack_tokens(tokens, 2)
     with pytest.raises(DataError, match="train data without a count of text bytes per token"):
         PackedWindows(tokens, seq_len=2, target_bytes=True)
 
 
 def test_samples_outside_the_set(make_tokens: MakeTokens) -> None:
     tokens = make_tokens([list(range(9))])
-    pack(tokens, 3)
+    pack_tokens(tokens, 3)
     for bad in (-1, 3):
         with pytest.raises(IndexError, match=r"samples are numbered 0\.\.2, asked for"):
             PackedWindows(tokens, seq_len=3).read(np.array([0, bad]))
@@ -316,7 +316,7 @@ def test_samples_outside_the_set(make_tokens: MakeTokens) -> None:
 def test_opening_reads_no_column(make_tokens: MakeTokens) -> None:
     """Resuming costs the same for any number of documents: a damaged column is met when its samples are, not before."""
     tokens = make_tokens([[1] * 5] * 50)
-    pack(tokens, 8)
+    pack_tokens(tokens, 8)
     path = index_of(tokens, 8)
     content = bytearray(path.read_bytes())
     start = content.index(np.arange(0, 30, 6, dtype="<u8").tobytes())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unisono.data.options import LoaderOptions as LoaderOptions
     from unisono.data.order import Order as Order
     from unisono.data.packing import PackedWindows as PackedWindows
-    from unisono.data.packing import pack as pack
+    from unisono.data.packing import pack_tokens as pack_tokens
     from unisono.data.prepared import Prepared as Prepared
     from unisono.data.prepared import prepare as prepare
     from unisono.data.text_augment import TextAugment as TextAugment
@@ -62,7 +62,7 @@ _HOMES = {
     "load_tokenizer": "tokenizer",
     "mixture": "compose",
     "open_tokens": "tokens",
-    "pack": "packing",
+    "pack_tokens": "packing",
     "prepare": "prepared",
     "share": "loader",
     "weighted": "compose",

@@ -4,7 +4,7 @@ Which samples a step has is a function of the step (``epochs``, ``draws``); what
 (``recipe``); who makes it, and when, is up to the workers (``pool``). So every number of ranks and workers sees the same, and the
 state of a loader is the step it is at.
 
-Not here: moving batches to the device (the step loop does, from pinned memory, without waiting).
+Not here: moving batches to the device (``device``), streams that have no order (``stream``).
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Loader:
     Everything is shuffled once per epoch, or with ``shuffle=False`` comes in the data set's own order, unless the data set
     brings an order (``mixture``, ``weighted``, ``bucketed``). ``transform(sample, rng)`` gets one sample (arrays without batch
     dim) and a generator keyed by seed, epoch and sample id; ``pair(a, b, rng)`` two neighbours of the global batch (mixup);
-    ``finish(batch)`` all rows of a micro-batch. ``shuffle_block`` > 0 keeps that many neighbours together, for storage that is slow
-    at random. ``prefetch_depth`` steps at least are made ready ahead, 0 is none. ``device``: where this is an accelerator with host memory of its own, batches are
-    pinned for it.
+    ``finish(batch)`` all rows of a micro-batch. ``shuffle_block`` > 0 keeps that many neighbours together, for storage that is
+    slow at random. At least ``prefetch_depth`` steps are made ready ahead; 0 is none. ``device``: where this is an accelerator
+    with host memory of its own, batches are pinned for it.
 
     With ``last_batch`` pad or ``max_bad_frac`` above 0 each batch has ``weights``, 0 where a row must not count; the objectives
     of ``train`` respect it, one's own must. Workers live until ``close()`` or until the loader is forgotten.
@@ -146,7 +146,7 @@ class Loader:
             weighs=tolerant or options.last_batch == "pad",
         )
         # not a method: workers that know the loader would keep it from being forgotten
-        self._deliver = partial(_deliver, pin=device is not None and device.type not in ("cpu", "mps", "meta"))
+        self._deliver = partial(deliver, pin=wants_pinned(device))
         self._ahead: tuple[int, list[_Drawn]] = (0, [])
         self._inline = InThread(self._recipe)
         self._tuner = Tuner(options, limit=usable_cores(os.environ), about=self._recipe)
@@ -323,7 +323,12 @@ class Loader:
         return StepBatch(step=step, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped)
 
 
-def _deliver(built: Built, *, pin: bool) -> _Made:
+def wants_pinned(device: torch.device | None) -> bool:
+    """Whether copies to it are faster from pinned memory."""
+    return device is not None and device.type not in ("cpu", "mps", "meta")
+
+
+def deliver(built: Built, *, pin: bool) -> tuple[Tensors, list[int]]:
     """A part as the consumer gets it."""
     tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors, built.skipped
@@ -332,8 +337,8 @@ def _deliver(built: Built, *, pin: bool) -> _Made:
 class _Workers:
     """The pool a setting asks for; one that is replaced finishes what it has."""
 
-    def __init__(self, recipe: Recipe, deliver: Callable[[Built], _Made]) -> None:
-        self._recipe, self._deliver = recipe, deliver
+    def __init__(self, recipe: Recipe, finish: Callable[[Built], _Made]) -> None:
+        self._recipe, self._finish = recipe, finish
         self._setting: Setting | None = None
         self._retired: list[Pool] = []
         self.depth = 0
@@ -347,7 +352,7 @@ class _Workers:
                 self._retired.append(self.pool)
             recipe = self._recipe
             make = (lambda: InThread(recipe)) if setting.kind == "thread" else (lambda: InProcess(recipe))
-            self.pool = Pool(make, self._deliver)
+            self.pool = Pool(make, self._finish)
         self.pool.resize(setting.workers)
         self.depth = max(prefetch_depth, setting.workers)
         self._setting = setting

@@ -37,7 +37,9 @@ class LoaderOptions:
     """How batches are made ready. Only ``last_batch`` and ``max_bad_frac`` touch what is in them."""
 
     workers: int = option(
-        -1, "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.", ge=-1
+        -1,
+        "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.",
+        ge=-1,
     )
     worker_kind: Literal["auto", "thread", "process"] = option(
         "auto", "thread suits decoders that release the interpreter lock; process suits Python code; auto = by trial."

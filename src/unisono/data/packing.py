@@ -122,7 +122,7 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
     return chosen
 
 
-def pack(tokens: TokenSet, seq_len: int) -> list[str]:
+def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
     """Write the indices of ``tokens`` that are not there yet; returns why any that were there had to be written again.
 
     Memory is that of one shard's index: 12 bytes per document and 8 per sample. Raises ``OSError`` where the shards' folder
@@ -342,6 +342,6 @@ def _unusable(given: str) -> DataError:
             given=given,
             rule="an index of packed documents is read as it was written, for the shard it was made from",
             consequence="no packed sample can be read",
-            nearest="unisono.data.packing.pack(tokens, seq_len) writes it again",
+            nearest="unisono.data.packing.pack_tokens(tokens, seq_len) writes it again",
         )
     )

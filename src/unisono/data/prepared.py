@@ -44,7 +44,7 @@ from unisono.data.corpus import (
 )
 from unisono.data.encoding import Document, encode_documents
 from unisono.data.options import DataOptions, default_cache_dir
-from unisono.data.packing import PackedWindows, PackingStats, pack
+from unisono.data.packing import PackedWindows, PackingStats, pack_tokens
 from unisono.data.sidecar import sync_folder, write_atomically
 from unisono.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from unisono.data.tokens import TokenSet, TokenWriter, open_tokens, shard_path
@@ -158,7 +158,7 @@ def _find_or_build(
 def _with_packing(ready: Prepared, seq_len: int) -> Prepared:
     """The same with the train part's samples indexed."""
     with _lock(ready.folder.with_suffix(".lock")):
-        damage = pack(ready.train, seq_len)
+        damage = pack_tokens(ready.train, seq_len)
     stats = PackedWindows(ready.train, seq_len=seq_len).stats
     return replace(
         ready,

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, collate
+from unisono.data.dataset import Batch, Dataset, collate, named
 from unisono.data.order import pair_generator, sample_generator
 from unisono.errors import DataError, Problem, UnisonoError
 
@@ -140,7 +140,7 @@ class Recipe:
                 whole = raw[row] if raw is not None and number == part.ids[row] else self._raw(np.array([number]))[0]
                 if self.transform is None:
                     return whole
-                return self.transform(whole, sample_generator(self.seed, visit, number))
+                return named(self.transform(whole, sample_generator(self.seed, visit, number)))
 
             samples.append(self._guarded(sample, make, part, bad, watch))
         return samples
@@ -183,7 +183,8 @@ class Recipe:
                 first, second = (row, partner) if leads else (partner, row)
                 rng = pair_generator(self.seed, number)
                 try:
-                    made[number] = self.pair(samples[first], samples[second], rng)
+                    one, other = self.pair(samples[first], samples[second], rng)
+                    made[number] = named(one), named(other)
                 except Exception as error:
                     raise unreadable(part, int(part.ids[row]), error) from error
             mixed.append(made[number][0 if leads else 1])

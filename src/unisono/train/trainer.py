@@ -13,21 +13,23 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from unisono.data.dataset import Dataset
+from unisono.data.dataset import Dataset, MapStyle, as_dataset
+from unisono.data.device import on_device
 from unisono.data.loader import Loader
 from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.data.recipe import BatchTransform, PairTransform, Transform
+from unisono.data.stream import StreamLoader, is_stream
 from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
-from unisono.errors import CheckpointError, Problem
+from unisono.errors import CheckpointError, DataError, Problem
 from unisono.kvstore import create
 from unisono.measure.ceiling import Peak, peak_flops
 from unisono.measure.flops import CONVENTION
@@ -94,7 +96,7 @@ class Trainer:
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset,
+        data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
         objective: Objective,
@@ -118,7 +120,8 @@ class Trainer:
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
-        self.data, self.eval_data = data, eval_data
+        self.data = cast("Iterable[Any]", data) if is_stream(data) else as_dataset(cast("Dataset | MapStyle", data))
+        self.eval_data = eval_data
         self.options = options or TrainOptions()
         self.run_dir = Path(run_dir)
         self.evaluation: dict[str, float] = {}
@@ -190,8 +193,8 @@ class Trainer:
             fault=lambda point: fault_point(point, self._saved_step),
         )
         self._order = {
-            "data": self.data.fingerprint,
-            "samples": len(self.data),
+            "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
+            "samples": len(self.data) if isinstance(self.data, Dataset) else 0,
             "seed": self._seed,
             "global_batch": self.plan.global_batch,
             "shuffle_block": self._shuffle_block,
@@ -213,20 +216,7 @@ class Trainer:
             self._saved_step = self._resumed_step = self.state.step
         self.store.init({name: value for name, value in self.state.shared().items() if name.startswith("model/")})
         self._sync = self.store.gradients(dict(model.named_parameters()))
-        self._loader = Loader(
-            self.data,
-            seed=self._seed,
-            global_batch=self.plan.global_batch,
-            micro_batch=self.plan.micro_batch,
-            rank=self.world.rank,
-            world=self.world.world,
-            options=self._loading,
-            shuffle_block=self._shuffle_block,
-            transform=self._transform,
-            pair=self._pair,
-            finish=self._finish,
-            device=None if self.device.type == "cpu" else self.device,
-        )
+        self._loader = self._feed()
         self._timers = StepTimers()
         asked = self._asked_schedule
         self._engine = Engine(
@@ -316,6 +306,31 @@ class Trainer:
         if self._given_world is None:
             self.world.close()
 
+    def _feed(self) -> Loader | StreamLoader:
+        common: dict[str, Any] = {
+            "seed": self._seed,
+            "global_batch": self.plan.global_batch,
+            "micro_batch": self.plan.micro_batch,
+            "rank": self.world.rank,
+            "world": self.world.world,
+            "transform": self._transform,
+            "device": None if self.device.type == "cpu" else self.device,
+        }
+        loading, pair, finish, block = self._loading, self._pair, self._finish, self._shuffle_block
+        if isinstance(self.data, Dataset):
+            return Loader(self.data, options=loading, shuffle_block=block, pair=pair, finish=finish, **common)
+        defaults = LoaderOptions(workers=min(loading.workers, 0))  # 0: no thread, which a stream can do
+        if (loading, pair, finish, block) != (defaults, None, None, 0):
+            raise DataError(
+                Problem(
+                    given=f"a stream ({type(self.data).__name__}) with loader settings, pair, finish or shuffle_block",
+                    rule="a stream is read from its beginning by one thread, in its own order",
+                    consequence="they would act on nothing",
+                    nearest="leave them out, or a data set with a length",
+                )
+            )
+        return StreamLoader(self.data, prefetch_depth=0 if loading.workers == 0 else 2, **common)
+
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
@@ -325,7 +340,7 @@ class Trainer:
         """
         self._rates.start()
         self._timers.take()
-        batches = self._loader.iterate(self.state.step, self.options.steps)
+        batches = on_device(self._loader.iterate(self.state.step, self.options.steps), self.device)
         try:
             while not (self._early_stop or self._readout.stop_requested):
                 with self._timers.phase("data_wait"):
