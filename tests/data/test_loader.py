@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.device import on_device
+from unisono.data.ahead import copied_ahead
 from unisono.data.loader import Loader, eval_batches, share
 from unisono.data.options import LoaderOptions
 from unisono.data.order import Order
@@ -371,7 +371,7 @@ def test_batches_arrive_on_an_accelerator_in_order_and_whole() -> None:
     expected = [one.sample_ids(step).tolist() for step in range(200)]
     busy = torch.randn(2048, 2048, device=device)
     found = []
-    for batch in on_device(one.iterate(0, 200), device):
+    for batch in copied_ahead(one.iterate(0, 200), device):
         busy = (busy @ busy).tanh()  # the device is behind, so that copies overlap with use
         found.append(batch.micro_batches[0]["x"] + 0)
     assert [x.tolist() for x in found] == expected
@@ -379,6 +379,6 @@ def test_batches_arrive_on_an_accelerator_in_order_and_whole() -> None:
 
 def test_on_a_cpu_batches_stay_as_they_are() -> None:
     one = loader(Numbers(50), prefetch_depth=2)
-    there = on_device(one.iterate(0, 9), torch.device("cpu"))
+    there = copied_ahead(one.iterate(0, 9), torch.device("cpu"))
     assert xs(there) == xs(loader(Numbers(50)).iterate(0, 9))
     one.close()

@@ -4,7 +4,7 @@ Which samples a step has is a function of the step (``epochs``, ``draws``); what
 (``recipe``); who makes it, and when, is up to the workers (``pool``). So every number of ranks and workers sees the same, and the
 state of a loader is the step it is at.
 
-Not here: moving batches to the device (``device``), streams that have no order (``stream``).
+Not here: moving batches to the device (``ahead``), streams that have no order (``stream``).
 """
 
 from __future__ import annotations

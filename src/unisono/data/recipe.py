@@ -41,7 +41,7 @@ class Part:
     ids: Ids
     visits: Ids  # together with id and seed the key of a sample's randomness
     filler: NDArray[np.bool_]  # [count] repeats that only fill the batch up, and weigh 0
-    partners: Ids  # [count] row of the partner, or the row itself; empty without pairs
+    partners: Ids  # [count] row of the partner, or the row itself, paired with itself; empty without pairs
     pairs: Ids  # [count] number of the pair, equal for both members; empty without pairs
     leads: NDArray[np.bool_]  # [count] which of the two the row is; empty without pairs
 
@@ -176,9 +176,6 @@ class Recipe:
         rows = zip(part.partners.tolist(), part.pairs.tolist(), part.leads.tolist(), strict=True)
         for row, (partner, number, leads) in enumerate(rows):
             watch.at(int(part.ids[row]))
-            if partner == row:
-                mixed.append(samples[row])
-                continue
             if number not in made:
                 first, second = (row, partner) if leads else (partner, row)
                 rng = pair_generator(self.seed, number)

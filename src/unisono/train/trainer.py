@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from unisono.data.ahead import copied_ahead
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
-from unisono.data.device import on_device
 from unisono.data.loader import Loader
 from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.data.recipe import BatchTransform, PairTransform, Transform
@@ -340,7 +340,7 @@ class Trainer:
         """
         self._rates.start()
         self._timers.take()
-        batches = on_device(self._loader.iterate(self.state.step, self.options.steps), self.device)
+        batches = copied_ahead(self._loader.iterate(self.state.step, self.options.steps), self.device)
         try:
             while not (self._early_stop or self._readout.stop_requested):
                 with self._timers.phase("data_wait"):

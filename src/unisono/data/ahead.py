@@ -10,7 +10,7 @@ import torch
 from unisono.data.loader import StepBatch
 
 
-def on_device(batches: Generator[StepBatch, None, None], device: torch.device) -> Generator[StepBatch, None, None]:
+def copied_ahead(batches: Generator[StepBatch, None, None], device: torch.device) -> Generator[StepBatch, None, None]:
     """``batches`` with their tensors on ``device``, each copied on a stream of its own while the one before is in use.
 
     Takes one batch more than is asked for, from pinned memory if the loader made it. On a CPU the batches are as they were.

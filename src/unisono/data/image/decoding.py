@@ -1,0 +1,231 @@
+"""Encoded images to pixels: JPEG by simplejpeg (libjpeg-turbo), PNG, WebP, GIF, BMP and PPM by Pillow.
+
+What becomes of what is not 8-bit RGB or grey:
+
+    palette         looked up
+    alpha           dropped, as MXNet, OpenCV and torchvision do: colours under transparent pixels come through
+    CMYK, YCCK      to RGB by the formula without a colour profile
+    16-bit          the upper 8 bits; 32-bit and float images are refused, for they have no agreed range
+    animated        the first picture
+    EXIF            orientation is not applied (nor by MXNet or torchvision): boxes and tiles are those of the stored pixels
+    colour profile  not applied
+
+TIFF, AVIF, JPEG 2000 and others are refused: their decoders allocate by what a file says before a size can be checked.
+Both decoders release the GIL; nothing here keeps state.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.image.jpeg import Encoded, JpegHeader, is_jpeg, read_header, unreadable, view
+from unisono.errors import DataError, Problem, missing_extra
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
+
+Pixels = NDArray[np.uint8]  # [height, width, channels]
+Color = Literal["rgb", "gray"]
+
+MAX_PIXELS: Final = 1 << 26
+_MAX_SCANS: Final = 200  # of one JPEG: each is a pass over all its pixels, and encoders write about ten
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageInfo:
+    """What a header says. ``mode`` is Pillow's name for the stored pixels, as L, P, RGB, RGBA, CMYK or I;16."""
+
+    format: str
+    width: int
+    height: int
+    mode: str
+    jpeg: JpegHeader | None = None  # of a JPEG: its sampling, restart interval, and whether it is progressive
+
+
+def probe(data: Encoded) -> ImageInfo:
+    """Read the header of an encoded image; no pixel is decoded. Raises DataError where it has none that is known."""
+    seen = view(data)
+    if is_jpeg(seen):
+        header = read_header(seen)
+        mode = {1: "L", 3: "RGB", 4: "CMYK"}.get(len(header.sampling), f"{len(header.sampling)} components")
+        return ImageInfo(format="JPEG", width=header.width, height=header.height, mode=mode, jpeg=header)
+    name, width, height = _size(seen)
+    if name == "WebP":  # Pillow makes its canvas when it opens one
+        return ImageInfo(
+            format=name, width=width, height=height, mode="RGBA" if _webp_alpha(bytes(seen[:30])) else "RGB"
+        )
+    with _opened(seen, name) as image:
+        return ImageInfo(format=name, width=image.width, height=image.height, mode=image.mode)
+
+
+def decode(
+    data: Encoded, *, max_pixels: int = MAX_PIXELS, color: Color = "rgb", min_size: tuple[int, int] | None = None
+) -> Pixels:
+    """All pixels of an encoded image, uint8 [height, width, 3], or [height, width, 1] for ``color="gray"``.
+
+    Grey is a JPEG's stored luma, which costs no conversion, and ITU-R BT.601 luma of other formats' RGB.
+
+    ``min_size``, (height, width): a JPEG may come out smaller by 1/2, 1/4 or 1/8, the smallest that is still at least
+    this large; sizes are rounded up. It costs less, for its DCT is scaled. Other formats come out whole.
+    ``max_pixels`` is checked against the header before anything is allocated.
+    Raises DataError for images that are larger, truncated, corrupt as far as the format can tell, or not read here.
+    """
+    seen = view(data)
+    if is_jpeg(seen):
+        header = read_header(seen)
+        check_pixels(header.width, header.height, max_pixels)
+        factor = 1 if min_size is None else dct_factor(header.height, header.width, min_size)
+        check_scans(seen, header)
+        return decode_jpeg(seen, header.height, header.width, color, factor)
+    name, width, height = _size(seen)
+    check_pixels(width, height, max_pixels)
+    if name == "PNG":
+        _check_png(seen)
+    with _opened(seen, name) as image:
+        check_pixels(image.width, image.height, max_pixels)  # the first picture of a GIF may be larger than its screen
+        return _pillow_pixels(image, name, color)
+
+
+def check_pixels(width: int, height: int, max_pixels: int) -> None:
+    """Raises DataError above the cap."""
+    if width * height > max_pixels:
+        raise DataError(
+            Problem(
+                given=f"an image of {width}x{height} = {width * height} pixels",
+                rule=f"at most max_pixels = {max_pixels} pixels are decoded, whatever a header asks for",
+                consequence="nothing was allocated",
+                nearest="max_pixels= higher, if the image is meant; else leave it out, it may be a decompression bomb",
+            )
+        )
+
+
+def dct_factor(height: int, width: int, min_size: tuple[int, int]) -> int:
+    """The largest of 8, 4, 2 by which both sides can shrink and stay at least ``min_size``; 1 for sides below 8 pixels.
+
+    There two scales would have the same size, and sizes are all that simplejpeg is told.
+    """
+    for factor in (8, 4, 2) if min(height, width) >= 8 else ():
+        if height >= factor * min_size[0] and width >= factor * min_size[1]:
+            return factor
+    return 1
+
+
+def check_scans(data: memoryview, header: JpegHeader) -> None:
+    """Raises DataError for a JPEG of so many scans that decoding it is an attack. Sequential ones have one."""
+    if not header.sequential and (scans := bytes(data).count(b"\xff\xda")) > _MAX_SCANS:
+        raise unreadable(f"a JPEG of {scans} scans, where {_MAX_SCANS} are the limit")
+
+
+def decode_jpeg(data: bytearray | memoryview, height: int, width: int, color: Color, factor: int) -> Pixels:
+    """A whole JPEG of ``height`` and ``width``, each divided by ``factor`` (1, 2, 4, 8) and rounded up."""
+    space = "RGB" if color == "rgb" else "GRAY"
+    expected = -(-height // factor), -(-width // factor)
+    try:
+        if factor == 1:
+            pixels = _simplejpeg()(data, space)
+        else:
+            pixels = _simplejpeg()(data, space, min_height=expected[0], min_width=expected[1])
+    except ValueError as error:
+        raise unreadable(f"a JPEG of {width}x{height} pixels in {len(data)} bytes: {error}") from error
+    if pixels.shape[:2] != expected:
+        raise unreadable(f"a JPEG whose header says {width}x{height} pixels and which decodes to {pixels.shape[:2]}")
+    return pixels
+
+
+@cache
+def _simplejpeg() -> Callable[..., Pixels]:
+    try:
+        from simplejpeg import decode_jpeg
+    except ImportError as error:
+        raise missing_extra("images", "simplejpeg", "decoding JPEG images") from error
+    return decode_jpeg
+
+
+def _size(data: memoryview) -> tuple[str, int, int]:
+    """(format, width, height) from the first bytes alone, so that a size is known before any library sees the image."""
+    head = bytes(data[:30])
+    if head[:8] == _PNG and head[12:16] == b"IHDR" and len(head) >= 24:
+        return "PNG", int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
+    if head[:6] in (b"GIF87a", b"GIF89a") and len(head) >= 10:
+        return "GIF", int.from_bytes(head[6:8], "little"), int.from_bytes(head[8:10], "little")
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP" and len(head) == 30:
+        return "WebP", *_webp_size(head)
+    if head[:2] == b"BM" and len(head) >= 26:
+        if head[14] == 12:  # the header of OS/2 has 16-bit sizes
+            return "BMP", int.from_bytes(head[18:20], "little"), int.from_bytes(head[20:22], "little")
+        width, height = (int.from_bytes(head[at : at + 4], "little", signed=True) for at in (18, 22))
+        return "BMP", abs(width), abs(height)  # rows from the top have a negative height
+    if head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace():
+        return "PPM", 0, 0  # text: Pillow reads it and allocates nothing
+    raise unreadable(f"{len(data)} bytes that begin with {head[:8].hex(' ') or 'nothing'}", "convert it to PNG or JPEG")
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    """RFC 9649, sections 2.5 to 2.7."""
+    if head[12:16] == b"VP8X":
+        return 1 + int.from_bytes(head[24:27], "little"), 1 + int.from_bytes(head[27:30], "little")
+    if head[12:16] == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    return int.from_bytes(head[26:28], "little") & 0x3FFF, int.from_bytes(head[28:30], "little") & 0x3FFF
+
+
+def _webp_alpha(head: bytes) -> bool:
+    return bool((head[12:16] == b"VP8X" and head[20] & 0x10) or (head[12:16] == b"VP8L" and head[24] & 0x10))
+
+
+def _check_png(data: memoryview) -> None:
+    """The checksum of every chunk (PNG specification, 5.3): Pillow skips those of the pixels."""
+    at = len(_PNG)
+    while at + 12 <= len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
+        if end > len(data):
+            break
+        if zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], "big"):
+            raise unreadable(f"a PNG whose chunk {bytes(data[at + 4 : at + 8])!r} at byte {at} fails its checksum")
+        if bytes(data[at + 4 : at + 8]) == b"IEND":
+            return
+        at = end
+    raise unreadable(f"a PNG that ends at byte {len(data)}, inside or before its chunk at byte {at}")
+
+
+def _opened(data: memoryview, name: str) -> ImageFile:
+    """The format's own reader: Pillow's ``open`` would try others, and warn by a limit that is not ours."""
+    try:
+        from PIL import BmpImagePlugin, GifImagePlugin, PngImagePlugin, PpmImagePlugin, WebPImagePlugin
+    except ImportError as error:
+        raise missing_extra("images", "pillow", f"reading {name} images") from error
+    readers: dict[str, Any] = {
+        "PNG": PngImagePlugin.PngImageFile,
+        "GIF": GifImagePlugin.GifImageFile,
+        "WebP": WebPImagePlugin.WebPImageFile,
+        "BMP": BmpImagePlugin.BmpImageFile,
+        "PPM": PpmImagePlugin.PpmImageFile,
+    }
+    try:
+        return readers[name](io.BytesIO(data))
+    except Exception as error:  # what a hostile header makes Pillow raise has no common base
+        raise unreadable(f"a {name} of {len(data)} bytes: {error}") from error
+
+
+def _pillow_pixels(image: ImageFile, name: str, color: Color) -> Pixels:
+    mode = "L" if color == "gray" else "RGB"
+    try:
+        image.load()
+        if image.mode.startswith("I;16"):
+            high = (np.asarray(image) >> 8).astype(np.uint8)  # Pillow's own conversion would clip
+            return np.repeat(high[:, :, None], len(mode), axis=2)
+        if image.mode not in ("I", "F"):
+            return np.array(image.convert(mode), np.uint8).reshape(image.height, image.width, len(mode))
+    except Exception as error:  # as above
+        raise unreadable(f"a {name} of {image.width}x{image.height} pixels: {error}") from error
+    raise unreadable(f"a {name} of mode {image.mode}", "convert it to 8 bits, with the range that is meant")

@@ -1,0 +1,45 @@
+"""Image records, as MXNet's im2rec and ``unisono data pack`` write them, as samples for ``ImageTransform``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from unisono.data.dataset import Batch
+from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
+from unisono.errors import DataError, Problem
+
+TILES = "tiles"
+
+
+def image_records(files: Sequence[RecordFile | Path | str], *, classes: bool = True) -> RecordDataset:
+    """Samples of ``image`` uint8 [bytes], still encoded, and ``targets``: a class, int64, or with ``classes=False`` the label
+    as it is, float32 or float32 [labels]. Where every file has the side column ``tiles``, a crop decodes only what is under it.
+
+    Reading raises DataError for records without an image header, and with ``classes`` for labels that are no class.
+    """
+    opened = [file if isinstance(file, RecordFile) else RecordFile(file) for file in files]
+    side = (TILES,) if opened and all(TILES in file.side for file in opened) else ()
+    return RecordDataset(opened, _of_a_class if classes else _as_labelled, side=side)
+
+
+def _of_a_class(record: memoryview) -> Batch:
+    header, image = unpack_header(record)
+    label = np.asarray(header.label, np.float64).reshape(-1)
+    if label.size != 1 or label[0] < 0 or label[0] != int(label[0]):
+        raise DataError(
+            Problem(
+                given=f"label {label.tolist()}",
+                rule="a class is one integer from 0",
+                consequence="it cannot be trained on as a class",
+                nearest="image_records(files, classes=False) gives labels as they are",
+            )
+        )
+    return {"image": np.frombuffer(image, np.uint8), "targets": np.array(int(label[0]))}
+
+
+def _as_labelled(record: memoryview) -> Batch:
+    header, image = unpack_header(record)
+    return {"image": np.frombuffer(image, np.uint8), "targets": np.asarray(header.label, np.float32)}
