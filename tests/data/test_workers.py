@@ -13,6 +13,8 @@ import psutil
 import pytest
 import samples
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from unisono.data.loader import Loader
 from unisono.data.options import LoaderOptions
@@ -358,3 +360,57 @@ def test_in_a_plain_loop_with_state() -> None:
     for _ in two:
         break
     assert two.state_dict() == {"step": 12}, "a batch in whose body the loop was left comes again"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 60),
+    global_batch=st.integers(1, 20),
+    micro_batch=st.integers(1, 9),
+    world=st.integers(2, 9),
+    last_batch=st.sampled_from(["rollover", "keep", "drop", "pad", "wrap"]),
+    start=st.integers(0, 10**7),
+    workers=st.sampled_from([0, 1, 3]),
+    transform=st.sampled_from([None, samples.noise]),
+)
+def test_ranks_together_see_the_single_process_batch(
+    size: int,
+    global_batch: int,
+    micro_batch: int,
+    world: int,
+    last_batch: str,
+    start: int,
+    workers: int,
+    transform: Any,
+) -> None:
+    assume(last_batch != "drop" or size >= global_batch)
+    common = {"last_batch": last_batch, "transform": transform, "global_batch": global_batch}
+
+    def steps(world: int, workers: int, micro_batch: int) -> list[list[tuple[Any, ...]]]:
+        found: list[list[tuple[Any, ...]]] = [[] for _ in range(5)]
+        for rank in range(world):
+            with loader(
+                samples.Rows(size), rank=rank, world=world, workers=workers, micro_batch=micro_batch, **common
+            ) as one:
+                for batch in one.iterate(start, start + 5):
+                    for part in rows([batch]):
+                        found[batch.step - start] += list(
+                            zip(*(map(str, part[name]) for name in sorted(part)), strict=True)
+                        )
+        return found
+
+    assert steps(world, workers, micro_batch) == steps(1, 0, 1000)
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "pad", "wrap"])
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_epoch_visits_each_sample_once(last_batch: str, kind: str) -> None:
+    with loader(samples.Rows(31), last_batch=last_batch, worker_kind=kind, workers=2, global_batch=7) as one:
+        for epoch in range(3):
+            seen: list[int] = []
+            for batch in one.iterate(epoch * 5, epoch * 5 + 5):
+                for part in rows([batch]):
+                    weights = part.get("weights", [1.0] * len(part["x"]))
+                    seen += [x for x, w in zip(part["x"], weights, strict=True) if w]
+            assert sorted(seen[:31]) == list(range(31))
+            assert len(seen) == (35 if last_batch == "wrap" else 31)
