@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -86,9 +87,11 @@ def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> D
 class _Mapped:
     def __init__(self, base: Dataset, function: Callable[[Batch], Batch]) -> None:
         self._base, self._function = base, function
-        self.fingerprint = (
-            f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}:{base.fingerprint}"
+        # a value object says with what it works; a function is known by its name only
+        name = (
+            repr(function) if is_dataclass(function) else getattr(function, "__qualname__", type(function).__qualname__)
         )
+        self.fingerprint = f"{function.__module__}.{name}:{base.fingerprint}"
 
     def __len__(self) -> int:
         return len(self._base)

@@ -13,6 +13,7 @@ from unisono.data.cache import cached
 from unisono.data.compose import mapped
 from unisono.data.image import (
     Augment,
+    CenterCrop,
     CutMix,
     ImageTransform,
     Mixup,
@@ -22,7 +23,7 @@ from unisono.data.image import (
     image_records,
     tile_grid,
 )
-from unisono.data.loader import Loader
+from unisono.data.loader import Loader, eval_batches
 from unisono.data.options import LoaderOptions
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import DataError
@@ -104,6 +105,16 @@ def test_a_cache_of_decoded_pixels_crops_like_the_full_decode(files: dict[str, P
     first, again = batches(kept), batches(kept)
     assert same(first, again)
     assert same(first, batches(mapped(data, decoded)))
+
+
+def test_held_out_images_are_a_data_set_of_centre_crops(files: dict[str, Path]) -> None:
+    fixed = ImageTransform(augment=Augment(size=(32, 32), crop=CenterCrop()))
+    data = mapped(image_records([files["plain"]]), fixed)
+    found = [part["image"] for rank in range(2) for part in eval_batches(data, 4, rank, 2)]
+    assert sum(len(images) for images in found) == 12
+    assert np.array_equal(data.read(np.array([3]))["image"][0], found[0][3].numpy())
+    other = mapped(image_records([files["plain"]]), ImageTransform(augment=Augment(size=(16, 16), crop=CenterCrop())))
+    assert data.fingerprint != other.fingerprint
 
 
 def test_a_damaged_image_is_named_or_weighs_nothing(files: dict[str, Path], tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_what_is_no_image(image: NDArray[np.generic], shown: str) -> None:
 
 
 def test_a_sample_without_an_image() -> None:
-    with pytest.raises(DataError, match=r"a sample of \['label', 'picture'\]\n  rule: image is uint8"):
+    with pytest.raises(DataError, match=r"a sample of \['picture', 'targets'\]\n  rule: image is uint8"):
         ImageTransform(augment=Augment())({"picture": np.zeros(3), "targets": np.array(1)}, np.random.default_rng(0))
 
 

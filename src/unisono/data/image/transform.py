@@ -36,13 +36,15 @@ class ImageTransform:
     is what ``on_device`` needs to do the rest for a whole batch.
 
     A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 and its crop rounded out to that grid. Other formats
-    and JPEGs without restart markers are decoded whole. Threads may share a transform. Raises DataError as decoding does.
+    and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the same is drawn each
+    time, so that ``mapped(data, transform)`` is a data set to evaluate on. Raises DataError as decoding does.
     """
 
     augment: Augment
     pixels_on: Literal["host", "device"] = "host"
 
-    def __call__(self, sample: Batch, rng: np.random.Generator) -> Batch:
+    def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
+        rng = np.random.default_rng(0) if rng is None else rng
         if "image" not in sample:
             raise _no_image(f"a sample of {sorted(sample)}")
         rest = {name: value for name, value in sample.items() if name not in ("image", "tiles")}
