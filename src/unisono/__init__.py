@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.config import load as load_config
     from unisono.data.dataset import Dataset, from_map_style
-    from unisono.data.options import DataOptions
+    from unisono.data.options import DataOptions, LoaderOptions
     from unisono.errors import Problem, UnisonoError
     from unisono.kvstore import create as create_kvstore
     from unisono.launch.options import LaunchOptions
@@ -32,6 +32,7 @@ _HOMES = {
     "Dataset": "unisono.data.dataset",
     "from_map_style": "unisono.data.dataset",
     "DataOptions": "unisono.data.options",
+    "LoaderOptions": "unisono.data.options",
     "Problem": "unisono.errors",
     "UnisonoError": "unisono.errors",
     "create_kvstore": "unisono.kvstore:create",
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES, kept equal by a test
     "Dataset",
     "from_map_style",
     "DataOptions",
+    "LoaderOptions",
     "Problem",
     "UnisonoError",
     "create_kvstore",
