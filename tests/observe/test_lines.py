@@ -122,6 +122,11 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "checkpoint step-9 is damaged and was set aside: digest of a.bin",
         ),
         (
+            {"kind": "data_skipped", "step": 4, "samples": [7, 12, 40, 41, 42, 43]},
+            "warning",
+            "step 4: samples 7, 12, 40, 41, 42, … could not be read and weigh 0; further ones are in the event log",
+        ),
+        (
             {"kind": "skipped_step", "step": 4, "reason": "loss is NaN"},
             "warning",
             "step 4 skipped on all ranks: loss is NaN",

@@ -251,6 +251,13 @@ def _skipped(event: Fields) -> Message:
     return Message(level="warning", text=f"step {event.get('step', '?')} skipped on all ranks: {why}")
 
 
+def _data_skipped(event: Fields) -> Message:
+    samples = cast("list[object]", event.get("samples") or [])
+    shown = ", ".join(map(str, samples[:5])) + (", …" if len(samples) > 5 else "")
+    text = f"step {event.get('step', '?')}: samples {shown} could not be read and weigh 0; further ones are in the event log"
+    return Message(level="warning", text=text, code="data_skipped")
+
+
 def _run_end(event: Fields) -> Message | None:
     if "error" not in event:
         return None
@@ -288,6 +295,7 @@ _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "checkpoint_failed": _checkpoint_failed,
     "checkpoint_quarantined": _quarantined,
     "skipped_step": _skipped,
+    "data_skipped": _data_skipped,
     "preempt": _preempt,
     "early_stop": _early_stop,
     "events_lost": _events_lost,
