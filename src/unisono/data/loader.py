@@ -162,7 +162,7 @@ class Loader:
         """One step's batch, built now, in this thread."""
         begin = time.perf_counter()
         made = [self._deliver(self._inline(part)) for part in self._parts(step)]
-        return self._step_batch(step, made, time.perf_counter() - begin)
+        return self._step_batch(step, self.sample_ids(step), made, time.perf_counter() - begin)
 
     def iterate(self, start_step: int, stop_step: int) -> Generator[StepBatch, None, None]:
         """The batches of steps ``start_step`` up to ``stop_step`` (not included), at most ``prefetch_depth`` ahead, or as many
@@ -171,18 +171,20 @@ class Loader:
             for step in range(start_step, stop_step):
                 yield self.batch(step)
             return
-        ahead: deque[tuple[int, list[Job]]] = deque()
+        ahead: deque[tuple[Ids, list[Job]]] = deque()
         coming = iter(range(start_step, stop_step))
         try:
             for step in range(start_step, stop_step):
                 begin = time.perf_counter()
                 workers = self._have_workers()
                 while len(ahead) <= workers.depth and (next_step := next(coming, None)) is not None:
-                    ahead.append((next_step, [workers.pool.submit(part) for part in self._parts(next_step)]))
-                made = [self._wait(job) for job in ahead.popleft()[1]]
+                    jobs = [workers.pool.submit(part) for part in self._parts(next_step)]
+                    ahead.append((self.sample_ids(next_step), jobs))
+                ids, jobs = ahead.popleft()
+                made = [self._wait(job) for job in jobs]
                 waited = time.perf_counter() - begin
                 self._tuner.waited(waited)
-                yield self._step_batch(step, made, waited)
+                yield self._step_batch(step, ids, made, waited)
         finally:
             for _, jobs in ahead:
                 for job in jobs:
@@ -304,9 +306,8 @@ class Loader:
                 )
             ) from error
 
-    def _step_batch(self, step: int, made: list[_Made], waited: float) -> StepBatch:
+    def _step_batch(self, step: int, sample_ids: Ids, made: list[_Made], waited: float) -> StepBatch:
         skipped = [sample for _, ids in made for sample in ids]
-        sample_ids = self.sample_ids(step)
         self._delivered += len(sample_ids)
         self._skipped += len(skipped)
         allowed = self.options.max_bad_frac * max(self._delivered, _JUDGED_FROM)
