@@ -37,7 +37,7 @@ def run(arguments):
 groups = {
     "config": ["show", "explain", "schema", "diff"],
     "checkpoint": ["ls", "verify", "export"],
-    "data": ["verify", "repair", "reindex", "convert", "shard", "inspect", "cat"],
+    "data": ["verify", "repair", "reindex", "convert", "shard", "inspect", "cat", "pack", "stats", "bench"],
 }
 print(json.dumps({
     "import": found(),

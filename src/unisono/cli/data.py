@@ -1,4 +1,4 @@
-"""``unisono data``: look into record files, check them, mend them, cut, join and convert them."""
+"""``unisono data``: pack record files, look into them, check them, mend them, cut, join and convert them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from unisono.cli.common import every_verb, print_json
+from unisono.cli.data_bench import command as bench
+from unisono.cli.data_pack import pack
 from unisono.errors import DataError, Problem
 
 _SHOWN = 20  # findings, records: as many as fit a screen
@@ -17,7 +19,11 @@ _SHOWN = 20  # findings, records: as many as fit a screen
 
 @click.group("data")
 def command() -> None:
-    """Look into record files, check, mend, rearrange and convert them."""
+    """Pack record files, look into them, check, mend, rearrange and convert them."""
+
+
+command.add_command(pack)
+command.add_command(bench)
 
 
 @command.command("verify")
@@ -150,11 +156,17 @@ def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: boo
 
 @command.command("inspect")
 @click.argument("file", type=click.Path(path_type=Path))
+@click.option("--sheet", type=click.Path(path_type=Path), help="Write a PNG here of up to 64 images of a .rec.")
 @every_verb
-def inspect_file(file: Path, as_json: bool) -> None:
+def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
     """Show what FILE holds: of .rec counts, sizes, side columns, the first records; of other formats fields and first rows."""
     from unisono.data.recordio import RecordFile
 
+    if sheet is not None:
+        from unisono.data.pack import sheet as drawn
+        from unisono.data.sidecar import write_atomically
+
+        write_atomically(sheet, drawn(file))
     if _has_rows(file):
         _inspect_rows(file, as_json)
         return
@@ -189,6 +201,34 @@ def inspect_file(file: Path, as_json: bool) -> None:
         click.echo(f"side column {name}: {column['dtype']}, {column['least']:g} to {column['most']:g}{unit}")
     for row in first:
         click.echo(f"  key {row['key']:>8}  {row['bytes']:>10,} bytes  {row['begins']}")
+
+
+@command.command("stats")
+@click.argument("file", type=click.Path(path_type=Path))
+@every_verb
+def file_stats(file: Path, as_json: bool) -> None:
+    """Count what FILE holds: of a .rec sizes, labels and image sizes; of a token shard documents and their lengths."""
+    from dataclasses import asdict
+
+    from unisono.data.pack import stats
+
+    found = stats(file)
+    if as_json:
+        labels = [{"label": label, "count": count} for label, count in found.labels.items()]
+        print_json({"path": str(file), **asdict(found), "labels": labels})
+        return
+    click.echo(f"{file}: {found.records:,} records, {found.bytes:,} bytes")
+    if found.sampled:
+        click.echo(f"labels and image sizes are of {found.sampled:,} records, evenly spread: no side columns have them")
+    for name, each in found.spreads.items():
+        click.echo(
+            f"{name}: {each.least:g} to {each.most:g}, mean {each.mean:g}, "
+            f"10 % below {each.p10:g}, half below {each.median:g}, 90 % below {each.p90:g}"
+        )
+    for label, count in sorted(found.labels.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]:
+        click.echo(f"label {label:g}: {count:,}")
+    if len(found.labels) > _SHOWN:
+        click.echo(f"and {len(found.labels) - _SHOWN:,} labels more (all are in --json)")
 
 
 @command.command("cat")

@@ -1,0 +1,306 @@
+"""``unisono data pack``: images, text, tables and what functions make, into record files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from unisono.cli.common import every_verb, print_json
+from unisono.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from unisono.data.pack import Layout, Packed
+
+KINDS: Final = ("images", "text", "rows", "python")
+_SHOWN = 20
+_SEEN = 1000  # files of a folder that are looked at to guess what it holds
+_TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"})
+# Each option of one kind, or several; an option given for another kind is an error.
+_FOR: Final = {
+    "image": "images",
+    "label": "images",
+    "root": "images",
+    "follow_links": "images",
+    "resize": "images",
+    "center_crop": "images",
+    "quality": "images",
+    "encoding": "images",
+    "color": "images",
+    "pass_through": "images",
+    "tiles": "images",
+    "exif": "images",
+    "split": "images",
+    "shuffle": "images",
+    "shards": "images",
+    "tokenizer": "text",
+    "lines": "text",
+    "text_column": "text",
+    "columns": "rows",
+    "payload": "rows",
+    "base64": "rows images",
+    "arrays": "rows",
+    "schema": "rows python",
+    "function": "python",
+    "workers": "images text python",
+}
+_LISTED: Final = ("root", "follow_links", "split", "shuffle", "shards")  # of images that are files
+
+
+def _split(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, Fraction] | None:
+    parts: dict[str, Fraction] = {}
+    for value in values:
+        name, _, text = value.partition("=")
+        try:
+            parts[name] = Fraction(text)
+        except (ValueError, ZeroDivisionError):
+            raise click.BadParameter(f"{value!r} is not NAME=FRACTION, as train=0.9 or train=9/10") from None
+    if len(parts) < len(values):
+        raise click.BadParameter("a part is named twice")
+    return parts or None
+
+
+def _columns(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> dict[str, str] | None:
+    pairs = [(old, new or old) for old, _, new in (value.partition("=") for value in values)]
+    if len({old for old, _ in pairs}) < len(pairs) or len({new for _, new in pairs}) < len(pairs):
+        raise click.BadParameter("a field is named twice")
+    return dict(pairs) or None
+
+
+@click.command("pack")
+@click.argument("source", type=click.Path(path_type=Path, allow_dash=True))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--kind", type=click.Choice(KINDS), help="What SOURCE holds; guessed where that is clear.")
+@click.option(
+    "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="On a bad input."
+)
+@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one. Default: by cores and work.")
+@click.option("--shard-size", type=click.IntRange(min=1), metavar="MIB", help="A file ends when it holds this much.")
+@click.option("--shards", type=click.IntRange(min=1), help="images: files, of equal numbers of images.")
+@click.option("--image", metavar="NAME", help="images: SOURCE is a table or a tar, this field the image.")
+@click.option("--label", metavar="NAME", help="images: … and this one its label or labels.")
+@click.option("--root", type=click.Path(path_type=Path), help="images: folder of a list's paths; default the list's.")
+@click.option("--follow-links", is_flag=True, default=None, help="images: links that lead out of the folder, too.")
+@click.option("--resize", type=click.IntRange(min=1), metavar="PX", help="images: the short side.")
+@click.option("--center-crop", is_flag=True, default=None, help="images: the largest centred square, before resizing.")
+@click.option("--quality", type=click.IntRange(1, 100), help="images: of JPEG; default 95 where pixels are made.")
+@click.option("--encoding", type=click.Choice(["jpeg", "png"]), help="images: default jpeg where pixels are made.")
+@click.option("--color", type=click.Choice(["rgb", "gray"]), help="images: default rgb where pixels are made.")
+@click.option(
+    "--pass-through", is_flag=True, default=None, help="images: bytes untouched; so too if nothing asks for pixels."
+)
+@click.option(
+    "--tiles", is_flag=True, default=None, help="images: restart markers and tile sizes; lossless if not re-encoded."
+)
+@click.option("--exif/--no-exif", default=None, help="images: turn re-encoded JPEGs as EXIF says (default) or not.")
+@click.option("--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="images: parts; again for each.")
+@click.option("--shuffle", type=int, metavar="SEED", help="images: order by keyed hash instead of the listing's.")
+@click.option("--tokenizer", help="text: bytes (default) or the path of a tokenizer.json.")
+@click.option("--lines", is_flag=True, default=None, help="text: each line is a document, not each file.")
+@click.option("--text-column", metavar="NAME", help="text: SOURCE is a table, this field the document.")
+@click.option(
+    "--column",
+    "columns",
+    multiple=True,
+    callback=_columns,
+    metavar="NAME[=NEW]",
+    help="rows: only this field; again for each.",
+)
+@click.option("--payload", metavar="NAME", help="rows: the field that is a .rec's payload.")
+@click.option("--base64", multiple=True, metavar="NAME", help="rows: a field of bytes that CSV has as base64.")
+@click.option(
+    "--array", "arrays", multiple=True, metavar="NAME", help="rows: a feature of TFRecord that is always an array."
+)
+@click.option("--schema", metavar="NAME=TYPE[DIMS],…", help="rows, python: types of the fields; ? is any size.")
+@click.option(
+    "--function", metavar="MODULE:NAME", help="python: gives rows: of each line of SOURCE, or all if that is -."
+)
+@every_verb
+def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
+    """Pack SOURCE into TARGET, which is there whole or not at all. Killed and started again, it goes on where it was.
+
+    \b
+    images  a folder (class = folder), a .lst of MXNet, a .csv of path,label, or by --image and --label
+            a tar or another table → .rec, as im2rec
+    text    files, lines or a table's column → token shards NAME-00000.bin …
+    rows    any table that convert reads → .rec, .mindrecord, .jsonl, .parquet, .tar, .csv
+    python  what --function gives, by --schema → the same
+
+    What became of every input is written to TARGET.report.json. -v shows progress and time left.
+    """
+    if str(source) != "-" and not source.exists():
+        raise _refused(
+            f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
+        )
+    given = {name for name, value in options.items() if value not in (None, (), {}) and name in _FOR}
+    kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
+    inert = sorted(name for name in given if kind not in _FOR[name].split())
+    if inert:
+        told = ", ".join(
+            "--" + name.removesuffix("s" if name in ("columns", "arrays") else "").replace("_", "-") for name in inert
+        )
+        raise _refused(f"{told} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
+    shard_bytes = None if options["shard_size"] is None else options["shard_size"] << 20
+    common = {"shard_bytes": shard_bytes, "on_error": options["on_error"]}
+    packed = _PACK[kind](source, target, options, common)
+    if as_json:
+        print_json(
+            {
+                "files": [str(path) for path in packed.files],
+                "inputs": packed.inputs,
+                "records": packed.records,
+                "empty": packed.empty,
+                "left_out": packed.left_out,
+                "splits": packed.splits,
+                "bad": [{"path": each.path, "reason": each.reason} for each in packed.bad],
+                "report": str(packed.report),
+            }
+        )
+        return
+    for path in packed.files:
+        click.echo(path)
+    click.echo(f"{packed.records:,} records of {packed.inputs:,} inputs" + _told(packed))
+    for each in packed.bad[:_SHOWN]:
+        click.echo(f"     bad {each.path}: {each.reason}")
+    if len(packed.bad) > _SHOWN:
+        click.echo(f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})")
+
+
+def _told(packed: Packed) -> str:
+    parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
+    parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
+    parts += [f"{packed.empty:,} empty"] if packed.empty else []
+    parts += [f"{packed.left_out:,} files that are not images left out"] if packed.left_out else []
+    return "".join(f", {part}" for part in parts)
+
+
+def _images(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
+    from unisono.data.pack import ImageOptions, pack_image_rows, pack_images
+
+    names = ("resize", "center_crop", "quality", "encoding", "color", "tiles", "exif")
+    image = ImageOptions(**{name: options[name] for name in names if options[name] is not None})
+    if image.passes_through and options["exif"] is not None:
+        raise _refused(
+            "--exif or --no-exif with images passed through", "untouched bytes keep their EXIF", "leave it out"
+        )
+    if options["pass_through"] and not image.passes_through:
+        asked = ", ".join(f"--{name.replace('_', '-')}" for name in names[:5] if options[name] is not None)
+        raise _refused(f"--pass-through and {asked}", "bytes stay as they are, or pixels are made", "one of the two")
+    if options["image"] is not None or options["label"] is not None or options["base64"]:
+        listed = [name for name in _LISTED if options[name] is not None]
+        if options["image"] is None or options["label"] is None or listed:
+            raise _refused(
+                f"--image {options['image']}, --label {options['label']}" + "".join(f", --{name}" for name in listed),
+                "images of a table have an image field and a label field, and come one by one in the table's order",
+                "both, and --shard-size for several files",
+            )
+        rest = {name: options[name] for name in ("label", "base64", "workers")}
+        return pack_image_rows(source, target, image, field=options["image"], **rest, **common)
+    if options["shards"] and common["shard_bytes"]:
+        raise _refused("--shards and --shard-size", "one of them says where a file ends", "one of the two")
+    rest = {name: options[name] for name in ("root", "split", "shuffle", "workers")}
+    return pack_images(
+        source,
+        target,
+        image,
+        follow_links=bool(options["follow_links"]),
+        shards=options["shards"] or 1,
+        **rest,
+        **common,
+    )
+
+
+def _text(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
+    from unisono.data.pack import pack_text
+
+    if options["lines"] and options["text_column"]:
+        raise _refused("--lines and --text-column", "a document is a line, or a row's text", "one of the two")
+    if common["shard_bytes"] is None:
+        common = {"on_error": common["on_error"]}
+    return pack_text(
+        source,
+        target,
+        tokenizer=options["tokenizer"] or "bytes",
+        lines=bool(options["lines"]),
+        column=options["text_column"],
+        workers=options["workers"],
+        **common,
+    )
+
+
+def _rows(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
+    from unisono.data.pack import pack_rows
+
+    rest = {name: options[name] for name in ("columns", "payload", "base64", "arrays")}
+    return pack_rows(source, target, schema=_schema(options), **rest, **common)
+
+
+def _python(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
+    from unisono.data.pack import pack_function
+
+    schema = _schema(options)
+    if options["function"] is None or schema is None:
+        raise _refused(
+            "--kind python without --function or --schema", "both say what is packed", "--function MODULE:NAME"
+        )
+    if str(source) == "-" and options["workers"]:
+        raise _refused("--workers for a function without items", "it is one generator", "SOURCE with an item per line")
+    items = None if str(source) == "-" else source
+    return pack_function(options["function"], target, schema, items=items, workers=options["workers"], **common)
+
+
+_PACK: Final = {"images": _images, "text": _text, "rows": _rows, "python": _python}
+
+
+def _schema(options: Mapping[str, Any]) -> Layout | None:
+    from unisono.data.pack import Layout
+
+    return None if options["schema"] is None else Layout.parse(options["schema"])
+
+
+def _guess(source: Path, target: Path, function: str | None) -> str:
+    """What is clear by names alone. Raises DataError where nothing is."""
+    from unisono.data.formats import read_formats
+    from unisono.data.formats.names import format_of
+    from unisono.data.pack.listing import SUFFIXES
+
+    if function is not None:
+        return "python"
+    if target.suffix == ".bin":
+        return "text"
+    if source.suffix == ".lst":
+        return "images"
+    if source.is_dir():
+        suffixes = _suffixes(source)
+        if suffixes & SUFFIXES:
+            return "images"
+        if suffixes and suffixes <= _TEXT:
+            return "text"
+    elif format_of(source) in read_formats():
+        return "rows"
+    elif source.suffix in _TEXT:
+        return "text"
+    raise _refused(
+        f"{source}, of which it is not clear what it holds",
+        f"the kinds are {', '.join(KINDS)}",
+        "--kind, one of these",
+    )
+
+
+def _suffixes(folder: Path) -> set[str]:
+    found: set[str] = set()
+    seen = 0
+    for _, _, names in os.walk(folder):
+        found |= {Path(name).suffix.lower() for name in names if not name.startswith(".")}
+        seen += len(names)
+        if seen > _SEEN:
+            break
+    return found
+
+
+def _refused(given: str, rule: str, nearest: str) -> DataError:
+    return DataError(Problem(given=given, rule=rule, consequence="nothing was packed", nearest=nearest))

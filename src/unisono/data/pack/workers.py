@@ -1,0 +1,48 @@
+"""Inputs made into records in order, in this process or by worker commands; the result does not depend on which."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterable, Sequence
+
+import msgspec
+
+from unisono.data.framed import in_order
+from unisono.data.pack.work import Done, Maker
+from unisono.errors import Problem, UnisonoError
+
+_PER_WORKER = 64  # inputs for which a process more is worth its start
+
+
+def make_all(
+    inputs: Iterable[tuple[str, bytes]], make: Maker, arguments: Sequence[str], *, workers: int
+) -> Generator[tuple[str, Done]]:
+    """(name, what became of it) of each (name, request), in order. ``arguments`` make the same ``make`` in a process."""
+    if workers == 0:
+        for name, request in inputs:
+            yield name, make(request)
+        return
+    command = [sys.executable, "-m", "unisono.data.pack.work", *arguments]
+    for name, answer in in_order(inputs, command, workers=workers, ahead=4, ended=_ended):
+        yield name, msgspec.msgpack.decode(answer, type=Done)
+
+
+def worker_count(asked: int | None, inputs: int) -> int:
+    """As many as asked for, else one per core as far as there is work for them; one alone is this process itself."""
+    if asked is not None:
+        return asked
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, inputs // _PER_WORKER)
+    return workers if workers > 1 else 0
+
+
+def _ended(name: str, code: int) -> UnisonoError:
+    return UnisonoError(
+        Problem(
+            given=f"{name}: its packing process ended with exit code {code}",
+            rule="a worker runs until all inputs are packed; its own message, if any, is above",
+            consequence="packing stopped; finished shards are kept and not made again",
+            nearest="the same command again; -9 often means no memory: fewer --workers",
+        )
+    )
