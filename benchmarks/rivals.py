@@ -7,7 +7,7 @@ trains one block of steps when told to; the others are stopped by the kernel mea
 that rotates; ratios are taken within a round. Two sizes: ``demo`` is the demo's GPT, 128 wide, whose step is half small
 operators; ``wide`` is 768 wide, where matrix products decide; ``wider``, 1024, is run on request. Three parts:
 
-    same      fp32, one optimizer kernel, number of threads and the launcher's allocator settings for all
+    same      fp32, one optimizer kernel and number of threads for all; ours with what its launcher adds, as users start it
     default   what each gives when nobody sets anything; ours is what ``unisono train`` does in its launcher's environment
     launcher  the plain script with each thing that unisono sets by itself turned on alone
 
@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -36,7 +37,7 @@ from benchmarks.paired import ratio
 from benchmarks.workload import prepare
 
 from unisono.launch.options import LaunchOptions
-from unisono.launch.share import TUNED_ALLOCATOR, divide_host
+from unisono.launch.share import divide_host
 from unisono.parallel.device import computes_bf16
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,19 @@ ENVIRONMENTS = {
     "mindspore": ["mindspore==2.10.0", "numpy<2"],
     "mxnet": ["mxnet==1.9.1", "numpy<1.24", "opencv-python-headless==4.7.0.72"],
     "records": ["lmdb", "pyarrow", "numpy<2.5"],
+    # torch's DataLoader with each decoder, the two packages that need little more, and unisono with OpenCV
+    "loaders": [
+        "torch==2.13.0",
+        *("numpy", "pillow", "simplejpeg", "opencv-python-headless", "webdataset", "spdl"),
+        *("msgspec", "xxhash", "psutil", "click", "rich", "safetensors", "tomli-w"),
+    ],
+    "grain": ["grain", "array_record", "simplejpeg", "opencv-python-headless"],
+    "litdata": ["torch==2.13.0", "litdata", "simplejpeg", "opencv-python-headless"],
+    # the last release asks for this numpy
+    "streaming": ["torch==2.13.0", "numpy<2.2", "mosaicml-streaming==0.13.0", "simplejpeg", "opencv-python-headless<5"],
+    # needs the headers of OpenCV and libturbojpeg and a compiler; OpenCV without windows goes over the one that it asks for
+    "ffcv": ["torch==2.13.0", "numpy", "pillow", "ffcv", "opencv-python-headless"],
+    "megatron": ["torch==2.13.0", "megatron-core"],
 }
 LAUNCHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "GLIBC_TUNABLES")
 
@@ -80,9 +94,10 @@ def interpreter(environment: str, cache: Path) -> str:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if "torch==2.13.0" in wanted:
-            pip += ["-c", ROOT / "constraints.txt"]
+            if not any(requirement.startswith("numpy<") for requirement in wanted):
+                pip += ["-c", ROOT / "constraints.txt"]
             for requirement in wanted:
-                subprocess.run([*pip, requirement], check=True, stdout=sys.stderr)
+                subprocess.run([*pip, "torch==2.13.0", requirement], check=True, stdout=sys.stderr)
         else:
             subprocess.run([*pip, *wanted], check=True, stdout=sys.stderr)
         marker.write_text(json.dumps(wanted))
@@ -92,7 +107,9 @@ def interpreter(environment: str, cache: Path) -> str:
 class Worker:
     """A contestant's process. Stopped (SIGSTOP) but while it runs a block, so that no idle thread of it spins."""
 
-    def __init__(self, contestant: Contestant, cache: Path, folder: Path, workload: Path) -> None:
+    def __init__(
+        self, contestant: Contestant, cache: Path, folder: Path, workload: Path, *, timeout_s: float = 3600.0
+    ) -> None:
         self.contestant = contestant
         own = folder / contestant.name
         own.mkdir()
@@ -109,23 +126,49 @@ class Worker:
                 text=True,
                 env=environ,
                 cwd=own,
+                process_group=0,  # loaders' processes are stopped with it; should we be killed, the kernel hangs it up
             )
+        self._timeout_s = timeout_s
         self.blocks: list[dict[str, float]] = []
-        self.facts = self._answer()
-        self._process.send_signal(signal.SIGSTOP)
+        try:
+            self.facts = self._answer()
+        except (RuntimeError, TimeoutError):
+            self._end()
+            raise
+        self._signal(signal.SIGSTOP)
 
     def run(self, steps: int) -> dict[str, float]:
         """Train one block."""
         assert self._process.stdin is not None
-        self._process.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(f"run {steps}\n")
         self._process.stdin.flush()
         answer = self._answer()
-        self._process.send_signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
         return answer
+
+    def cpu_s(self) -> float:
+        """CPU time of all its processes so far, in steps of a clock tick; of those that ended, if they were waited for."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                fields = path.read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._process.pid:  # its process group
+                    ticks += sum(map(int, fields[11:15]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], self._timeout_s)[0]:
+            raise TimeoutError(f"{self.contestant.name}: no answer in {self._timeout_s:g} s")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self.contestant.name} ended:\n{self._log.read_text()[-3000:]}")
@@ -137,8 +180,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
 
 def race(
@@ -188,9 +230,9 @@ def rivals(arguments: argparse.Namespace, settings_of_size: list[str], *, same: 
     """All frameworks, on one footing or by default."""
     torch_settings = {"threads": arguments.threads if same else 0, "fused": True if same else None, "quiet": same}
     threads = {name: str(arguments.threads) for name in LAUNCHER_VARIABLES[:2]}
-    # the launcher's allocator settings for all: with glibc's own, page faults come and go with the luck of the heap's layout
-    environ = threads | TUNED_ALLOCATOR if same else {}
-    ours = environ if same else divide_host(LaunchOptions(), {}, busy_frac=0.0).environ()
+    # each in the environment its own way of starting gives; ours is the launcher's, whose parts are shown line by line
+    environ = threads if same else {}
+    ours = divide_host(LaunchOptions(), {}, busy_frac=0.0).environ()
     settings = {"threads": torch_settings["threads"], "synchronous": same}
     made = [
         Contestant(

@@ -150,6 +150,73 @@ def _tokens(result: dict[str, Any]) -> Iterator[Row]:
         yield name, f"{rate:g} million tokens/s ({low:g} to {high:g})", ""
 
 
+def _contest(outcome: dict[str, Any], rate: str, unit: str, prefix: str = "", target: str = "") -> Iterator[Row]:
+    """A line per contestant of ``benchmarks.data.contest``, and one per contestant that did not run."""
+    for name, row in outcome["contestants"].items():
+        value = f"{row[rate]:,} {unit}"
+        if "time_over_baseline" in row:
+            found = row["time_over_baseline"]
+            low, high = found["interval"]
+            value += (
+                f"; {1 / found['ratio']:.2f} ({1 / high:.2f} to {1 / low:.2f}) times the speed of {outcome['baseline']}"
+            )
+        if "cpu_over_baseline" in row:
+            value += f", {row['cpu_over_baseline']['ratio']:.2f} times its CPU time"
+        if row.get("unlike"):
+            value += f"; not like the others in {', '.join(row['unlike'])}"
+        if not row.get("same_records", True):
+            value += "; not the same records"
+        yield f"{prefix}{name}", value, target if name.startswith("unisono") else ""
+    for name, why in outcome["not_run"].items():
+        yield f"{prefix}{name}", f"did not run: {why.replace('|', '/')}", ""
+
+
+def _data_records(result: dict[str, Any]) -> Iterator[Row]:
+    for table, outcome in result.get("tables", {}).items():
+        yield from _contest(outcome, "records_per_s", "records/s", f"{table}: ")
+    if "open" in result:
+        found = result["open"]
+        for name, row in found["contestants"].items():
+            value = f"{row['fresh_ms']:,} ms in a fresh process, {row['again_ms']:,} ms again"
+            yield f"open {found['records']:,} records: {name}", value, ""
+        for name, why in found["not_run"].items():
+            yield f"open {found['records']:,} records: {name}", f"did not run: {why}", ""
+
+
+def _data_images(result: dict[str, Any]) -> Iterator[Row]:
+    yield from _contest(result, "images_per_s", "images/s", target="> best rival")
+
+
+def _data_tokens(result: dict[str, Any]) -> Iterator[Row]:
+    yield from _contest(result, "million_tokens_per_s", "million tokens/s")
+
+
+def _data_order(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["mixing"]["contestants"].items():
+        yield f"shards in a batch of 64, of 20: {name}", f"{row['shards_per_batch']}", ""
+    for name, worlds in result["resume"]["contestants"].items():
+        value = ", ".join(f"{world}: {row['repeated']} / {row['lost']}" for world, row in worlds.items())
+        yield f"repeated / lost after a resume on other ranks: {name}", value, "0 / 0" if name == "unisono" else ""
+    for name, kinds in result["damage"]["contestants"].items():
+        value = f"one bit: {kinds['bit']['verdict']}; cut short: {kinds['cut']['verdict']}"
+        yield f"damage: {name}", value, "never silent" if name.startswith("unisono") else ""
+    for part in ("mixing", "resume"):
+        for name, why in result[part]["not_run"].items():
+            yield f"{part}: {name}", f"did not run: {why}", ""
+
+
+def _data_loader(result: dict[str, Any]) -> Iterator[Row]:
+    yield from _contest(result["overhead"], "us_per_batch", "µs per batch", "overhead: ")
+    for name, row in result["first"]["contestants"].items():
+        yield f"first batch: {name}", f"{row['first_ms']:,} ms", ""
+    for name, row in result["memory"]["contestants"].items():
+        added = (row["after_bytes"] - row["before_bytes"]) / 2**20
+        yield f"memory added, 10^6 objects: {name}", f"{added:,.0f} MiB to {row['before_bytes'] / 2**20:,.0f}", ""
+    for name, row in result["tuning"]["contestants"].items():
+        value = f"{row['first_3_s']:,.0f} samples/s in the first three seconds, {row['last_3_s']:,.0f} in the last"
+        yield f"tuning, samples that are {name}", value, ""
+
+
 BENCHMARKS = (
     Benchmark(
         name="step_time",
@@ -163,14 +230,24 @@ BENCHMARKS = (
     Benchmark(
         name="rivals",
         title="The same GPT under other frameworks",
+        arguments=("--sizes", "demo", "--rounds", "21", "--steps", "4"),
         quick=("--rounds", "3"),
         text="Every contestant computes the same losses from the same batches, ready in memory for all but unisono, which "
         "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster. `same`: fp32, "
-        "fused kernel, threads and allocator settings. `demo` is the demo's GPT, 128 wide; `wide` is 768 wide. "
+        "fused kernel and threads; ours as its launcher starts it, theirs as theirs do. `demo` is the demo's GPT, 128 wide. "
         "`default`: nothing set; ours as `unisono train` runs it, with console, "
         "trackers and checkpoints. The launcher's lines are the plain script with one thing more, below 1 where it helps. The "
         "floor of `same` is the plain script: a framework cannot do less arithmetic. The launcher "
         "sets a short spin of waiting threads only where others use the host, which costs time where nobody does.",
+        rows=_rivals,
+    ),
+    Benchmark(
+        name="rivals_wide",
+        script="rivals",
+        title="The same GPT, 768 wide",
+        arguments=("--sizes", "wide", "--rounds", "9"),
+        quick=("--rounds", "3"),
+        text="As above, where matrix products decide.",
         rows=_rivals,
     ),
     Benchmark(
@@ -218,6 +295,51 @@ BENCHMARKS = (
         text="Batches of sequences from a memory-mapped token file beside the loops people write. The floor is the copy of the "
         "bytes.",
         rows=_tokens,
+    ),
+    Benchmark(
+        name="data_records",
+        script="data.records",
+        title="Records: formats of loaders",
+        quick=("--rounds", "1"),
+        text="The same payloads in every format, read in order and at random; a contestant that could not run says why. "
+        "Speeds are of the median block. Opening is that of a RecordIO file of ten million records.",
+        rows=_data_records,
+    ),
+    Benchmark(
+        name="data_images",
+        script="data.images",
+        title="Images to training batches",
+        quick=("--rounds", "1", "--steps", "8", "--photos", "640"),
+        text="JPEGs of 500x375 to RandomResizedCrop(224), flip and normalised float32 batches of 64 with two workers each. "
+        "Crops and flips of all were measured on their output and agree, or the line says so. `tiles` are lossless restart "
+        "markers, `packed` is re-encoded at a short side of 256, `cached` decoded in memory; the last word is what resizes.",
+        rows=_data_images,
+    ),
+    Benchmark(
+        name="data_tokens",
+        script="data.tokens",
+        title="Tokens to training batches",
+        quick=("--rounds", "1", "--steps", "20"),
+        text="Batches of 16 x 1,024 of 50 million uint16 tokens; the number is that of workers. The floor is one gather and one "
+        "conversion. `mask` adds weights, positions and documents, which the others do not give.",
+        rows=_data_tokens,
+    ),
+    Benchmark(
+        name="data_order",
+        script="data.order",
+        title="Mixing, resume, damage",
+        text="What loaders do with order and with damaged files; no times. Resume is by world size, after 37 of 156 steps on 2x4 "
+        "ranks. unisono's global batch stays; the others keep 8 samples a rank.",
+        rows=_data_order,
+    ),
+    Benchmark(
+        name="data_loader",
+        script="data.loader",
+        title="The loader itself",
+        quick=("--rounds", "1", "--steps", "100", "--tuning-s", "12"),
+        text="Batches of 64 of a data set that does nothing, so that only the loader is left; its first batch; memory with 8 "
+        "workers; what tuning gains when nothing is set.",
+        rows=_data_loader,
     ),
     Benchmark(
         name="order",

@@ -83,7 +83,9 @@ def windows(dataset: TokenWindows) -> Iterator[object]:
 
 
 def ours(dataset: TokenWindows, depth: int) -> Iterator[object]:
-    loader = Loader(dataset, seed=1, global_batch=BATCH, micro_batch=BATCH, options=LoaderOptions(workers=1 if depth else 0))
+    loader = Loader(
+        dataset, seed=1, global_batch=BATCH, micro_batch=BATCH, options=LoaderOptions(workers=1 if depth else 0)
+    )
     return loader.iterate(0, 10**9)
 
 
