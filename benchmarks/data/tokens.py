@@ -1,0 +1,94 @@
+"""Tokens per second to training batches, unisono beside every loader that could be installed. Prints JSON.
+
+    python -m benchmarks.data.tokens [--rounds 7] [--steps 200] [--only WORD,WORD] [--cache DIR]
+
+50 million uint16 tokens in the page cache; batches of 16 windows of 1,024 inputs and targets. Each contestant is a process;
+a block is ``--steps`` batches. unisono, as most, reads windows on a grid, whose floor is ``floor rows``; nanoGPT reads at any
+offset, ``floor offsets``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.data.contest import chosen, contest
+from benchmarks.rivals import Contestant
+
+from unisono.data import TokenWriter
+
+BATCH, LENGTH, TOKENS = 16, 1024, 50_000_000
+KINDS = {
+    "floor rows": "",
+    "floor offsets": "",
+    "unisono windows ignore": "",
+    "unisono windows mask": "",
+    "unisono loader ignore 0": "",
+    "unisono loader mask 0": "",
+    "unisono loader mask 1": "",
+    "torch 0": "",
+    "torch 2": "",
+    "nanogpt": "",
+    "litdata 0": "litdata",
+    "litdata 2": "litdata",
+    "mds local": "streaming",
+    "mds streaming": "streaming",
+    "mxnet": "mxnet",
+    "grain": "grain",
+    "mindspore": "mindspore",
+    "megatron 0": "megatron",
+    "megatron 2": "megatron",
+}
+
+
+def write(folder: Path, count: int) -> Path:
+    """Documents of 100 to 4,000 tokens, as one shard."""
+    rng = np.random.default_rng(0)
+    with TokenWriter(folder, "bench", vocab_size=50_257, end_of_document=50_256) as writer:
+        written = 0
+        while written < count:
+            size = int(rng.integers(100, 4000))
+            writer.add(rng.integers(0, 50_000, size), np.ones(size))
+            written += size + 1
+    (path,) = writer.paths
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=200, help="batches per block")
+    parser.add_argument("--only", default="", help="contestants whose names have one of these words")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
+        path = write(Path(folder), arguments.tokens)
+        contestants = [
+            Contestant(
+                name=name,
+                module="benchmarks.data.peers.tokens",
+                environment=home,
+                settings={"kind": name, "tokens": str(path)},
+            )
+            for name, home in KINDS.items()
+        ]
+        outcome: dict[str, Any] = contest(
+            chosen(contestants, arguments.only),
+            "unisono loader ignore 0",
+            rounds=arguments.rounds,
+            steps=arguments.steps,
+            cache=arguments.cache,
+        )
+    for row in outcome["contestants"].values():
+        del row["values"]
+        row["million_tokens_per_s"] = round(arguments.steps * BATCH * LENGTH / row["block_s"] / 1e6, 1)
+    print(json.dumps({**outcome, "rounds": arguments.rounds, "steps": arguments.steps}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
