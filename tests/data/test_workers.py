@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -414,3 +415,26 @@ def test_an_epoch_visits_each_sample_once(last_batch: str, kind: str) -> None:
                     seen += [x for x, w in zip(part["x"], weights, strict=True) if w]
             assert sorted(seen[:31]) == list(range(31))
             assert len(seen) == (35 if last_batch == "wrap" else 31)
+
+
+def test_torch_has_one_thread_in_a_worker_and_all_in_the_training() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def look(sample: Any, rng: np.random.Generator) -> Any:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        return sample
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with loader(samples.Rows(20), transform=look, workers=2) as one:
+            list(one.iterate(0, 3))
+            assert {threads for name, threads in seen if name == "unisono-loader"} == {1}
+            assert torch.get_num_threads() == 3
+            later: list[int] = []
+            other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert later == [3]
+    finally:
+        torch.set_num_threads(before)

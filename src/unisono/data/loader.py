@@ -324,6 +324,12 @@ class Loader:
         return StepBatch(step=step, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped)
 
 
+def _one_torch_thread() -> None:
+    """In a worker: the cores are for the workers, one each, not for all threads of torch in each worker."""
+    torch.get_num_threads()  # makes torch set up this thread, which it would do later, over what is set here
+    torch.set_num_threads(1)
+
+
 def wants_pinned(device: torch.device | None) -> bool:
     """Whether copies to it are faster from pinned memory."""
     return device is not None and device.type not in ("cpu", "mps", "meta")
@@ -353,8 +359,12 @@ class _Workers:
                 self._retired.append(self.pool)
             recipe = self._recipe
             make = (lambda: InThread(recipe)) if setting.kind == "thread" else (lambda: InProcess(recipe))
-            self.pool = Pool(make, self._finish)
+            self.pool = Pool(make, _one_torch_thread, self._finish)
+        threads = torch.get_num_threads()
         self.pool.resize(setting.workers)
+        torch.set_num_threads(
+            threads
+        )  # what the workers set for themselves is also what later threads would start with
         self.depth = max(prefetch_depth, setting.workers)
         self._setting = setting
 

@@ -16,7 +16,7 @@ finaliser); Lemire 2019 (scaling a hash to a range by multiplication).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -153,8 +153,16 @@ class Order:
 
 def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """The random stream of one sample in one epoch: counter-based (Philox), the same on any rank, after any resume."""
-    key = _fold(seed, _AUGMENT, np.array([epoch], np.uint64))
-    return np.random.Generator(np.random.Philox(key=np.array([key[0], sample], np.uint64)))
+    return next(sample_generators(seed, np.array([epoch]), np.array([sample])))
+
+
+def sample_generators(
+    seed: int, epochs: NDArray[np.int64], samples: NDArray[np.int64]
+) -> Iterator[np.random.Generator]:
+    """``sample_generator`` of each epoch and sample."""
+    keys = np.stack([_fold(seed, _AUGMENT, _words(epochs)), _words(samples)], axis=1)
+    for key in keys:
+        yield np.random.Generator(np.random.Philox(key=key))
 
 
 def pair_generator(seed: int, pair: int) -> np.random.Generator:

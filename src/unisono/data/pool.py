@@ -63,11 +63,14 @@ class Job:
 class Pool:
     """``resize(n)`` workers that take jobs in the order they were submitted; ``deliver`` is the last thing they do to a part.
 
-    Threads are daemons: none can hold up an exit.
+    ``begin`` is the first. Threads are daemons: none can hold up an exit.
     """
 
-    def __init__(self, make_maker: Callable[[], Maker], deliver: Callable[[Built], Any]) -> None:
-        self._make_maker, self._deliver = make_maker, deliver
+    def __init__(
+        self, make_maker: Callable[[], Maker], begin: Callable[[], None], deliver: Callable[[Built], Any]
+    ) -> None:
+        self._make_maker, self._begin, self._deliver = make_maker, begin, deliver
+        self._begun = threading.Semaphore(0)
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._makers: set[Maker] = set()
@@ -77,7 +80,7 @@ class Pool:
         self.size = 0
 
     def resize(self, size: int) -> None:
-        """Have ``size`` workers; those too many end after the job they are at."""
+        """Have ``size`` workers, all begun; those too many end after the job they are at."""
         for _ in range(size, self.size):
             self._jobs.put(None)
         for _ in range(self.size, size):
@@ -85,6 +88,7 @@ class Pool:
             thread = threading.Thread(target=self._work, name="unisono-loader", daemon=True)
             thread.start()
             self._threads.append(thread)
+            self._begun.acquire()
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self.size = size
 
@@ -115,6 +119,8 @@ class Pool:
 
     def _work(self) -> None:
         maker: Maker | None = None
+        self._begin()
+        self._begun.release()
         try:
             while (job := self._jobs.get()) is not None:
                 if self._closed or not job.future.set_running_or_notify_cancel():

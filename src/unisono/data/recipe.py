@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.dataset import Batch, Dataset, collate, named
-from unisono.data.order import pair_generator, sample_generator
+from unisono.data.order import pair_generator, sample_generator, sample_generators
 from unisono.errors import DataError, Problem, UnisonoError
 
 Ids = NDArray[np.int64]
@@ -30,6 +30,15 @@ class SeparateSamples(Protocol):
     """A data set that can give samples one by one, of different shapes, to be made alike by the transform."""
 
     def samples(self, indices: Ids) -> list[Batch]: ...
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A transform in two halves: ``finish`` of a batch of what ``begin`` gave is what calling it on each sample gives."""
+
+    def begin(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
+
+    def finish(self, batch: Batch, /) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,11 +95,22 @@ class Recipe:
     tolerant: bool = False
     weighs: bool = False
 
+    @property
+    def _halves(self) -> Splits | None:
+        """The transform in its two halves, where nothing has to see whole samples in between."""
+        return self.transform if self.pair is None and isinstance(self.transform, Splits) else None
+
+    @property
+    def _one(self) -> Transform | None:
+        """What is done to each sample by itself."""
+        halves = self._halves
+        return self.transform if halves is None else halves.begin
+
     def build(self, part: Part, watch: Watch) -> Built:
         """Raises DataError naming step and sample."""
         if part.count == 0:
             return Built(arrays={}, skipped=[])
-        separate = self.transform is not None or self.pair is not None or isinstance(self.dataset, SeparateSamples)
+        separate = self.transform is not None or self.pair is not None
         bad: dict[int, Exception] = {}
         watch.at(int(part.ids[0]))
         if separate:
@@ -100,9 +120,10 @@ class Recipe:
             batch = _attempt(part, lambda: collate(samples[: part.count], part.ids[: part.count].tolist()))
         else:
             batch = self._read_whole(part, bad, watch)
-        finish = self.finish
-        if finish is not None:
-            batch = _attempt(part, lambda: checked(finish(batch), part.count))
+        halves = self._halves
+        for finish in (None if halves is None else halves.finish, self.finish):
+            if finish is not None:
+                batch = _attempt(part, lambda finish=finish, batch=batch: checked(finish(batch), part.count))
         silent = part.filler.copy()
         rows_of_bad = [row for row in range(part.count) if int(part.ids[row]) in bad]
         silent[rows_of_bad] = True
@@ -119,11 +140,14 @@ class Recipe:
 
     def _one_by_one(self, part: Part, bad: dict[int, Exception], watch: Watch, error: Exception) -> list[Batch]:
         """Rows [1, …] after reading all together has failed, to name the bad ones or to go on without them."""
-
-        def read(sample: int) -> Batch:
-            return checked(self.dataset.read(np.array([sample])), 1)
-
-        rows = [self._guarded(int(sample), read, part, bad, watch) for sample in part.ids]
+        rows: list[Batch] = []
+        for row, sample in enumerate(part.ids.tolist()):
+            watch.at(sample)
+            try:
+                rows.append(checked(self.dataset.read(part.ids[row : row + 1]), 1))
+            except Exception as own:
+                instead = self._instead(sample, int(part.visits[row]), part, own, bad)
+                rows.append({name: array[None] for name, array in instead.items()})
         if not bad:
             raise unreadable(part, None, error) from error
         return rows
@@ -131,43 +155,40 @@ class Recipe:
     def _samples(self, part: Part, bad: dict[int, Exception], watch: Watch) -> list[Batch]:
         try:
             raw = self._raw(part.ids)
-        except Exception:
-            raw = None  # some sample is bad: reading each by itself tells which
+        except Exception:  # some sample is bad: reading each by itself tells which
+            raw = None
+        one = self._one
         samples: list[Batch] = []
-        for row, (sample, visit) in enumerate(zip(part.ids.tolist(), part.visits.tolist(), strict=True)):
-
-            def make(number: int, row: int = row, visit: int = visit) -> Batch:
-                whole = raw[row] if raw is not None and number == part.ids[row] else self._raw(np.array([number]))[0]
-                if self.transform is None:
-                    return whole
-                return named(self.transform(whole, sample_generator(self.seed, visit, number)))
-
-            samples.append(self._guarded(sample, make, part, bad, watch))
+        rngs = sample_generators(self.seed, part.visits, part.ids)
+        for row, (sample, rng) in enumerate(zip(part.ids.tolist(), rngs, strict=True)):
+            watch.at(sample)
+            try:
+                whole = self._raw(part.ids[row : row + 1])[0] if raw is None else raw[row]
+                samples.append(whole if one is None else named(one(whole, rng)))
+            except Exception as error:
+                samples.append(self._instead(sample, int(part.visits[row]), part, error, bad))
         return samples
+
+    def _instead(self, sample: int, visit: int, part: Part, error: Exception, bad: dict[int, Exception]) -> Batch:
+        """In place of a bad sample the first one after it that is not; raises DataError where none may be bad."""
+        if not self.tolerant:
+            raise unreadable(part, sample, error) from error
+        bad[sample] = error
+        size = len(self.dataset)
+        for other in range(sample + 1, sample + 1 + min(_SUBSTITUTES, size - 1)):
+            try:
+                whole = self._raw(np.array([other % size]))[0]
+                rng = sample_generator(self.seed, visit, other % size)
+                return whole if self._one is None else named(self._one(whole, rng))
+            except Exception:  # the error worth telling is that of the sample asked for
+                continue
+        raise unreadable(part, sample, error) from error
 
     def _raw(self, ids: Ids) -> list[Batch]:
         if isinstance(self.dataset, SeparateSamples):
             return self.dataset.samples(ids)
         batch = checked(self.dataset.read(ids), ids.size)
         return [{name: array[row] for name, array in batch.items()} for row in range(ids.size)]
-
-    def _guarded(
-        self, sample: int, make: Callable[[int], Batch], part: Part, bad: dict[int, Exception], watch: Watch
-    ) -> Batch:
-        """``make(sample)``; where it fails and that is allowed, the first sample after it for which it does not."""
-        watch.at(sample)
-        try:
-            return make(sample)
-        except Exception as error:
-            if not self.tolerant:
-                raise unreadable(part, sample, error) from error
-            bad[sample] = error
-        for substitute in range(sample + 1, sample + 1 + min(_SUBSTITUTES, len(self.dataset) - 1)):
-            try:
-                return make(substitute % len(self.dataset))
-            except Exception:  # the error worth telling is that of the sample asked for
-                continue
-        raise unreadable(part, sample, bad[sample]) from bad[sample]
 
     def _paired(self, samples: list[Batch], part: Part, watch: Watch) -> list[Batch]:
         assert self.pair is not None

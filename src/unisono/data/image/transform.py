@@ -21,7 +21,6 @@ from unisono.data.image.tiles import Box, TileGrid, decode_region, tile_grid
 from unisono.errors import DataError, ExtraError, Problem
 
 DRAWS_NAME: Final = "image_draws"
-_UNSPLIT: Final = 1 << 15  # elements up to which torch works in the calling thread (at::internal::GRAIN_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +43,29 @@ class ImageTransform:
     pixels_on: Literal["host", "device"] = "host"
 
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
-        rng = np.random.default_rng(0) if rng is None else rng
+        begun = self.begin(sample, np.random.default_rng(0) if rng is None else rng)
+        if self.pixels_on == "device":
+            return begun
+        done = self.finish({"image": begun["image"][None], DRAWS_NAME: begun.pop(DRAWS_NAME)[None]})
+        return {**begun, "image": done["image"][0]}
+
+    def begin(self, sample: Batch, rng: np.random.Generator) -> Batch:
+        """Crop and resize: ``image`` uint8 [H, W, C], and ``image_draws`` float32 [12] for the rest."""
         if "image" not in sample:
             raise _no_image(f"a sample of {sorted(sample)}")
         rest = {name: value for name, value in sample.items() if name not in ("image", "tiles")}
         pixels, drawn = _cropped(sample["image"], sample.get("tiles"), self.augment, rng)
-        image = resize(pixels, self.augment.size, self.augment.resize)
+        return {**rest, "image": resize(pixels, self.augment.size, self.augment.resize), DRAWS_NAME: drawn}
+
+    def finish(self, batch: Batch) -> Batch:
+        """The rest, for all rows of a batch of what ``begin`` gave; a loader does it so, into one array."""
         if self.pixels_on == "device":
-            return {**rest, "image": image, DRAWS_NAME: drawn}
+            return batch
+        images, draws = batch["image"], batch[DRAWS_NAME]
+        rest = {name: value for name, value in batch.items() if name not in ("image", DRAWS_NAME)}
         if self.augment.rotate or self.augment.jitter is not None:
-            done = on_device(torch.from_numpy(image)[None], torch.from_numpy(drawn)[None], self.augment)
-            return {**rest, "image": done[0].numpy()}
-        return {**rest, "image": _finished(image, drawn, self.augment)}
+            return {**rest, "image": on_device(torch.from_numpy(images), torch.from_numpy(draws), self.augment).numpy()}
+        return {**rest, "image": _finished(images, draws, self.augment)}
 
 
 def resize(pixels: Pixels, size: tuple[int, int], by: Literal["torch", "opencv"]) -> Pixels:
@@ -108,40 +118,29 @@ def _cropped(
     return pixels, drawn
 
 
-def _finished(image: Pixels, drawn: NDArray[np.float32], augment: Augment) -> Pixels | NDArray[np.float32]:
-    """What ``on_device`` does, for an image that is only flipped, normalised and erased.
-
-    Torch would split these few microseconds over its threads, and each of several loader threads wait for all of them.
-    """
-    values = dict(zip(DRAWN, cast("list[float]", drawn.tolist()), strict=True))
-    height, width, channels = image.shape
-    if values["flip_vertical"]:
-        image = np.ascontiguousarray(image[::-1])
-    if augment.mean is not None and augment.std is not None:
-        mean, std = (np.array(numbers, np.float32)[:, None, None] for numbers in (augment.mean, augment.std))
-        done = np.empty((channels, height, width), np.float32)
-        np.copyto(done, (image[:, ::-1] if values["flip"] else image).transpose(2, 0, 1))
-        done *= 1 / (255 * std)
-        done -= mean / std
-        places = done.transpose(1, 2, 0)  # as [H, W, C]
-    else:
-        done = places = _mirrored(image) if values["flip"] else image
-    if values["erase_height"]:
-        top, left = round(values["erase_top"] * height), round(values["erase_left"] * width)
-        bottom, right = top + round(values["erase_height"] * height), left + round(values["erase_width"] * width)
-        places[top:bottom, left:right] = 0
+def _finished(images: Pixels, draws: NDArray[np.float32], augment: Augment) -> NDArray[Any]:
+    """What ``on_device`` does, for images [N, H, W, C] that are only flipped, normalised and erased: image by image, each in
+    the cache while it is worked on, into one array."""
+    count, height, width, channels = images.shape
+    normalised = augment.mean is not None and augment.std is not None
+    shape = (count, channels, height, width) if normalised else images.shape
+    done = np.empty(shape, np.float32 if normalised else np.uint8)
+    mean, std = (np.array(numbers or (), np.float32)[:, None, None] for numbers in (augment.mean, augment.std))
+    for image, drawn, out in zip(images, draws.tolist(), done, strict=True):
+        values = dict(zip(DRAWN, cast("list[float]", drawn), strict=True))
+        if normalised:
+            turned = image[:: -1 if values["flip_vertical"] else 1, :: -1 if values["flip"] else 1]
+            np.copyto(out, turned.transpose(2, 0, 1))
+            out *= 1 / (255 * std)
+            out -= mean / std
+        else:  # by torch, which mirrors bytes ten times as fast as numpy
+            sides = [side for side, name in enumerate(("flip_vertical", "flip")) if values[name]]
+            torch.from_numpy(out).copy_(torch.from_numpy(image).flip(sides))
+        if values["erase_height"]:
+            top, left = round(values["erase_top"] * height), round(values["erase_left"] * width)
+            bottom, right = top + round(values["erase_height"] * height), left + round(values["erase_width"] * width)
+            (out.transpose(1, 2, 0) if normalised else out)[top:bottom, left:right] = 0
     return done
-
-
-def _mirrored(image: Pixels) -> Pixels:
-    """Left for right by torch, which is ten times as fast as numpy, in parts so small that it does not split them."""
-    if torch.get_num_threads() == 1:
-        return torch.from_numpy(image).flip(1).numpy()
-    mirrored = torch.empty(image.shape, dtype=torch.uint8)
-    rows = max(1, _UNSPLIT // image[0].size)
-    for source, target in zip(torch.from_numpy(image).split(rows), mirrored.split(rows), strict=True):
-        target.copy_(source.flip(1))
-    return mirrored.numpy()
 
 
 def _inside(pixels: Pixels, box: Box) -> Pixels:
