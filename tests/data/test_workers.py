@@ -294,7 +294,8 @@ def test_a_full_dev_shm_is_no_obstacle() -> None:
     with loader(samples.Rows(40), worker_kind="process", workers=2) as one:
         next(one.iterate(0, 4))
         assert set(os.listdir("/dev/shm")) == before
-        child = psutil.Process().children()[0]
+        # an earlier test's child may have ended and not been waited for yet
+        child = next(each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE)
         mapped = {m.path for m in child.memory_maps()}
         assert any("memfd:unisono-loader" in path for path in mapped)
         assert not any(path.startswith("/dev/shm/") for path in mapped)

@@ -78,10 +78,10 @@ class Loader:
 
     Everything is shuffled once per epoch, or with ``shuffle=False`` comes in the data set's own order, unless the data set
     brings an order (``mixture``, ``weighted``, ``bucketed``). ``transform(sample, rng)`` gets one sample (arrays without batch
-    dim) and a generator keyed by seed, epoch and sample id; ``pair(a, b, rng)`` two neighbours of the global batch (mixup);
-    ``finish(batch)`` all rows of a micro-batch. ``shuffle_block`` > 0 keeps that many neighbours together, for storage that is
-    slow at random. At least ``prefetch_depth`` steps are made ready ahead; 0 is none. ``device``: where this is an accelerator
-    with host memory of its own, batches are pinned for it.
+    dim) and a generator, its own during the call, keyed by seed, epoch and sample id; ``pair(a, b, rng)`` two neighbours of the
+    global batch (mixup); ``finish(batch)`` all rows of a micro-batch. ``shuffle_block`` > 0 keeps that many neighbours together,
+    for storage that is slow at random. At least ``prefetch_depth`` steps are made ready ahead; 0 is none. ``device``: where this
+    is an accelerator with host memory of its own, batches are pinned for it.
 
     With ``last_batch`` pad or ``max_bad_frac`` above 0 each batch has ``weights``, 0 where a row must not count; the objectives
     of ``train`` respect it, one's own must. Workers live until ``close()`` or until the loader is forgotten.

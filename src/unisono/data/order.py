@@ -159,10 +159,16 @@ def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
 def sample_generators(
     seed: int, epochs: NDArray[np.int64], samples: NDArray[np.int64]
 ) -> Iterator[np.random.Generator]:
-    """``sample_generator`` of each epoch and sample."""
+    """``sample_generator`` of each epoch and sample; each is good until the next is asked for, which is the same one, keyed anew
+    (making one takes six times as long)."""
     keys = np.stack([_fold(seed, _AUGMENT, _words(epochs)), _words(samples)], axis=1)
+    bits = np.random.Philox(key=0)
+    generator = np.random.Generator(bits)
+    start = bits.state
     for key in keys:
-        yield np.random.Generator(np.random.Philox(key=key))
+        start["state"]["key"] = key
+        bits.state = start
+        yield generator
 
 
 def pair_generator(seed: int, pair: int) -> np.random.Generator:

@@ -18,6 +18,7 @@ from unisono.data.image.decoding import Pixels, decode
 from unisono.data.image.jpeg import is_jpeg, read_header, view
 from unisono.data.image.pixels import on_device
 from unisono.data.image.tiles import Box, TileGrid, decode_region, tile_grid
+from unisono.data.recycle import empty
 from unisono.errors import DataError, ExtraError, Problem
 
 DRAWS_NAME: Final = "image_draws"
@@ -124,7 +125,7 @@ def _finished(images: Pixels, draws: NDArray[np.float32], augment: Augment) -> N
     count, height, width, channels = images.shape
     normalised = augment.mean is not None and augment.std is not None
     shape = (count, channels, height, width) if normalised else images.shape
-    done = np.empty(shape, np.float32 if normalised else np.uint8)
+    done = empty(shape, np.float32 if normalised else np.uint8)
     mean, std = (np.array(numbers or (), np.float32)[:, None, None] for numbers in (augment.mean, augment.std))
     for image, drawn, out in zip(images, draws.tolist(), done, strict=True):
         values = dict(zip(DRAWN, cast("list[float]", drawn), strict=True))
