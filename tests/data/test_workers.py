@@ -241,9 +241,9 @@ def test_tuning_starts_wrong_and_ends_right() -> None:
     ) as one:
         for _ in one.iterate(0, 1500):
             time.sleep(0.002)
-            if one._tuner.setting.workers >= 2:
+            if one.setting.workers >= 2:
                 return
-    raise AssertionError(f"still {one._tuner.setting}")
+    raise AssertionError(f"still {one.setting}")
 
 
 def test_profiling_is_left_alone() -> None:

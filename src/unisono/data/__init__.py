@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.data.baseline import bigram_bits_per_byte as bigram_bits_per_byte
+    from unisono.data.cache import cached as cached
     from unisono.data.compose import balancing_weights as balancing_weights
     from unisono.data.compose import bucketed as bucketed
+    from unisono.data.compose import mapped as mapped
     from unisono.data.compose import mixture as mixture
     from unisono.data.compose import weighted as weighted
     from unisono.data.dataset import Dataset as Dataset
@@ -55,11 +57,13 @@ _HOMES = {
     "balancing_weights": "compose",
     "bigram_bits_per_byte": "baseline",
     "bucketed": "compose",
+    "cached": "cache",
     "check_vocab": "tokenizer",
     "eval_batches": "loader",
     "from_map_style": "dataset",
     "load_synonyms": "text_augment",
     "load_tokenizer": "tokenizer",
+    "mapped": "compose",
     "mixture": "compose",
     "open_tokens": "tokens",
     "pack_tokens": "packing",

@@ -153,6 +153,11 @@ class Loader:
         self._workers: _Workers | None = None
         self._delivered = self._skipped = self._next_step = 0
 
+    @property
+    def setting(self) -> Setting:
+        """The kind and number of workers in use now; with ``workers=-1`` what tuning has come to."""
+        return self._tuner.setting
+
     def sample_ids(self, step: int) -> Ids:
         """This rank's samples of a step, in order; computed, nothing is read."""
         drawn = self._drawn(step)
