@@ -69,7 +69,9 @@ def read(arguments: argparse.Namespace) -> dict[str, Any]:
             rows = outcome["contestants"]
             right = rows["limit"]["values"] if "limit" in rows else None
             for row in rows.values():
-                row["same_records"] = row.pop("values") == right
+                values = row.pop("values")
+                if right is not None:  # nothing to compare with where --only leaves the limit out
+                    row["same_records"] = values == right
                 row["records_per_s"] = round(settings["count"] / row["block_s"])
                 row["mb_per_s"] = round(settings["bytes"] * settings["count"] / row["block_s"] / 1e6)
             tables[f"{size}, {mode}"] = outcome

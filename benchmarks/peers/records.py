@@ -127,10 +127,11 @@ KINDS: dict[str, Callable[[Path, dict[str, Any]], Read]] = {
 }
 
 
-def main() -> None:
+def serve(kinds: dict[str, Callable[[Path, dict[str, Any]], Read]]) -> None:
+    """One pass over all records per block, by the kind that the settings name."""
     gate = Gate()
     settings = json.loads(sys.argv[1])
-    read = KINDS[settings["kind"].split()[0]](Path(settings["folder"]), settings)
+    read = kinds[settings["kind"].split()[0]](Path(settings["folder"]), settings)
     rng = np.random.default_rng(1)
     numbers = list(range(settings["count"]))
     gate.open()
@@ -150,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(KINDS)

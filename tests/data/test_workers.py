@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -128,6 +131,43 @@ def test_what_a_process_cannot_import_is_refused_at_once() -> None:
     assert "they are pickled to reach a process" in text
     assert "no worker process was started" in text
     assert "define what is passed at the top of a module" in text
+
+
+def test_what_a_process_cannot_load_is_told() -> None:
+    with loader(samples.Unloadable(40), worker_kind="process") as one, pytest.raises(DataError) as caught:
+        next(one.iterate(0, 1))
+    assert str(caught.value) == (
+        "data set or transform: FileNotFoundError: no such file there\n"
+        "  rule: a worker process must be able to load them\n"
+        "  so:   no worker process was started\n"
+        "  try:  define what is passed at the top of a module, not in a function; or loader.worker_kind thread"
+    )
+
+
+def test_what_the_program_itself_defines_is_refused_and_its_name_in_data_is_not(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path[:0] = {sys.path!r}\n"
+        "import samples\n"
+        "from unisono.data import Loader, LoaderOptions, from_map_style\n"
+        "def own(sample, rng):\n"
+        "    return sample\n"
+        "rows = [{'x': i, 'text': list(b'if __name__ == \"__main__\":')} for i in range(8)]\n"
+        "for transform in (samples.noise, own):\n"
+        "    options = LoaderOptions(worker_kind='process', workers=1)\n"
+        "    with Loader(from_map_style(rows), seed=0, global_batch=4, transform=transform, options=options) as one:\n"
+        "        try:\n"
+        "            print(sorted(next(iter(one))))\n"
+        "        except Exception as error:\n"
+        "            print(error)\n"
+    )
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.splitlines()[:3] == [
+        "['noise', 'text', 'x']",
+        "own, which is defined in the program itself",
+        "  rule: a worker process imports modules and never runs the program again",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
@@ -302,10 +342,6 @@ def test_a_full_dev_shm_is_no_obstacle() -> None:
 
 
 def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    import signal
-    import subprocess
-    import sys
-
     program = tmp_path / "program.py"
     program.write_text(
         "import sys, os, time\n"

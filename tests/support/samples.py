@@ -57,3 +57,14 @@ def doubled(batch: Batch) -> Batch:
 def process_id(sample: Batch, rng: np.random.Generator) -> Batch:
     """Which process made it."""
     return {**sample, "process": np.array(os.getpid())}
+
+
+class Unloadable(Rows):
+    """Pickled without complaint, and not to be had on the other side."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return _fail, ("no such file there",)
+
+
+def _fail(why: str) -> object:
+    raise FileNotFoundError(why)

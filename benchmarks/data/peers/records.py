@@ -5,16 +5,13 @@ As ``benchmarks.peers.records``, with the same payloads; a step is one pass, and
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from benchmarks.data.peers.stubs import without_torchvision
-from benchmarks.peers.gate import Gate
-from benchmarks.peers.records import Read, payloads
+from benchmarks.peers.records import Read, payloads, serve
 
 
 def mindspore(folder: Path, settings: dict[str, Any]) -> Read:
@@ -122,19 +119,5 @@ KINDS: dict[str, Callable[[Path, dict[str, Any]], Read]] = {
 }
 
 
-def main() -> None:
-    gate = Gate()
-    settings = json.loads(sys.argv[1])
-    read = KINDS[settings["kind"].split()[0]](Path(settings["folder"]), settings)
-    rng = np.random.default_rng(1)
-    numbers = list(range(settings["count"]))
-    gate.open()
-    while True:
-        if settings["mode"] == "random":
-            numbers = rng.permutation(settings["count"]).tolist()
-        found = sum(len(payload) for payload in read(numbers))
-        gate.step_done(lambda value=found: float(value))
-
-
 if __name__ == "__main__":
-    main()
+    serve(KINDS)

@@ -18,7 +18,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from io import BytesIO
 from multiprocessing.connection import Connection, Pipe
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,12 @@ class InProcess:
                 child.kill()
         ours.send_bytes(json.dumps(sys.path).encode())
         ours.send_bytes(recipe)
+        answer = json.loads(ours.recv_bytes())
+        if "error" in answer:
+            self._end_child()
+            raise _cannot_start(
+                f"data set or transform: {answer['error']['what']}", "a worker process must be able to load them"
+            )
         return ours
 
     def _end_child(self) -> str:
@@ -117,29 +125,58 @@ class InProcess:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
+class _Importable(pickle.Pickler):
+    """Refuses what is defined in the parent's program, which the child never runs."""
+
+    def reducer_override(self, obj: Any, /) -> Any:
+        if isinstance(obj, type | FunctionType) and obj.__module__ == "__main__":
+            raise _cannot_start(
+                f"{obj.__qualname__}, which is defined in the program itself",
+                "a worker process imports modules and never runs the program again",
+            )
+        return NotImplemented
+
+
 def pickled(recipe: Recipe) -> bytes:
-    """``recipe`` as another process can read it. Raises DataError for what it cannot find there."""
+    """``recipe`` as another process can read it. Raises DataError for what it cannot find there.
+
+    Pickle, because a data set and its transforms are arbitrary Python objects of the user's: they reach another process by pickle
+    or by a fork, and a fork after threads may hang (docs/adr/0005). Nothing from a file or another machine comes this way.
+    """
+    raw = BytesIO()
     try:
-        raw = pickle.dumps(recipe)
+        _Importable(raw).dump(recipe)  # the user's own objects, for our own child only
+    except DataError:
+        raise
     except Exception as error:  # pickle raises what the objects' own code raises
         raise _cannot_start(f"data set or transform: {error}", "they are pickled to reach a process") from error
-    if b"__main__" in raw:
-        raise _cannot_start(
-            "a data set or transform that is defined in the program itself",
-            "a worker process imports modules and never runs the program again",
-        )
-    return raw
+    return raw.getvalue()
+
+
+def _received(raw: bytes) -> Recipe:
+    """The inverse of ``pickled``, in the child.
+
+    Unpickling runs code of the sender's choosing. Here the sender can only be the parent, which started this process: the other
+    end of the socket pair was made by it and given to nobody, and it has no name or address.
+    """
+    return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a pipe nobody else has
 
 
 def serve(pipe_handle: int, memory: int) -> None:
-    """The child: one part after the other until the parent is gone."""
+    """The child: one part after the other until the parent is gone. Its first answer says whether it has the recipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
     pipe = Connection(pipe_handle)
     try:
         sys.path[:] = json.loads(pipe.recv_bytes())
-        recipe: Recipe = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent, over a pipe nobody else has
+        raw = pipe.recv_bytes()
     except EOFError:
         return
+    try:
+        recipe = _received(raw)
+    except Exception as error:  # an import that fails, say: what it raises is the user's code's
+        pipe.send_bytes(json.dumps({"error": _as_text(error)}).encode())
+        return
+    pipe.send_bytes(json.dumps({}).encode())
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)  # the cores are for the workers, one each
     watch = _SharedWatch(mmap.mmap(memory, _HEADER_BYTES))
