@@ -17,48 +17,20 @@ from unisono.models.loss import Head
 from unisono.models.options import ModelOptions
 
 LOSS_CHUNK = 1024  # rows of logits that exist at once
-WRITTEN_OUT_TOKENS = 512  # of attention scores: 0.5 MB a head in bf16
-
-
-def as_computed(x: Tensor) -> Tensor:
-    """``x`` in the dtype that autocast multiplies in: cast once, where each of several matrices would cast it again."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def rotary_angles(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., T, E/2] of position · theta^(−2i/E) (Su et al. 2021, half-split form)."""
+    """cos and sin [..., T, E] of position · theta^(−2i/E), each frequency twice (Su et al. 2021, half-split form)."""
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
     angles = positions[..., None].float() * theta**-exponent  # [..., T, E/2]
+    angles = torch.cat([angles, angles], dim=-1)  # [..., T, E]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + E/2]) of x [B, heads, T, E] by its angle; float32 inside, x's dtype outside."""
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √E) v: q [B, H, T, E], k and v [B, K, T, E], mask as in ``Attention`` → [B, H, T, E].
-
-    torch's fused kernel never holds the scores. On a CPU in bf16 its backward pass takes twice the time of the two products and
-    a softmax written out, so short sequences, whose scores are small, are written out there.
-    """
-    groups = q.shape[1] // k.shape[1]
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= WRITTEN_OUT_TOKENS:
-        shape = (*k.shape[:2], groups, *q.shape[2:])  # [B, K, G, T, E]: k and v are shared by the heads of a group
-        if mask is None:
-            mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-        q = (q * q.shape[-1] ** -0.5).view(shape).flatten(2, 3)  # [B, K, G·T, E]
-        scores = (q @ k.mT).view(*shape[:-1], -1)  # [B, K, G, T, T]
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
-        # float32: a softmax in bf16 costs 0.1 nats of the demo's loss after 100 steps
-        chances = (scores.float() + bias.unsqueeze(-3)).softmax(-1).to(q.dtype)
-        return (chances.flatten(2, 3) @ v).view(shape).flatten(1, 2)
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # [B, H, T, E]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -74,11 +46,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """x [B, T, D]; mask [B, 1, T, T] true where a query may look, or None for plain causal."""
-        x = as_computed(x)
         q = self.q(x).unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, E]
         k = self.k(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)  # [B, K, T, E]
         v = self.v(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)  # [B, K, T, E]
-        mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)  # [B, H, T, E]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.kv_heads != self.heads:
+            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [B, H, T, E]
+            v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, E]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
 
 
@@ -93,7 +68,6 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] → [B, T, D]."""
-        x = as_computed(x)
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
