@@ -1,21 +1,21 @@
 """What a checkpoint costs a training run: extra wall time until it is committed, beside torch.distributed.checkpoint.
 
-    python benchmarks/checkpoint_stall.py [--rounds 15] [--folder DIR]
+    python -m benchmarks.checkpoint_stall [--rounds 15] [--kinds async,dcp] [--folder DIR]
 
 One process trains a small transformer on two threads; its state is fp32 parameters and Adam moments, about 390 MB. A
 window is a fixed number of steps, with a save before the first, and ends when the checkpoint is durable and the one
 before is deleted. It is long enough for the background thread, which runs at the lowest priority, to be done by
-itself. Kinds of windows, interleaved, in another order each round:
+itself, and no longer: what other machines' work adds to a window grows with its length. Kinds of windows, with a plain
+one between any two, in another order each round; a kind that is named more often gets more windows:
 
-    plain        no save
     async        Checkpointer.save as the Trainer calls it: copies, and writes while the steps go on
     sync         Checkpointer.save with asynchronous=False
     dcp          torch.distributed.checkpoint.save
     dcp_async    torch.distributed.checkpoint.async_save
 
-Every window of a save has a plain one before and behind it; its extra time is the difference to their mean. The three
-count only if other processes took less than 5 % of the machine meanwhile, otherwise they are repeated.
-Medians over rounds. ``extra_cpu_s`` is processor time of this process, all threads.
+A window's extra time is the difference to the mean of the plain ones before and behind it. The three count only if other
+processes took less than 5 % of the machine meanwhile. Medians and their 95 % intervals from order statistics.
+``extra_cpu_s`` is processor time of this process, all threads.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from benchmarks.paired import median_interval
 from torch import Tensor, nn
 
 from unisono.dist import JobSpec, World
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 
 WIDTH, DEPTH, VOCABULARY, SEQ_LEN, NUM_HEADS = 512, 10, 1024, 256, 8
-STEPS_PER_WINDOW = 5
+STEPS_PER_WINDOW = 7
 
 
 class Block(nn.Module):
@@ -169,30 +170,38 @@ def _machine_cpu_s() -> float:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(training: Training, saves: Saves, kind: str, *, tries: int, others_frac: float) -> dict[str, float] | None:
-    """One window of ``kind`` between two plain ones, undisturbed; None if the machine is never quiet."""
-    for _ in range(tries):
-        before, found, behind = (window(training, saves, each) for each in ("plain", kind, "plain"))
-        if max(each["others_frac"] for each in (before, found, behind)) <= others_frac:
-            plain = {key: (before[key] + behind[key]) / 2 for key in before}
-            return found | {
-                "extra_s": found["wall_s"] - plain["wall_s"],
-                "extra_cpu_s": found["cpu_s"] - plain["cpu_s"],
-                "plain_step_s": plain["wall_s"] / STEPS_PER_WINDOW,
-            }
-        time.sleep(1)
-    return None
+def extra_of_windows(
+    training: Training, saves: Saves, kinds: list[str], *, rounds: int, others_frac: float
+) -> dict[str, list[dict[str, float]]]:
+    """Windows of each kind that nobody disturbed, with what they took beyond their plain neighbours."""
+    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+    before = window(training, saves, "plain")
+    for number in range(rounds):
+        shift = number % len(kinds)
+        for kind in kinds[shift:] + kinds[:shift]:
+            found, behind = window(training, saves, kind), window(training, saves, "plain")
+            if max(each["others_frac"] for each in (before, found, behind)) <= others_frac:
+                plain = {key: (before[key] + behind[key]) / 2 for key in before}
+                runs[kind].append(
+                    found
+                    | {
+                        "extra_s": found["wall_s"] - plain["wall_s"],
+                        "extra_cpu_s": found["cpu_s"] - plain["cpu_s"],
+                        "plain_step_s": plain["wall_s"] / STEPS_PER_WINDOW,
+                    }
+                )
+            before = behind
+    return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tries", type=int, default=20, help="how often a disturbed window is repeated")
     parser.add_argument("--others-frac", type=float, default=0.05, help="share of the machine others may take")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary folder if not given")
-    parser.add_argument("--kinds", default="async,sync,dcp,dcp_async")
+    parser.add_argument("--kinds", default="async,async,async,async,async,dcp")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", module="torch.distributed")
     torch.set_num_threads(arguments.threads)
@@ -200,16 +209,11 @@ def main() -> None:
     training.step()
     state_bytes = sum(tensor.nbytes for tensor in training.state().values())
     kinds = arguments.kinds.split(",")
-    runs: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="unisono-bench-") as folder:
         saves = Saves(training, Path(folder))
-        for kind in kinds:
+        for kind in dict.fromkeys(kinds):
             window(training, saves, kind)  # first touch of buffers and files
-        for number in range(arguments.rounds):
-            for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
-                found = measured(training, saves, kind, tries=arguments.tries, others_frac=arguments.others_frac)
-                if found is not None:
-                    runs[kind].append(found)
+        runs = extra_of_windows(training, saves, kinds, rounds=arguments.rounds, others_frac=arguments.others_frac)
         saves.close()
         failed = [event for event in saves.events if event["kind"] != "checkpoint_saved"]
         assert not failed, failed
@@ -224,12 +228,12 @@ def _report(
     kinds: dict[str, Any] = {}
     for kind, found in runs.items():
         if len(found) >= 2:
-            low, _, high = statistics.quantiles((run["extra_s"] for run in found), n=4)
+            low, high, _ = median_interval([run["extra_s"] for run in found])
             medians = {key: statistics.median(run[key] for run in found) for key in found[0]}
             kinds[kind] = {
                 "windows": len(found),
                 "extra_over_dcp_sync": round(medians["extra_s"] / dcp_s, 4),
-                "extra_quartiles_s": [round(low, 4), round(high, 4)],
+                "interval_over_dcp_sync": [round(low / dcp_s, 4), round(high / dcp_s, 4)],
                 **{key: round(value, 4) for key, value in medians.items()},
             }
     return {
