@@ -2,10 +2,10 @@
 
     python -m benchmarks.data.records [--rounds 7] [--only WORD,WORD] [--parts read,open] [--cache DIR]
 
-``read``: as ``benchmarks.records``, with the formats of loaders beside the plain readers there; each contestant reads the same
-payloads (random lengths around 2 KB or 110 KB, in the page cache) in order or in a new random order. What a loader cannot do at
-random is not listed there. ``open``: milliseconds to open a RecordIO file of 10^7 records and read the one in the middle, in
-a fresh process after the imports, and a second time in that process.
+``read``: plain readers and the formats of loaders; each contestant, a process, reads the same payloads (random lengths around
+2 KB or 110 KB, in the page cache) in order or in a new random order. The floor is ``limit``: one slice of a mapped file per
+record. What a loader cannot do at random is not listed there. ``open``: milliseconds to open a RecordIO file of 10^7 records and
+read the one in the middle, in a fresh process after the imports, and a second time in that process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ PLAIN = {
     "limit crc": "",
     "unisono": "",
     "unisono always": "",
+    "unisono never": "",
     "unisono batch": "",
     "lmdb": "records",
     "arrow": "records",
     "mxnet": "mxnet",
 }
+VIEWS = {"unisono views": "", "lmdb views": "records", "arrow views": "records"}
 LOADERS = {
     "mindspore FileReader": "mindspore",
     "mindspore MindDataset": "mindspore",
@@ -53,28 +55,33 @@ def read(arguments: argparse.Namespace) -> dict[str, Any]:
     for size, settings in SIZES.items():
         for mode in ("sequential", "random"):
             left_out = NOT_AT_RANDOM if mode == "random" else ONLY_AT_RANDOM
-            homes = {name: home for name, home in (PLAIN | LOADERS).items() if name not in left_out}
-            contestants = [
-                Contestant(
-                    name=name,
-                    module="benchmarks.peers.records" if name in PLAIN else "benchmarks.data.peers.records",
-                    environment=home,
-                    settings={"kind": name, "mode": mode, **settings},
+            copies = {name: home for name, home in (PLAIN | LOADERS).items() if name not in left_out}
+            for what, homes, baseline in (("copies", copies, "limit"), ("views", VIEWS, "unisono views")):
+                contestants = [
+                    Contestant(
+                        name=name,
+                        module="benchmarks.data.peers.records" if name in LOADERS else "benchmarks.peers.records",
+                        environment=home,
+                        settings={"kind": name, "mode": mode, **settings},
+                    )
+                    for name, home in homes.items()
+                ]
+                outcome = contest(
+                    chosen(contestants, arguments.only),
+                    baseline,
+                    rounds=arguments.rounds,
+                    steps=1,
+                    cache=arguments.cache,
                 )
-                for name, home in homes.items()
-            ]
-            outcome = contest(
-                chosen(contestants, arguments.only), "limit", rounds=arguments.rounds, steps=1, cache=arguments.cache
-            )
-            rows = outcome["contestants"]
-            right = rows["limit"]["values"] if "limit" in rows else None
-            for row in rows.values():
-                values = row.pop("values")
-                if right is not None:  # nothing to compare with where --only leaves the limit out
-                    row["same_records"] = values == right
-                row["records_per_s"] = round(settings["count"] / row["block_s"])
-                row["mb_per_s"] = round(settings["bytes"] * settings["count"] / row["block_s"] / 1e6)
-            tables[f"{size}, {mode}"] = outcome
+                rows = outcome["contestants"]
+                right = rows[baseline]["values"] if baseline in rows else None
+                for row in rows.values():
+                    values = row.pop("values")
+                    if right is not None:  # nothing to compare with where --only leaves the baseline out
+                        row["same_records"] = values == right
+                    row["records_per_s"] = round(settings["count"] / row["block_s"])
+                    row["mb_per_s"] = round(settings["bytes"] * settings["count"] / row["block_s"] / 1e6)
+                tables[f"{size}, {mode}, {what}"] = outcome
     return tables
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.data.tokens [--rounds 7] [--steps 200] [--only WORD,WORD] [--cache DIR]
 
 50 million uint16 tokens in the page cache; batches of 16 windows of 1,024 inputs and targets. Each contestant is a process;
-a block is ``--steps`` batches. unisono, as most, reads windows on a grid, whose floor is ``floor rows``; nanoGPT reads at any
-offset, ``floor offsets``.
+a block is ``--steps`` batches. Most read windows side by side, whose floor is ``floor rows``; nanoGPT and unisono's windows of
+stride 1 (``unisono offsets``) begin at any token, whose floor is ``floor offsets``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ KINDS = {
     "floor offsets": "",
     "unisono windows ignore": "",
     "unisono windows mask": "",
+    "unisono offsets ignore": "",
+    "unisono offsets mask": "",
     "unisono loader ignore 0": "",
     "unisono loader mask 0": "",
     "unisono loader mask 1": "",

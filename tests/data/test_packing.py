@@ -251,6 +251,14 @@ def test_a_corpus_is_packed_once(corpus: Path, tmp_path: Path) -> None:
     assert prepare(replace(options, seq_len=64), tmp_path / "cache").report.packing != packed.report.packing
 
 
+def test_a_run_trains_on_windows_at_any_offset(corpus: Path, tmp_path: Path) -> None:
+    options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=64, packing="offsets", cache_dir=str(tmp_path))
+    data = build_data(replace(RunConfig(), data=options))
+    assert data.prepared is not None
+    assert len(data.train) == data.prepared.train.tokens - 64
+    assert len(data.held_out) < data.prepared.eval.tokens / 60, "held-out tokens are targets once"
+
+
 def test_a_run_trains_on_packed_samples_and_says_what_they_cost(corpus: Path, tmp_path: Path) -> None:
     options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=128, packing="best_fit", cache_dir=str(tmp_path))
     data = build_data(replace(RunConfig(), data=options))

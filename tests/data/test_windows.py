@@ -20,7 +20,7 @@ END = 256
 
 
 def slow_window(
-    documents: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], seq_len: int, number: int, *, mask: bool
+    documents: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], seq_len: int, start: int, *, mask: bool
 ) -> dict[str, list[float]]:
     """One window, built from the definition."""
     stream: list[tuple[int, int, int]] = []  # (token, document, bytes)
@@ -33,7 +33,7 @@ def slow_window(
     }
     position = segment = 0
     for j in range(seq_len):
-        here = number * seq_len + j
+        here = start + j
         (token, document, _), (target, target_document, width) = stream[here], stream[here + 1]
         if j and stream[here - 1][1] != document:
             position, segment = 0, segment + 1
@@ -59,11 +59,16 @@ def test_windows_equal_the_definition(make_tokens: MakeTokens, data: st.DataObje
         return
     mask = data.draw(st.booleans())
     tokens = make_tokens(documents, sizes=sizes, shard_tokens=data.draw(st.sampled_from([7, 30, 90, 1 << 20])))
-    windows = TokenWindows(tokens, seq_len=seq_len, boundaries="mask" if mask else "ignore", target_bytes=True)
-    assert len(windows) == -(-(total - 1) // seq_len)
+    stride = data.draw(st.one_of(st.none(), st.integers(1, seq_len)))
+    windows = TokenWindows(
+        tokens, seq_len=seq_len, stride=stride, boundaries="mask" if mask else "ignore", target_bytes=True
+    )
+    stride = seq_len if stride is None else stride
+    covered = (len(windows) - 1) * stride + seq_len
+    assert covered >= total - 1 > covered - stride, "no target is left out and no window is more than is needed"
     asked = rng.integers(0, len(windows), data.draw(st.integers(1, 12)))
     got = windows.read(asked)
-    want = [slow_window(documents, sizes, seq_len, int(i), mask=mask) for i in asked]
+    want = [slow_window(documents, sizes, seq_len, int(i) * stride, mask=mask) for i in asked]
     names = set(got)
     assert names == {"tokens", "targets", "weights", "target_bytes"} | ({"positions", "documents"} if mask else set())
     for name, value in got.items():
@@ -139,10 +144,23 @@ def test_fingerprint_names_what_a_sample_depends_on(make_tokens: MakeTokens) -> 
         TokenWindows(tokens, seq_len=8).fingerprint,
         TokenWindows(tokens, seq_len=9).fingerprint,
         TokenWindows(tokens, seq_len=8, boundaries="ignore").fingerprint,
+        TokenWindows(tokens, seq_len=8, stride=1).fingerprint,
         TokenWindows(make_tokens([list(range(101))]), seq_len=8).fingerprint,
     }
-    assert len(prints) == 4
-    assert TokenWindows(tokens, seq_len=8).fingerprint in prints
+    assert len(prints) == 5
+    assert TokenWindows(tokens, seq_len=8, stride=8).fingerprint in prints
+
+
+@pytest.mark.parametrize(("stride", "nearest"), [(0, 1), (-3, 1), (9, 8)])
+def test_a_stride_that_leaves_tokens_out(make_tokens: MakeTokens, stride: int, nearest: int) -> None:
+    with pytest.raises(DataError) as caught:
+        TokenWindows(make_tokens([list(range(30))]), seq_len=8, stride=stride)
+    assert str(caught.value) == (
+        f"train windows of 8 tokens every {stride}\n"
+        "  rule: a stride is at least 1 and at most seq_len\n"
+        "  so:   tokens would be left out, or no window would be another\n"
+        f"  try:  stride={nearest}"
+    )
 
 
 def test_data_shorter_than_one_window(make_tokens: MakeTokens) -> None:

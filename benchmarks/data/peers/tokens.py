@@ -49,12 +49,17 @@ def floor(folder: Path, path: Path, how: str) -> Batches:
 
 
 def unisono(folder: Path, path: Path, how: str) -> Batches:
-    """``windows`` or ``loader``, ``ignore`` or ``mask`` of document boundaries, and the loader's threads."""
+    """``windows`` side by side, ``offsets`` or ``loader``, ``ignore`` or ``mask`` of documents, and the loader's threads."""
     from unisono.data import Loader, LoaderOptions, TokenWindows, open_tokens
 
     what, boundaries, *workers = how.split()
-    data = TokenWindows(open_tokens([path]), seq_len=LENGTH, boundaries="ignore" if boundaries == "ignore" else "mask")
-    if what == "windows":
+    data = TokenWindows(
+        open_tokens([path]),
+        seq_len=LENGTH,
+        stride=1 if what == "offsets" else LENGTH,
+        boundaries="ignore" if boundaries == "ignore" else "mask",
+    )
+    if not workers:
         rng = np.random.default_rng(1)
         while True:
             yield data.read(rng.integers(0, len(data), BATCH))

@@ -1,7 +1,8 @@
 """Samples of a language model: windows of ``seq_len`` tokens over the stream of a token set, aware of documents.
 
-Window ``i`` reads tokens ``[i·T, (i+1)·T)`` and predicts each one's successor, so every token of the stream but the
-first is a target exactly once and no remainder is dropped: the last window is padded, with weight 0.
+Window ``i`` reads tokens ``[i·S, i·S + T)`` and predicts each one's successor; the last window is padded, with weight 0. The
+stride S is T unless said otherwise: then every token of the stream but the first is a target exactly once. With a smaller one
+windows overlap; with 1 one begins at each token, which drawn in random order is what many scripts do (nanoGPT).
 
 Arrays of ``read`` (B windows, T = seq_len):
 
@@ -40,7 +41,8 @@ _NONE = np.empty(0, np.int64)
 
 
 class TokenWindows:
-    """A ``Dataset`` of windows over ``tokens``. Raises ``DataError`` where the set is shorter than one window.
+    """A ``Dataset`` of windows over ``tokens``. Raises ``DataError`` where the set is shorter than one window or the stride is
+    outside 1..``seq_len``.
 
     ``name`` says in errors which data is meant (train, eval). Reading is vectorised over windows; only the few windows
     that run over the end of a shard are put together one by one.
@@ -53,8 +55,19 @@ class TokenWindows:
         seq_len: int,
         boundaries: Boundaries = "mask",
         target_bytes: bool = False,
+        stride: int | None = None,
         name: str = "train",
     ) -> None:
+        stride = seq_len if stride is None else stride
+        if not 1 <= stride <= seq_len:
+            raise DataError(
+                Problem(
+                    given=f"{name} windows of {seq_len} tokens every {stride}",
+                    rule="a stride is at least 1 and at most seq_len",
+                    consequence="tokens would be left out, or no window would be another",
+                    nearest=f"stride={min(max(stride, 1), seq_len)}",
+                )
+            )
         if tokens.tokens < seq_len + 1:
             raise DataError(
                 Problem(
@@ -75,20 +88,22 @@ class TokenWindows:
                     nearest="write the shards with TokenWriter(..., token_bytes=True), as the eval split is",
                 )
             )
-        self.fingerprint = f"windows:{seq_len}:{boundaries}:{tokens.fingerprint}"
+        every = "" if stride == seq_len else f":every {stride}"
+        self.fingerprint = f"windows:{seq_len}{every}:{boundaries}:{tokens.fingerprint}"
         self.seq_len = seq_len
+        self._stride = stride
         self.tokens = tokens
         self._boundaries = boundaries
         self._target_bytes = target_bytes
         self._ends = np.cumsum([shard.tokens.size for shard in tokens.shards], dtype=np.int64)
         self._grids = [
-            _Grid.over(shard, end - shard.tokens.size, seq_len)
+            _Grid.over(shard, end - shard.tokens.size, seq_len, stride)
             for shard, end in zip(tokens.shards, self._ends.tolist(), strict=True)
         ]
         self._firsts = [grid.first for grid in self._grids]
 
     def __len__(self) -> int:
-        return -(-(self.tokens.tokens - 1) // self.seq_len)
+        return -(-(self.tokens.tokens - 1 - self.seq_len) // self._stride) + 1
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """The windows ``indices`` as the arrays above."""
@@ -134,7 +149,7 @@ class TokenWindows:
                 edges.append(rows[local // self.seq_len] * self.seq_len + local % self.seq_len)
         left: list[int] = np.flatnonzero(alone).tolist()
         for row in left:
-            start = int(indices[row]) * self.seq_len
+            start = int(indices[row]) * self._stride
             stream, sizes, begins = self._assemble(start)
             batch["tokens"][row], batch["targets"][row] = stream[:-1], stream[1:]
             batch["weights"][row, max(0, self.tokens.tokens - start - 1) :] = 0
@@ -173,26 +188,33 @@ class TokenWindows:
 class _Grid:
     """The windows that lie whole in one shard: window ``first + i`` of the set is row i, one copy and no index per token.
 
-    A row holds T + 1 tokens, its last one is the next row's first. An edge is a flat place ``row · T + j - 1`` in the batch
+    A row holds T + 1 tokens and begins S behind the one before. An edge is a flat place ``row · T + j - 1`` in the batch
     where token j of the row's window, j in 1..T, begins a document.
     """
 
     first: int
     phase: int  # token of the shard that row 0 begins with: windows count from the start of the set
+    stride: int
     starts: Ids  # [documents]
     windows: NDArray[Any]  # [rows, T + 1] view
     token_bytes: NDArray[Any] | None  # [rows, T + 1] view
 
     @staticmethod
-    def over(shard: Shard, offset: int, seq_len: int) -> _Grid:
-        phase = -offset % seq_len
-        rows = max(0, shard.tokens.size - phase - 1) // seq_len
+    def over(shard: Shard, offset: int, seq_len: int, stride: int) -> _Grid:
+        phase = -offset % stride
+
+        def rows(array: NDArray[Any]) -> NDArray[Any]:
+            if array.size <= phase + seq_len:
+                return np.empty((0, seq_len + 1), array.dtype)
+            return sliding_window_view(array[phase:], seq_len + 1)[::stride]
+
         return _Grid(
-            first=(offset + phase) // seq_len,
+            first=(offset + phase) // stride,
             phase=phase,
+            stride=stride,
             starts=shard.starts,
-            windows=_overlapping(shard.tokens, phase, rows, seq_len),
-            token_bytes=None if shard.token_bytes is None else _overlapping(shard.token_bytes, phase, rows, seq_len),
+            windows=rows(shard.tokens),
+            token_bytes=None if shard.token_bytes is None else rows(shard.token_bytes),
         )
 
     def read(self, rows: Ids, *, target_bytes: bool) -> Batch:
@@ -211,19 +233,12 @@ class _Grid:
     def edges(self, rows: Ids) -> Ids:
         """The edges of windows ``rows``, as rows 0, 1, … of a batch."""
         length = self.windows.shape[1] - 1
-        local = self.phase + rows * length
+        local = self.phase + rows * self.stride
         low, high = np.searchsorted(self.starts, [local, local + length], side="right")
         counts = high - low
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = self.starts[np.repeat(low, counts) + within]
         return np.repeat(np.arange(rows.size) * length - local, counts) + starts - 1
-
-
-def _overlapping(array: NDArray[Any], phase: int, rows: int, length: int) -> NDArray[Any]:
-    """[rows, length + 1] view: row i begins at item ``phase + i · length``. The last row ends within the array."""
-    if rows == 0:
-        return np.empty((0, length + 1), array.dtype)
-    return sliding_window_view(array[phase:], length + 1)[: (rows - 1) * length + 1 : length]
 
 
 def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32]]:

@@ -51,9 +51,13 @@ def build_data(config: RunConfig) -> Data:
         prepared = prepare(config.data)
         seq_len, boundaries = config.data.seq_len, config.data.boundaries
         # The held-out part is always read as a stream, so that runs of either packing are measured alike.
-        cut = PackedWindows if config.data.packing == "best_fit" else TokenWindows
+        if config.data.packing == "best_fit":
+            train: Dataset = PackedWindows(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train")
+        else:
+            stride = 1 if config.data.packing == "offsets" else seq_len
+            train = TokenWindows(prepared.train, seq_len=seq_len, stride=stride, boundaries=boundaries, name="train")
         return Data(
-            train=cut(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train"),
+            train=train,
             held_out=TokenWindows(
                 prepared.eval, seq_len=seq_len, boundaries=boundaries, target_bytes=True, name="held-out"
             ),
