@@ -22,8 +22,8 @@ Bytes = NDArray[np.uint8]
 
 # Direct input/output wants memory and file positions aligned to the page.
 PAGE_BYTES = 4096
-# One write; large enough that the disk is busy, small enough to wait for.
-BLOCK_BYTES = 4 * 2**20
+# One write; large enough that the disk is busy and each wake-up worth its time, small enough to wait for.
+BLOCK_BYTES = 16 * 2**20
 
 
 class Digest(Protocol):

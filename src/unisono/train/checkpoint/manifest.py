@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import metadata
 from typing import Any
 
@@ -96,14 +96,15 @@ def versions() -> dict[str, str]:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``: a line for each file and tensor, so that people can read it."""
-    fields: list[str] = []
-    for name, value in asdict(manifest).items():
+    lines: list[str] = []
+    for name in (each.name for each in fields(manifest)):
+        value: Any = getattr(manifest, name)
         if name in ("files", "tensors"):
             entries = (f"  {_json(key)}: {_json(entry)}" for key, entry in value.items())
-            fields.append(f" {_json(name)}: {{\n" + ",\n".join(entries) + "\n }")
+            lines.append(f" {_json(name)}: {{\n" + ",\n".join(entries) + "\n }")
         else:
-            fields.append(f" {_json(name)}: {_json(value)}")
-    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
+            lines.append(f" {_json(name)}: {_json(value)}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def _json(value: object) -> str:
