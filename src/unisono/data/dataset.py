@@ -96,16 +96,19 @@ def named(sample: Any) -> Batch:
 def collate(samples: Sequence[Batch], ids: Sequence[int]) -> Batch:
     """Stack samples along a new first dim. ``ids`` name them in errors."""
     first = samples[0]
-    for sample, number in zip(samples, ids, strict=True):
+    batch = {name: np.empty((len(samples), *value.shape), value.dtype) for name, value in first.items()}
+    for row, sample in enumerate(samples):
         if sample.keys() != first.keys():
-            raise _unlike(f"sample {number} has {sorted(sample)}, sample {ids[0]} has {sorted(first)}")
+            raise _unlike(f"sample {ids[row]} has {sorted(sample)}, sample {ids[0]} has {sorted(first)}")
         for name, value in sample.items():
-            if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
+            like = first[name]
+            if value.shape != like.shape or value.dtype != like.dtype:
                 raise _unlike(
-                    f"{name!r} of sample {number} is {value.dtype}{list(value.shape)}, "
-                    f"of sample {ids[0]} {first[name].dtype}{list(first[name].shape)}"
+                    f"{name!r} of sample {ids[row]} is {value.dtype}{list(value.shape)}, "
+                    f"of sample {ids[0]} {like.dtype}{list(like.shape)}"
                 )
-    return {name: np.stack([sample[name] for sample in samples]) for name in first}
+            batch[name][row] = value
+    return batch
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:

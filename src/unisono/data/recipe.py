@@ -125,7 +125,7 @@ class Recipe:
             if finish is not None:
                 batch = _attempt(part, lambda finish=finish, batch=batch: checked(finish(batch), part.count))
         silent = part.filler.copy()
-        rows_of_bad = [row for row in range(part.count) if int(part.ids[row]) in bad]
+        rows_of_bad = [row for row in range(part.count) if int(part.ids[row]) in bad] if bad else []
         silent[rows_of_bad] = True
         if self.weighs:
             batch["weights"] = _weighed(batch.get("weights"), silent)
