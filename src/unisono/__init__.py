@@ -5,8 +5,9 @@ The names below are the public surface. They are imported when first used, so ``
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from unisono.lazy import lazily
 
 if TYPE_CHECKING:
     from unisono.config import load as load_config
@@ -28,31 +29,31 @@ if TYPE_CHECKING:
     from unisono.train.trainer import Result, Trainer
 
 _HOMES = {
-    "load_config": "unisono.config:load",
-    "Dataset": "unisono.data.dataset",
-    "from_map_style": "unisono.data.dataset",
-    "DataOptions": "unisono.data.options",
-    "LoaderOptions": "unisono.data.options",
-    "Problem": "unisono.errors",
-    "UnisonoError": "unisono.errors",
-    "create_kvstore": "unisono.kvstore:create",
-    "LaunchOptions": "unisono.launch.options",
-    "ModelOptions": "unisono.models.options",
-    "ObserveOptions": "unisono.observe.options",
-    "OptimOptions": "unisono.optim.options",
-    "ScheduleOptions": "unisono.optim.options",
-    "PlanOptions": "unisono.plan.options",
-    "Plan": "unisono.plan.plan",
-    "CheckpointOptions": "unisono.train.checkpoint.options",
-    "Parts": "unisono.train.config",
-    "RunConfig": "unisono.train.config",
-    "Step": "unisono.train.engine",
-    "Metric": "unisono.train.metrics",
-    "RunOptions": "unisono.train.options",
-    "SampleOptions": "unisono.train.options",
-    "TrainOptions": "unisono.train.options",
-    "Result": "unisono.train.trainer",
-    "Trainer": "unisono.train.trainer",
+    "load_config": "config:load",
+    "Dataset": "data.dataset",
+    "from_map_style": "data.dataset",
+    "DataOptions": "data.options",
+    "LoaderOptions": "data.options",
+    "Problem": "errors",
+    "UnisonoError": "errors",
+    "create_kvstore": "kvstore:create",
+    "LaunchOptions": "launch.options",
+    "ModelOptions": "models.options",
+    "ObserveOptions": "observe.options",
+    "OptimOptions": "optim.options",
+    "ScheduleOptions": "optim.options",
+    "PlanOptions": "plan.options",
+    "Plan": "plan.plan",
+    "CheckpointOptions": "train.checkpoint.options",
+    "Parts": "train.config",
+    "RunConfig": "train.config",
+    "Step": "train.engine",
+    "Metric": "train.metrics",
+    "RunOptions": "train.options",
+    "SampleOptions": "train.options",
+    "TrainOptions": "train.options",
+    "Result": "train.trainer",
+    "Trainer": "train.trainer",
 }
 
 __all__ = [  # noqa: RUF022 - in the order of _HOMES, kept equal by a test
@@ -83,13 +84,4 @@ __all__ = [  # noqa: RUF022 - in the order of _HOMES, kept equal by a test
     "Trainer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
-    return getattr(import_module(module), attribute or name)
-
-
-def __dir__() -> list[str]:
-    return list(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

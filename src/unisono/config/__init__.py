@@ -4,10 +4,10 @@ Declare with ``option``, read with ``load``, and look at the outcome with ``rend
 ``schema`` and ``starter``. Every ``options`` module imports this package for ``option``; the rest loads on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.config.fields import option as option
+from unisono.lazy import lazily
 
 if TYPE_CHECKING:
     from unisono.config.guide import explain as explain
@@ -30,8 +30,4 @@ _HOMES = {
     "starter": "guide",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from unisono.lazy import lazily
 
 if TYPE_CHECKING:
     from unisono.data.baseline import bigram_bits_per_byte as bigram_bits_per_byte
@@ -72,12 +73,4 @@ _HOMES = {
     "weighted": "compose",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_HOMES)
+__getattr__, __dir__ = lazily(__name__, _HOMES)

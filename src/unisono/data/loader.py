@@ -66,6 +66,9 @@ class _Drawn:
     visits: Ids
 
 
+_NO_IDS, _NO_FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
+
+
 def share(total: int, rank: int, world: int) -> range:
     """Rank ``rank``'s contiguous part of ``range(total)``; sizes differ by at most one, earlier ranks' are larger."""
     base, extra = divmod(total, world)
@@ -260,24 +263,28 @@ class Loader:
         return [self._part(step, drawn, range(low, min(low + self._micro_batch, drawn.own.stop))) for low in cuts]
 
     def _part(self, step: int, drawn: _Drawn, own: range) -> Part:
-        slots = np.arange(own.start, own.stop)
-        empty = np.empty(0, np.int64)
-        partners, pairs, leads = empty, empty, empty.astype(bool)
-        if self._recipe.pair is not None:
-            low, high = _with_partners(own, drawn.slots)
-            slots = np.concatenate([slots, np.arange(low, own.start), np.arange(own.stop, high)])
+        low, high = own.start - drawn.low, own.stop - drawn.low
+        filler = np.zeros(len(own), np.bool_)
+        filler[max(0, drawn.real - own.start) :] = True
+        if self._recipe.pair is None:
+            ids, visits = drawn.ids[low:high].copy(), drawn.visits[low:high].copy()
+            partners, pairs, leads = _NO_IDS, _NO_IDS, _NO_FLAGS
+        else:
+            slots = np.arange(own.start, own.stop)
+            first, last = _with_partners(own, drawn.slots)
+            slots = np.concatenate([slots, np.arange(first, own.start), np.arange(own.stop, last)])
+            ids, visits = drawn.ids[slots - drawn.low], drawn.visits[slots - drawn.low]
             other = slots[: len(own)] ^ 1
             other = np.where(other < drawn.slots, other, slots[: len(own)])
             partners = np.argsort(slots)[np.searchsorted(np.sort(slots), other)]
             leads = slots[: len(own)] % 2 == 0
             pairs = step * self.steps.global_batch + slots[: len(own)] - ~leads
-        rows = slots - drawn.low
         return Part(
             step=step,
             count=len(own),
-            ids=drawn.ids[rows],
-            visits=drawn.visits[rows],
-            filler=slots[: len(own)] >= drawn.real,
+            ids=ids,
+            visits=visits,
+            filler=filler,
             partners=partners,
             pairs=pairs,
             leads=leads,

@@ -98,7 +98,9 @@ class Recipe:
     @property
     def _halves(self) -> Splits | None:
         """The transform in its two halves, where nothing has to see whole samples in between."""
-        return self.transform if self.pair is None and isinstance(self.transform, Splits) else None
+        if self.transform is None or self.pair is not None or not isinstance(self.transform, Splits):
+            return None
+        return self.transform
 
     @property
     def _one(self) -> Transform | None:
@@ -124,10 +126,10 @@ class Recipe:
         for finish in (None if halves is None else halves.finish, self.finish):
             if finish is not None:
                 batch = _attempt(part, lambda finish=finish, batch=batch: checked(finish(batch), part.count))
-        silent = part.filler.copy()
         rows_of_bad = [row for row in range(part.count) if int(part.ids[row]) in bad] if bad else []
-        silent[rows_of_bad] = True
         if self.weighs:
+            silent = part.filler.copy()
+            silent[rows_of_bad] = True
             batch["weights"] = _weighed(batch.get("weights"), silent)
         return Built(arrays=batch, skipped=[int(part.ids[row]) for row in rows_of_bad])
 

@@ -110,6 +110,19 @@ def open_tokens(paths: Sequence[Path]) -> TokenSet:
     )
 
 
+def check_token_bytes(tokens: TokenSet, name: str) -> None:
+    """Raises DataError where ``target_bytes`` cannot be given: some shard did not count the bytes its tokens stand for."""
+    if any(shard.token_bytes is None for shard in tokens.shards):
+        raise DataError(
+            Problem(
+                given=f"{name} data without a count of text bytes per token",
+                rule="target_bytes needs shards written with token_bytes",
+                consequence="bits per byte cannot be computed",
+                nearest="write the shards with TokenWriter(..., token_bytes=True), as the eval split is",
+            )
+        )
+
+
 def shard_path(folder: Path, name: str, number: int) -> Path:
     """Where shard ``number`` of a set lies."""
     return folder / f"{name}-{number:05d}.bin"

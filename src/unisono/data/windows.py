@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from unisono.data.dataset import Batch
 from unisono.data.options import Boundaries
-from unisono.data.tokens import Shard, TokenSet
+from unisono.data.tokens import Shard, TokenSet, check_token_bytes
 from unisono.errors import DataError, Problem
 
 Ids = NDArray[np.int64]
@@ -79,15 +79,8 @@ class TokenWindows:
                     else "a corpus with more text",
                 )
             )
-        if target_bytes and any(shard.token_bytes is None for shard in tokens.shards):
-            raise DataError(
-                Problem(
-                    given=f"{name} data without a count of text bytes per token",
-                    rule="target_bytes needs shards written with token_bytes",
-                    consequence="bits per byte cannot be computed",
-                    nearest="write the shards with TokenWriter(..., token_bytes=True), as the eval split is",
-                )
-            )
+        if target_bytes:
+            check_token_bytes(tokens, name)
         every = "" if stride == seq_len else f":every {stride}"
         self.fingerprint = f"windows:{seq_len}{every}:{boundaries}:{tokens.fingerprint}"
         self.seq_len = seq_len

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.dist.failure import Failure, read_failure, record_failure
 from unisono.dist.faults import fault_point
 from unisono.dist.jobspec import JobSpec, job_from_environ
 from unisono.dist.signals import StopNotice
+from unisono.lazy import lazily
 
 if TYPE_CHECKING:
     from unisono.dist.agreement import agree
@@ -31,10 +31,6 @@ __all__ = [
     "record_failure",
 ]
 
-_LAZY = {"World": "unisono.dist.world", "join": "unisono.dist.world", "agree": "unisono.dist.agreement"}
+_HOMES = {"World": "world", "join": "world", "agree": "agreement"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, _HOMES)

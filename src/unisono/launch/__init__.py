@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.launch.options import LaunchOptions
+from unisono.lazy import lazily
 
 if TYPE_CHECKING:
     from unisono.launch.local import launch
 
 __all__ = ["LaunchOptions", "launch"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "launch":
-        from unisono.launch.local import launch
-
-        return launch
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, {"launch": "local"})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from unisono.lazy import lazily
 
 if TYPE_CHECKING:
     from unisono.optim.build import build_optimizer as build_optimizer
@@ -34,8 +35,4 @@ _HOME = {
     "state_tensors": "state",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__, __dir__ = lazily(__name__, _HOME)

@@ -7,9 +7,9 @@ asked for.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from unisono.lazy import lazily
 from unisono.train.checkpoint.options import CheckpointOptions
 
 if TYPE_CHECKING:
@@ -43,8 +43,4 @@ _HOME = {
     "verify": "integrity",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazily(__name__, _HOME)
