@@ -57,9 +57,7 @@ def arrayrecord(folder: Path, settings: dict[str, Any]) -> Read:
         return in_order
     reader = ArrayRecordReader(path, "readahead_buffer_size:0")
     if settings["kind"].endswith("batch"):
-        return lambda numbers: (
-            payload for first in range(0, len(numbers), 64) for payload in reader.read(numbers[first : first + 64])
-        )
+        return reader.read
     return lambda numbers: (reader.read([number])[0] for number in numbers)
 
 
