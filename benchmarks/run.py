@@ -186,6 +186,13 @@ def _data_tokens(result: dict[str, Any]) -> Iterator[Row]:
     ):
         if mine in rates and theirs in rates:
             yield f"{mine} / {theirs}", f"{rates[mine] / rates[theirs]:.2f}", target
+    packing = result["packing"]
+    for name, waste, cut in (
+        ("best fit", packing["waste_frac"], packing["cut_documents"]),
+        ("side by side", packing["stream_waste_frac"], packing["stream_cut_documents"]),
+    ):
+        of = packing["documents"]
+        yield f"slots whose target does not count, {name}", f"{waste:.4f}; {cut:,} of {of:,} documents cut", ""
 
 
 def _data_order(result: dict[str, Any]) -> Iterator[Row]:

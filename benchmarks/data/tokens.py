@@ -1,6 +1,6 @@
 """Tokens per second to training batches, unisono beside every loader that could be installed. Prints JSON.
 
-    python -m benchmarks.data.tokens [--rounds 7] [--steps 200] [--only WORD,WORD] [--cache DIR]
+    python -m benchmarks.data.tokens [--rounds 7] [--steps 600] [--only WORD,WORD] [--cache DIR]
 
 50 million uint16 tokens in the page cache; batches of 16 windows of 1,024 inputs and targets. Each contestant is a process;
 a block is ``--steps`` batches. Most read windows side by side, whose floor is ``floor rows``; nanoGPT and unisono's windows of
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 from benchmarks.data.contest import chosen, contest
 from benchmarks.rivals import Contestant
 
-from unisono.data import TokenWriter
+from unisono.data import PackedWindows, TokenWriter, open_tokens, pack_tokens
 
 BATCH, LENGTH, TOKENS = 16, 1024, 50_000_000
 KINDS = {
@@ -63,7 +64,7 @@ def write(folder: Path, count: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=200, help="batches per block")
+    parser.add_argument("--steps", type=int, default=600, help="batches per block")
     parser.add_argument("--only", default="", help="contestants whose names have one of these words")
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/unisono-bench").expanduser())
@@ -79,6 +80,9 @@ def main() -> None:
             )
             for name, home in KINDS.items()
         ]
+        tokens = open_tokens([path])
+        pack_tokens(tokens, LENGTH)
+        packing = asdict(PackedWindows(tokens, seq_len=LENGTH).stats)
         outcome: dict[str, Any] = contest(
             chosen(contestants, arguments.only),
             "unisono loader ignore 0",
@@ -89,7 +93,7 @@ def main() -> None:
     for row in outcome["contestants"].values():
         del row["values"]
         row["million_tokens_per_s"] = round(arguments.steps * BATCH * LENGTH / row["block_s"] / 1e6, 1)
-    print(json.dumps({**outcome, "rounds": arguments.rounds, "steps": arguments.steps}, indent=1))
+    print(json.dumps({**outcome, "packing": packing, "rounds": arguments.rounds, "steps": arguments.steps}, indent=1))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.data.compose import OwnOrder
+from unisono.data.cores import usable_cores
 from unisono.data.dataset import Dataset
 from unisono.data.draws import Draws, Sequential, Shuffled
 from unisono.data.epochs import Steps
@@ -32,7 +33,7 @@ from unisono.data.order import Order
 from unisono.data.pool import InThread, Job, Pool
 from unisono.data.process import InProcess
 from unisono.data.recipe import BatchTransform, Built, PairTransform, Part, Recipe, Transform, checked
-from unisono.data.tuning import Setting, Tuner, usable_cores
+from unisono.data.tuning import Setting, Tuner
 from unisono.errors import DataError, Problem
 
 Tensors = dict[str, torch.Tensor]

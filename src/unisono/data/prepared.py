@@ -30,6 +30,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from unisono.data.cores import allowed_cores
 from unisono.data.corpus import (
     Corpus,
     SourceFile,
@@ -287,8 +288,7 @@ def _workers(tokenizer: Tokenizer, corpus: Corpus) -> int:
     """Processes that encode: none for bytes, which are copied faster than sent, or for little text."""
     if tokenizer.name == BYTES:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores, sum(file.size for file in corpus.files) // _WORKER_BYTES)
+    workers = min(allowed_cores(), sum(file.size for file in corpus.files) // _WORKER_BYTES)
     return workers if workers > 1 else 0
 
 

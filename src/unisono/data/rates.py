@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from unisono.data.cores import usable_cores
 from unisono.data.loader import Loader
 from unisono.data.options import LoaderOptions
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
-from unisono.data.tuning import usable_cores
 from unisono.errors import DataError
 
 _REPEATS = 3

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,12 +36,6 @@ class Setting:
 
     kind: Kind
     workers: int
-
-
-def usable_cores(environ: Mapping[str, str]) -> int:
-    """Cores of this process: its launcher's share if it has one, else all it may run on."""
-    told = environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdecimal() and int(told) > 0 else len(os.sched_getaffinity(0))
 
 
 class Tuner:

@@ -85,6 +85,7 @@ class TokenWindows:
         self.fingerprint = f"windows:{seq_len}{every}:{boundaries}:{tokens.fingerprint}"
         self.seq_len = seq_len
         self._stride = stride
+        self._count = -(-(tokens.tokens - 1 - seq_len) // stride) + 1
         self.tokens = tokens
         self._boundaries = boundaries
         self._target_bytes = target_bytes
@@ -96,17 +97,18 @@ class TokenWindows:
         self._firsts = [grid.first for grid in self._grids]
 
     def __len__(self) -> int:
-        return -(-(self.tokens.tokens - 1 - self.seq_len) // self._stride) + 1
+        return self._count
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """The windows ``indices`` as the arrays above."""
         first, last = (int(np.minimum.reduce(indices)), int(np.maximum.reduce(indices))) if indices.size else (0, 0)
-        if first < 0 or last >= len(self):
-            raise IndexError(f"windows are numbered 0..{len(self) - 1}, asked for {first}..{last}")
+        if first < 0 or last >= self._count:
+            raise IndexError(f"windows are numbered 0..{self._count - 1}, asked for {first}..{last}")
         grid = self._grids[bisect_right(self._firsts, first) - 1]
         if first >= grid.first and last < grid.first + len(grid.windows):
-            batch = grid.read(indices - grid.first, target_bytes=self._target_bytes)
-            edges = grid.edges(indices - grid.first) if self._boundaries == "mask" else _NONE
+            rows = indices - grid.first
+            batch = grid.read(rows, target_bytes=self._target_bytes)
+            edges = grid.edges(rows) if self._boundaries == "mask" else _NONE
         else:
             batch, edges = self._read_across(indices)
         if self._boundaries == "mask":

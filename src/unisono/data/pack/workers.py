@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Iterable, Sequence
 
 import msgspec
 
+from unisono.data.cores import allowed_cores
 from unisono.data.framed import in_order
 from unisono.data.pack.work import Done, Maker
 from unisono.errors import Problem, UnisonoError
@@ -32,8 +32,7 @@ def worker_count(asked: int | None, inputs: int) -> int:
     """As many as asked for, else one per core as far as there is work for them; one alone is this process itself."""
     if asked is not None:
         return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores, inputs // _PER_WORKER)
+    workers = min(allowed_cores(), inputs // _PER_WORKER)
     return workers if workers > 1 else 0
 
 
