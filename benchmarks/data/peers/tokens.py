@@ -214,8 +214,10 @@ def mindspore(folder: Path, path: Path, how: str) -> Batches:
     data = ds.MindDataset(name, columns_list=["tokens"], num_parallel_workers=2, shuffle=True).batch(
         BATCH, drop_remainder=True
     )
-    for (batch,) in data.create_tuple_iterator(num_epochs=10_000, output_numpy=True):
-        yield batch[:, :-1], batch[:, 1:]
+    epochs = data.create_tuple_iterator(num_epochs=10_000, output_numpy=True)
+    while True:
+        for (batch,) in epochs:
+            yield batch[:, :-1], batch[:, 1:]
 
 
 def megatron(folder: Path, path: Path, how: str) -> Batches:

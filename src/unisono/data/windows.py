@@ -101,7 +101,8 @@ class TokenWindows:
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         """The windows ``indices`` as the arrays above."""
-        first, last = (int(np.minimum.reduce(indices)), int(np.maximum.reduce(indices))) if indices.size else (0, 0)
+        numbers: list[int] = indices.tolist()  # a batch is short: numpy's reductions take longer to begin
+        first, last = min(numbers, default=0), max(numbers, default=0)
         if first < 0 or last >= self._count:
             raise IndexError(f"windows are numbered 0..{self._count - 1}, asked for {first}..{last}")
         grid = self._grids[bisect_right(self._firsts, first) - 1]
@@ -216,11 +217,9 @@ class _Grid:
         """Tokens, targets, weights of 1 and, where asked for, the bytes each target stands for."""
         raw = self.windows[rows]  # [B, T + 1]
         tokens = raw[:, :-1].astype(np.int64)
-        batch: Batch = {
-            "tokens": tokens,
-            "targets": raw[:, 1:].astype(np.int64),
-            "weights": np.ones(tokens.shape, np.float32),
-        }
+        weights = np.empty(tokens.shape, np.float32)
+        weights.fill(1)
+        batch: Batch = {"tokens": tokens, "targets": raw[:, 1:].astype(np.int64), "weights": weights}
         if target_bytes and self.token_bytes is not None:
             batch["target_bytes"] = self.token_bytes[rows][:, 1:].astype(np.float32)
         return batch
