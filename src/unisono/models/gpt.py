@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.models.loss import Head
+from unisono.models.norm import RMSNorm
 from unisono.models.options import ModelOptions
 
 LOSS_CHUNK = 1024  # rows of logits that exist at once
 
 
 def rotary_angles(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., T, E] of position · theta^(−2i/E), each frequency twice (Su et al. 2021, half-split form)."""
+    """cos and sin [..., T, E/2] of position · theta^(−2i/E) (Su et al. 2021, half-split form)."""
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
     angles = positions[..., None].float() * theta**-exponent  # [..., T, E/2]
-    angles = torch.cat([angles, angles], dim=-1)  # [..., T, E]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (x[i], x[i + E/2]) of x [B, heads, T, E] by its angle; float32 inside, x's dtype outside."""
     first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -76,9 +76,9 @@ class Block(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.attention = Attention(options)
-        self.ffn_norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.ffn_norm = RMSNorm(options.dim, options.norm_eps)
         self.ffn = FeedForward(options)
         self.dropout = nn.Dropout(options.dropout)
 
@@ -102,7 +102,7 @@ class GPT(nn.Module):
         self.options = options
         self.embedding = nn.Embedding(options.vocab_size, options.dim)
         self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
-        self.norm = nn.RMSNorm(options.dim, eps=options.norm_eps)
+        self.norm = RMSNorm(options.dim, options.norm_eps)
         self.head = None if options.tied else nn.Linear(options.dim, options.vocab_size, bias=False)
         self.reset_parameters()
 
@@ -121,7 +121,7 @@ class GPT(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
         cos, sin = rotary_angles(positions, self.options.dim // self.options.heads, self.options.rope_theta)
         if cos.dim() == 3:
-            cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, E]
+            cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, E/2]
         mask = None
         if documents is not None:
             same = documents[:, :, None] == documents[:, None, :]  # [B, T, T]
