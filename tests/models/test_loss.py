@@ -73,3 +73,11 @@ def test_head_chunks_are_the_logits() -> None:
     head = Head(hidden.view(2, 5, 4), weight, 3)
     pieces = torch.cat([logits for _, logits in head.chunks()])
     torch.testing.assert_close(pieces, head.logits().flatten(0, 1))
+
+
+def test_hidden_states_in_bf16_beside_a_weight_in_fp32_give_logits_in_fp32() -> None:
+    hidden, weight, _, _ = problem(6, 8, 10)
+    head = Head(hidden.bfloat16(), weight, 4)
+    expected = hidden.bfloat16().float() @ weight.mT
+    torch.testing.assert_close(head.logits(), expected)
+    torch.testing.assert_close(torch.cat([logits for _, logits in head.chunks()]), expected)

@@ -18,7 +18,8 @@ from torch import Tensor
 class Head(NamedTuple):
     """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
 
-    ``hidden`` [..., dim], ``weight`` [vocab, dim], ``chunk`` rows of logits at a time.
+    ``hidden`` [..., dim], in autocast's precision where it was on, ``weight`` [vocab, dim], ``chunk`` rows of logits at a
+    time. Logits have the weight's precision.
     """
 
     hidden: Tensor
@@ -27,14 +28,14 @@ class Head(NamedTuple):
 
     def logits(self) -> Tensor:
         """All logits [..., vocab], for generation and small evaluations."""
-        return F.linear(self.hidden, self.weight)
+        return F.linear(self.hidden.to(self.weight.dtype), self.weight)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, logits [rows, vocab]) over the flattened tokens, never all at once."""
         flat = self.hidden.flatten(0, -2)  # [N, dim]
         for start in range(0, flat.shape[0], self.chunk):
             rows = slice(start, min(start + self.chunk, flat.shape[0]))
-            yield rows, F.linear(flat[rows], self.weight)
+            yield rows, F.linear(flat[rows].to(self.weight.dtype), self.weight)
 
 
 def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
