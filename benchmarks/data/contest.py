@@ -8,6 +8,7 @@ blocks, so that no loader works ahead while its clock stands.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,7 +23,7 @@ from benchmarks.rivals import ROOT, Contestant, Worker, interpreter
 
 Problems = dict[str, str]
 
-_SHORTEST_CPU_S = 0.2  # twenty clock ticks: below it CPU times are too coarse to be compared
+_SHORTEST_CPU_S = 0.2  # twenty clock ticks: below it CPU times are too coarse to be told
 
 
 def contest(
@@ -32,12 +33,16 @@ def contest(
     rounds: int,
     steps: int,
     cache: Path,
+    block_s: float = 0.0,
+    pairs: Sequence[tuple[str, str]] = (),
     warmup: int = 1,
     timeout_s: float = 600.0,
 ) -> dict[str, Any]:
     """Median seconds per block of ``steps`` steps after ``warmup`` blocks, facts, and times over ``baseline``'s, if that runs.
 
-    CPU time is that of all of a contestant's processes.
+    CPU time is that of all of a contestant's processes. A contestant whose ``steps`` steps took less than ``block_s`` in the
+    last block of the warm-up takes as many times more in its blocks, and its times are still of ``steps`` steps. Each of
+    ``pairs`` (one, other) is the speed of one over that of the other, ``speed_over`` in the row of one.
     """
     not_run: Problems = {}
     with ExitStack() as stack:
@@ -48,19 +53,27 @@ def contest(
                 workers.append(stack.enter_context(Worker(each, cache, folder, Path(), timeout_s=timeout_s)))
             except (RuntimeError, TimeoutError, subprocess.CalledProcessError) as error:
                 not_run[each.name] = reason(error)
+        times: dict[str, int] = {}
+        coarse: set[str] = set()
         for number in range(-warmup, rounds):
             shift = number % max(1, len(workers))
             for worker in workers[shift:] + workers[:shift]:
                 begin_s = worker.cpu_s()
+                many = times.get(worker.contestant.name, 1) if number >= 0 else 1
                 try:
-                    block = worker.run(steps)
+                    block = worker.run(steps * many)
                 except (RuntimeError, TimeoutError, BrokenPipeError) as error:
                     not_run[worker.contestant.name] = f"block {number}: {reason(error)}"
                     worker.__exit__(None, None, None)
                     workers = [each for each in workers if each is not worker]
                     continue
-                if number >= 0:
-                    worker.blocks.append(block | {"cpu_s": worker.cpu_s() - begin_s})
+                if number < 0:
+                    times[worker.contestant.name] = max(1, math.ceil(block_s / block["wall_s"]))
+                    continue
+                cpu_s = worker.cpu_s() - begin_s
+                if cpu_s < _SHORTEST_CPU_S:
+                    coarse.add(worker.contestant.name)
+                worker.blocks.append(block | {"wall_s": block["wall_s"] / many, "cpu_s": cpu_s / many})
     walls = {worker.contestant.name: [block["wall_s"] for block in worker.blocks] for worker in workers}
     cpus = {worker.contestant.name: [block["cpu_s"] for block in worker.blocks] for worker in workers}
     rows: dict[str, Any] = {}
@@ -75,8 +88,11 @@ def contest(
         }
         if name != baseline and baseline in walls:
             rows[name]["time_over_baseline"] = ratio(walls[name], walls[baseline])
-            if min(cpus[name] + cpus[baseline]) >= _SHORTEST_CPU_S:
+            if not {name, baseline} & coarse:
                 rows[name]["cpu_over_baseline"] = ratio(cpus[name], cpus[baseline])
+    for one, other in pairs:
+        if one in rows and other in rows:
+            rows[one].setdefault("speed_over", {})[other] = ratio(walls[other], walls[one])
     return {"baseline": baseline, "contestants": rows, "not_run": not_run}
 
 
