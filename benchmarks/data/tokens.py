@@ -1,6 +1,6 @@
 """Tokens per second to training batches, unisono beside every loader that could be installed. Prints JSON.
 
-    python -m benchmarks.data.tokens [--rounds 7] [--steps 600] [--only WORD,WORD] [--cache DIR]
+    python -m benchmarks.data.tokens [--rounds 15] [--steps 600] [--only WORD,WORD] [--cache DIR]
 
 50 million uint16 tokens in the page cache; batches of 16 windows of 1,024 inputs and targets. Each contestant is a process;
 a block is ``--steps`` batches and at least half a second. Most read windows side by side, whose floor is ``floor rows``;
@@ -70,7 +70,7 @@ def write(folder: Path, count: int) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=600, help="batches per block")
     parser.add_argument("--only", default="", help="contestants whose names have one of these words")
     parser.add_argument("--tokens", type=int, default=TOKENS)
