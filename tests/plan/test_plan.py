@@ -68,7 +68,7 @@ def test_a_plan_is_data() -> None:
 
 def test_foreign_plans_are_refused_by_name() -> None:
     data = plan().to_json()
-    with pytest.raises(PlanError, match="a plan whose contents do not fit: unknown field 'zero'"):
-        Plan.from_json({**data, "zero": 3})
+    with pytest.raises(PlanError, match="a plan whose contents do not fit: unknown field 'colour'"):
+        Plan.from_json({**data, "colour": 3})
     with pytest.raises(PlanError, match=r"Expected `int`, got `str` - at `\$.global_batch`"):
         Plan.from_json({**data, "global_batch": "many"})

@@ -24,6 +24,7 @@ from unisono.data.order import Order
 from unisono.dist import World
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
+from unisono.parallel.parts import Part
 from unisono.train.objectives import next_token
 
 VOCAB, SEQ_LEN, SAMPLES = 48, 12, 37
@@ -92,9 +93,10 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
 
 
 def digest(run: Trainer) -> str:
-    """Over every bit of the state but the generators."""
+    """Over every bit of the state but the generators; of what is spread over ranks, this rank's part."""
     state = hashlib.sha256()
-    for name, tensor in sorted(run.state.shared().items()):
+    for name, value in sorted(run.state.shared().items()):
+        tensor = value.tensor if isinstance(value, Part) else value
         state.update(
             name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             if tensor.dim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import click
 
@@ -25,7 +26,7 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.trainer import plan_for
 
     job = job_from_environ(os.environ)
-    device, plan = plan_for(config.plan, job)
+    device, plan = plan_for(replace(config.plan, dp_shard=1), job)  # every process has the whole model
     world = join(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
         data = build_data(config)

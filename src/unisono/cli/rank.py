@@ -32,6 +32,7 @@ from unisono.observe.sinks import Trackers
 from unisono.observe.summary import summarise
 from unisono.train.build import Data, build_data, build_trainer
 from unisono.train.config import RunConfig, SampleOptions
+from unisono.train.load import load_model
 from unisono.train.trainer import Trainer, open_events, plan_for
 
 
@@ -124,13 +125,18 @@ def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any])
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
     with run.averaged_weights():
+        model = run.model
+        if run.plan.sharded:
+            # this rank has a part of it; what was just committed is whole
+            alone = join(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
+            model, _ = load_model(config, tokenizer, alone, None)
         try:
-            outcome["export"] = str(export_run(run.model, config, tokenizer))
+            outcome["export"] = str(export_run(model, config, tokenizer))
         except UnisonoError as error:
             refused = error
-        if tokenizer is not None and isinstance(run.model, GPT) and config.sample.tokens:
+        if tokenizer is not None and isinstance(model, GPT) and config.sample.tokens:
             context, seed = config.data.seq_len, config.run.seed
-            outcome["sample"] = write_sample(run.model, tokenizer, config.sample, context=context, seed=seed)
+            outcome["sample"] = write_sample(model, tokenizer, config.sample, context=context, seed=seed)
             run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
     return refused
 

@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +24,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.peers import identity, roll_call, suspects
@@ -38,6 +39,9 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 _MAX_JSON_BYTES = 64 * 2**20
 
 _MEET_S = 60.0
+
+# what errors of torch's collectives that are plain RuntimeErrors begin or go on with
+_TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
 
 
 class World:
@@ -152,6 +156,36 @@ class World:
             # after this no rank needs the store any more, so that its host may leave when it likes
             made.barrier()
         return made
+
+    def mesh(self, device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
+        """The ranks as a grid, row-major, with a group along each axis; the product of ``axes`` is the number of ranks.
+
+        The groups have this World's time-out, which torch's own ``init_device_mesh`` would not give them.
+        """
+        ranks = torch.arange(self.world).view(*axes.values())
+        own: list[ProcessGroup] = []
+        with self.guard(f"mesh({', '.join(axes)})"), _gloo_interface(self.job):
+            for dim, name in enumerate(axes):
+                lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
+                for line in lines:
+                    group = dist.new_group(line, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
+                    if self.rank in line:
+                        own.append(cast(ProcessGroup, group))
+        self.barrier()  # as in new_group
+        return DeviceMesh.from_group(
+            own if len(own) > 1 else own[0], device_type, mesh=ranks, mesh_dim_names=tuple(axes)
+        )
+
+    @contextmanager
+    def guard_collectives(self, operation: str) -> Generator[None]:
+        """``guard`` for code that computes as well: only what a collective raised becomes a CommError."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or any(word in str(error) for word in _TRANSPORTS):
+                with self.guard(operation):
+                    raise
+            raise
 
     @contextmanager
     def guard(self, operation: str, num_bytes: int = 0) -> Generator[None]:

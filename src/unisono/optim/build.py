@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import ConfigError, Problem, nearest_name
@@ -17,12 +18,15 @@ from unisono.optim.skipping import make_skippable
 from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 
 
-def param_groups(model: nn.Module, options: OptimOptions) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, options: OptimOptions, pieces: Mapping[str, nn.Parameter] | None = None
+) -> list[dict[str, Any]]:
     """Up to three groups, ``decay``, ``no_decay`` and ``plain``, parameters in the order of their names.
 
-    See ``groups`` for the rule. Raises ``ConfigError`` for a model without trainable parameters.
+    See ``groups`` for the rule, which looks at the model, and ``build_optimizer`` for ``pieces``. Raises ``ConfigError`` for
+    a model without trainable parameters.
     """
-    by_name = dict(model.named_parameters(remove_duplicate=False))
+    by_name = dict(model.named_parameters(remove_duplicate=False)) | dict(pieces or {})
     by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
     for name, role in roles(model, options.decay_exclude).items():
         by_role[role].append(by_name[name])
@@ -48,23 +52,35 @@ def param_groups(model: nn.Module, options: OptimOptions) -> list[dict[str, Any]
     return groups
 
 
-def build_optimizer(model: nn.Module, options: OptimOptions) -> Optimizer:
+def build_optimizer(
+    model: nn.Module,
+    options: OptimOptions,
+    *,
+    pieces: Mapping[str, nn.Parameter] | None = None,
+    whole_norms: Callable[[Tensor], Tensor] | None = None,
+) -> Optimizer:
     """The optimizer for this model, with all state in place and skippable on the device (see ``skipping``).
 
     ``adam`` adds ``weight_decay * w`` to the gradient before the moments (L2, Kingma & Ba 2015); ``adamw`` shrinks the
     weight by ``lr * weight_decay`` beside them (decoupled, Loshchilov & Hutter 2019). torch's fused kernels are used
     where they take the model's device, dtype and layout; without them a skippable step costs a copy of the state.
+
+    ``pieces`` are updated in place of the model's parameters of the same names: what a rank holds of them. For LAMB and
+    LARS ``whole_norms(norms [n])`` then makes the norms of the whole tensors from those of the pieces.
     """
-    groups = param_groups(model, options)
+    groups = param_groups(model, options, pieces)
     betas = (options.beta1, options.beta2)
     params = [p for group in groups for p in group["params"]]
     fused = kernels.fused_supported(params, momentum_kernel=options.kind == "sgd")
     # fused=None lets torch choose between foreach and a loop, by device
     match options.kind:
         case "lamb":
-            return Lamb(groups, lr=options.lr, betas=betas, eps=options.eps)
+            return Lamb(groups, lr=options.lr, betas=betas, eps=options.eps, whole_norms=whole_norms)
         case "lars":
-            return Lars(groups, lr=options.lr, momentum=options.momentum, trust_coefficient=options.trust_coefficient)
+            trust = options.trust_coefficient
+            return Lars(
+                groups, lr=options.lr, momentum=options.momentum, trust_coefficient=trust, whole_norms=whole_norms
+            )
         case "sgd":
             optimizer = torch.optim.SGD(
                 groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=fused or None

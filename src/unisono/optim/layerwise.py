@@ -28,6 +28,7 @@ _DEVICE_BUCKET_BYTES = 1 << 28
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Group = Mapping[str, Any]
+WholeNorms = Callable[[Tensor], Tensor]  # norms of the pieces of several tensors, [n] -> norms of the whole tensors
 
 
 class Lamb(Optimizer):
@@ -45,9 +46,11 @@ class Lamb(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         adapt: bool = True,
+        whole_norms: WholeNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults | {"state": ADAM_STATE})
+        self._whole_norms = whole_norms
         self._step_supports_amp_scaling = True  # what GradScaler looks for
         make_skippable(self)
 
@@ -61,7 +64,7 @@ class Lamb(Optimizer):
         """Update every parameter that has a gradient; see ``skipping`` for ``found_inf`` and ``grad_scale``."""
         loss = _evaluate(closure)
         for group in self.param_groups:
-            for bucket in _buckets(group["params"]):
+            for bucket in _buckets(group["params"], together=self._whole_norms is not None):
                 self._update(group, bucket)
         return loss
 
@@ -81,7 +84,7 @@ class Lamb(Optimizer):
             kernels.add_(updates, params, alpha=group["weight_decay"])
         rates = torch.full((len(params),), -group["lr"], dtype=_reduction_dtype(params), device=params[0].device)
         if group["adapt"]:
-            weight_norms, update_norms = _norms(params), _norms(updates)
+            weight_norms, update_norms = _norms(params, updates, self._whole_norms)
             rates *= torch.where((weight_norms > 0) & (update_norms > 0), weight_norms / update_norms, 1.0)
         if found_inf is not None:
             # a skipped update is weight_decay * w + 0.0; times -0.0 it is a zero that, added to w, keeps even w = -0.0
@@ -105,10 +108,12 @@ class Lars(Optimizer):
         weight_decay: float = 0.0,
         trust_coefficient: float = 1e-3,
         adapt: bool = True,
+        whole_norms: WholeNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adapt": adapt}
         state = MOMENTUM_STATE if momentum else ()
         super().__init__(params, defaults | {"trust_coefficient": trust_coefficient, "state": state})
+        self._whole_norms = whole_norms
         self._step_supports_amp_scaling = True
         make_skippable(self)
 
@@ -122,7 +127,7 @@ class Lars(Optimizer):
         """Update every parameter that has a gradient; see ``skipping`` for ``found_inf`` and ``grad_scale``."""
         loss = _evaluate(closure)
         for group in self.param_groups:
-            for bucket in _buckets(group["params"]):
+            for bucket in _buckets(group["params"], together=self._whole_norms is not None):
                 self._update(group, bucket)
         return loss
 
@@ -131,7 +136,7 @@ class Lars(Optimizer):
         grad_scale = _attribute(self, "grad_scale", device)
         rates = torch.full((len(params),), group["lr"], dtype=_reduction_dtype(params), device=device)
         if group["adapt"]:
-            weight_norms, grad_norms = _norms(params), _norms(grads)
+            weight_norms, grad_norms = _norms(params, grads, self._whole_norms)
             if grad_scale is not None:
                 grad_norms = grad_norms / grad_scale
             local = group["trust_coefficient"] * weight_norms / (grad_norms + decay * weight_norms)
@@ -165,8 +170,11 @@ def _evaluate(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _buckets(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters that have a gradient, in order, in runs of one device and dtype and of bounded size."""
+def _buckets(params: list[nn.Parameter], *, together: bool) -> Iterator[list[nn.Parameter]]:
+    """Parameters that have a gradient, in order, in runs of one device and dtype and of bounded size.
+
+    ``together``: of any size, so that all ranks have the same runs however big their pieces are.
+    """
     bucket: list[nn.Parameter] = []
     size_bytes = 0
     for p in params:
@@ -174,7 +182,7 @@ def _buckets(params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             continue
         limit_bytes = _CPU_BUCKET_BYTES if p.device.type == "cpu" else _DEVICE_BUCKET_BYTES
         same = bucket and (bucket[0].device, bucket[0].dtype) == (p.device, p.dtype)
-        if bucket and (not same or size_bytes + p.nbytes > limit_bytes):
+        if bucket and (not same or (size_bytes + p.nbytes > limit_bytes and not together)):
             yield bucket
             bucket, size_bytes = [], 0
         bucket.append(p)
@@ -187,9 +195,12 @@ def _grads(params: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
 
 
-def _norms(tensors: list[Tensor] | list[nn.Parameter]) -> Tensor:
-    """Norms of the tensors as one vector, [len(tensors)]."""
-    return torch.stack(kernels.norms(tensors, _reduction_dtype(tensors)))
+def _norms(params: list[nn.Parameter], updates: list[Tensor], whole: WholeNorms | None) -> tuple[Tensor, Tensor]:
+    """Norms of the parameters and of their updates or gradients, [len(params)] each."""
+    dtype = _reduction_dtype(params)
+    both = torch.stack([*kernels.norms(params, dtype), *kernels.norms(updates, dtype)])
+    weights, others = (both if whole is None else whole(both)).chunk(2)
+    return weights, others
 
 
 def _reduction_dtype(tensors: list[Tensor] | list[nn.Parameter]) -> torch.dtype:

@@ -37,11 +37,15 @@ def _zero(name: str, group: Mapping[str, Any], parameter: nn.Parameter) -> Tenso
     return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
 
-def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+Named = nn.Module | Mapping[str, nn.Parameter]
+
+
+def state_tensors(model: Named, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything in the optimizer that changes while training, as ``optim/<state>/<parameter name>``, sorted.
 
     The tensors are the optimizer's own, not copies. Hyper-parameters come from the configuration and the learning rate
-    from the schedule. An optimizer made elsewhere has what its steps created so far. Raises ``CheckpointError`` for
+    from the schedule. ``model`` may be its parameters, or a rank's pieces of them, by name. An optimizer made elsewhere has
+    what its steps created so far. Raises ``CheckpointError`` for
     parameters that are not the model's and for state that is no tensor.
     """
     found: dict[str, Tensor] = {}
@@ -56,7 +60,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_state_tensors(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_state_tensors(model: Named, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved state into the optimizer; names, shapes and dtypes must be exactly those of ``state_tensors``.
 
     An optimizer made elsewhere that has no state yet takes what was saved for its parameters. Raises
@@ -88,9 +92,10 @@ def load_state_tensors(model: nn.Module, optimizer: Optimizer, tensors: Mapping[
         tensor.copy_(tensors[name])
 
 
-def _owners(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[Mapping[str, Any], nn.Parameter]]:
+def _owners(model: Named, optimizer: Optimizer) -> dict[str, tuple[Mapping[str, Any], nn.Parameter]]:
     """Group and parameter by parameter name."""
-    first_name = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
+    first_name = {parameter: name for name, parameter in named}
     owners: dict[str, tuple[Mapping[str, Any], nn.Parameter]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -109,7 +114,7 @@ def _home(state: str, group: Mapping[str, Any], parameter: nn.Parameter) -> torc
 _CONSEQUENCE = "continuing would not be the same run, so nothing was loaded"
 
 
-def _of_another_model(optimizer: Optimizer, model: nn.Module) -> Problem:
+def _of_another_model(optimizer: Optimizer, model: Named) -> Problem:
     return Problem(
         given=f"optimizer {type(optimizer).__name__} has a parameter that {type(model).__name__} has not",
         rule="state is named after the model's parameters",

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from unisono.dist import World
 from unisono.errors import PlanError, Problem
+from unisono.parallel.sharded import shard
 from unisono.plan.plan import Plan
 
 _aten: Any = torch.ops.aten
@@ -41,8 +43,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-def apply(plan: Plan, model: nn.Module) -> nn.Module:
-    """Return ``model`` arranged as the plan says. Raises PlanError where a choice would act on nothing."""
+def apply(plan: Plan, model: nn.Module, world: World | None = None) -> nn.Module:
+    """Return ``model`` arranged as the plan says. Raises PlanError where a choice would act on nothing.
+
+    With a sharded plan all ranks call it, with equal models and the ``world`` they are in.
+    """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     blocks = repeated_blocks(model)
@@ -65,6 +70,9 @@ def apply(plan: Plan, model: nn.Module) -> nn.Module:
             block.compile(**_compile_arguments(plan))
     elif plan.compile == "model":
         model.compile(**_compile_arguments(plan))
+    if plan.sharded:
+        assert world is not None
+        shard(plan, model, blocks, world)
     return model
 
 

@@ -10,6 +10,7 @@ from unisono.config import option
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"]
 Compile = Literal["off", "model", "regional"]
+Zero = Literal[1, 2, 3]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,12 @@ class PlanOptions:
     device: str = option("auto", "auto = the accelerator torch finds, else cpu; or a torch device type.")
     global_batch: int = option(8, "Samples per step, over all ranks.", ge=1)
     micro_batch: int = option(0, "Samples per forward pass on one rank; 0 = a rank's whole share, at most 32.", ge=0)
+    dp_shard: int = option(
+        1,
+        "Ranks that share one copy of parameters and optimizer state; groups of them replicate each other. 0 = all.",
+        ge=0,
+    )
+    zero: Zero = option(3, "What dp_shard cuts: 1 = optimizer state, 2 = gradients too, 3 = parameters too.")
     precision: Precision = option(
         "auto", "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively."
     )

@@ -1,6 +1,7 @@
 """The plan: one frozen record that everyone reads and nobody re-derives (design §3.3).
 
-This first form knows one mesh axis, ``dp_replicate``. It is printable, comparable and saved with every checkpoint.
+It knows two mesh axes, ``dp_replicate`` and ``dp_shard``; rank r is number ``r % dp_shard`` of the ranks that share one copy of
+the state. It is printable, comparable and saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from unisono.errors import PlanError, Problem
-from unisono.plan.options import Compile, PlanOptions, Recompute
+from unisono.plan.options import Compile, PlanOptions, Recompute, Zero
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 32
 
@@ -24,6 +25,8 @@ class Plan:
     version: int = 1
     device: str
     dp_replicate: int
+    dp_shard: int
+    zero: Zero
     global_batch: int
     micro_batch: int
     accumulation: int
@@ -38,7 +41,12 @@ class Plan:
     @property
     def world(self) -> int:
         """Number of ranks the plan needs."""
-        return self.dp_replicate
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the state is cut into parts at all."""
+        return self.dp_shard > 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in field order."""
@@ -74,8 +82,9 @@ class Plan:
 
     def describe(self) -> str:
         """One line for people."""
+        shards = f", state cut over {self.dp_shard} (zero {self.zero})" if self.sharded else ""
         return (
-            f"{self.dp_replicate} x {self.device}, {self.precision}, batch {self.global_batch} = {self.dp_replicate} ranks"
+            f"{self.world} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.world} ranks"
             f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}, recompute {self.recompute},"
             f" compile {self.compile}"
         )
@@ -100,7 +109,27 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
                 nearest=f"plan.global_batch={world}, or {options.global_batch} processes",
             )
         )
+    dp_shard = options.dp_shard or world
+    if world % dp_shard:
+        near = max(n for n in range(1, min(world, dp_shard) + 1) if world % n == 0)
+        problems.append(
+            Problem(
+                given=f"dp_shard {dp_shard} on {world} ranks",
+                rule="dp_replicate times dp_shard is the number of ranks",
+                consequence=f"{world % dp_shard} ranks would belong to no copy of the state",
+                nearest=f"plan.dp_shard={near}, or {-(-world // dp_shard) * dp_shard} processes",
+            )
+        )
     share = -(-options.global_batch // world)
+    if dp_shard > 1 and options.global_batch % world:
+        problems.append(
+            Problem(
+                given=f"dp_shard {dp_shard} with global_batch {options.global_batch} on {world} ranks",
+                rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
+                consequence="a rank that is done would keep the others waiting for its part of the parameters",
+                nearest=f"plan.global_batch={max(1, options.global_batch // world) * world}",
+            )
+        )
     if options.micro_batch > share:
         problems.append(
             Problem(
@@ -126,7 +155,9 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
     micro_batch = options.micro_batch or min(share, LARGEST_AUTOMATIC_MICRO_BATCH)
     return Plan(
         device=device,
-        dp_replicate=world,
+        dp_replicate=world // dp_shard,
+        dp_shard=dp_shard,
+        zero=options.zero,
         global_batch=options.global_batch,
         micro_batch=micro_batch,
         accumulation=-(-share // micro_batch),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class Average:
-    """average ← average + (1 − decay) · (weight − average), for the parameters that are trained."""
+    """average ← average + (1 − decay) · (weight − average), for those of ``parameters`` that are trained."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
-        self._weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._weights = {name: p for name, p in parameters.items() if p.requires_grad}
         self._averages = {name: p.detach().clone() for name, p in self._weights.items()}
 
     @torch.no_grad()

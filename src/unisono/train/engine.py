@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from unisono.data.loader import StepBatch
-from unisono.dist import StopNotice, fault_point
+from unisono.dist import StopNotice, World, fault_point
 from unisono.errors import PlanError, Problem
 from unisono.kvstore import GradientSync
 from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient, global_norm
 from unisono.parallel.device import autocast
+from unisono.parallel.pieces import Pieces
 from unisono.plan.plan import Plan
 from unisono.train.objectives import Objective
 from unisono.train.state import RunState
@@ -66,8 +67,10 @@ class Engine:
     schedule: Callable[[int], float]
     clip_norm: float
     plan: Plan
+    world: World
     device: torch.device
     state: RunState
+    pieces: Pieces
     sync: GradientSync
     timers: StepTimers
     stop: StopNotice | None
@@ -80,12 +83,12 @@ class Engine:
         for number, host_batch in enumerate(batch.micro_batches, start=1):
             with timers.phase("h2d"):
                 micro = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host_batch.items()}
-            with timers.phase("forward"), autocast(self.plan):
+            with timers.phase("forward"), self.world.guard_collectives("forward pass"), autocast(self.plan):
                 loss_sum, weight = self.objective(self.model(**self.inputs(micro)), micro)
             fault_point("forward", state.step)
             if number == len(batch.micro_batches):
                 self.sync.arm()
-            with timers.phase("backward"):
+            with timers.phase("backward"), self.world.guard_collectives("backward pass"):
                 (loss_sum * (state.scale.scale / self.plan.global_batch)).backward()
             fault_point("backward", state.step)
             totals[0] += loss_sum.detach()
@@ -107,7 +110,7 @@ class Engine:
         gradients = self.sync.gradients()
         # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight)
         divisor = (state.scale.scale * weight / self.plan.global_batch).float()
-        norm = global_norm(gradients) / divisor
+        norm = self.pieces.norm(global_norm(gradients)) / divisor
         good = state.guard.judge(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
         lr = self.schedule(state.step)

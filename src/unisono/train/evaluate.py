@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.data.dataset import Dataset
-from unisono.data.loader import eval_batches
+from unisono.data.loader import eval_batches, share
 from unisono.dist import World
 from unisono.parallel.device import autocast
+from unisono.parallel.sharded import release
 from unisono.plan.plan import Plan
 from unisono.train.metrics import LOSS, Metric
 from unisono.train.objectives import Objective
@@ -37,16 +38,28 @@ def evaluate(
         model.eval()
     try:
         with torch.no_grad():
-            for host_batch in eval_batches(data, plan.micro_batch, world.rank, world.world, limit or None):
+            for host_batch, counts in _passes(data, plan, world, min(limit or len(data), len(data))):
                 batch = {name: tensor.to(device, non_blocking=True) for name, tensor in host_batch.items()}
-                with autocast(plan):
+                with world.guard_collectives("forward pass of an evaluation"), autocast(plan):
                     outputs = model(**inputs(batch))
                     loss_sum, weight = objective(outputs, batch)
+                if not counts:
+                    continue
                 sums = [metric.sums(outputs, batch, loss_sum, weight) for metric in all_metrics.values()]
                 total += torch.cat(sums)
         world.all_reduce(total)
     finally:
         if isinstance(model, nn.Module):
+            release(model)
             model.train(was_training)
     values = iter(total.tolist())
     return {name: metric.value([next(values) for _ in range(metric.size)]) for name, metric in all_metrics.items()}
+
+
+def _passes(data: Dataset, plan: Plan, world: World, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """This rank's batches, and True; where ranks hold parts of one model, one more of any sample, and False, for a rank with
+    fewer batches: the others need its part once more."""
+    yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, world.rank, world.world, samples))
+    own, longest = (-(-len(share(samples, rank, world.world)) // plan.micro_batch) for rank in (world.rank, 0))
+    if plan.sharded and own < longest:
+        yield next(eval_batches(data, 1, 0, 1, 1)), False

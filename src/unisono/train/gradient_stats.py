@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.observe.events import EventLog
+from unisono.parallel.pieces import Pieces
 
 
 class GradientStats:
@@ -16,8 +15,9 @@ class GradientStats:
     The figures are of the reduced gradient of the mean loss, before clipping. Reading them waits for the device.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], events: EventLog, every: int) -> None:
-        self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    def __init__(self, pieces: Pieces, events: EventLog, every: int) -> None:
+        self._pieces = pieces
+        self._names = [name for name, parameter in pieces.parameters.items() if parameter.requires_grad]
         self._events = events
         self._every = every
 
@@ -25,16 +25,15 @@ class GradientStats:
         """``step`` is 0-based; ``divisor`` turns the piled-up gradients into those of the mean loss."""
         if not self._every or (step + 1) % self._every:
             return
-        rows = [
-            torch.stack([g.norm() / divisor, g.abs().max() / divisor, (~g.isfinite()).sum().to(divisor.dtype)])
-            for g in gradients
-        ]
-        figures: list[list[float]] = torch.stack(rows).tolist()
+        norms = self._pieces.norm(torch.stack([g.norm() for g in gradients])) / divisor
+        largest = self._pieces.max(torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in gradients]))
+        bad = self._pieces.sum(torch.stack([(~g.isfinite()).sum() for g in gradients]))
+        columns: list[list[float]] = [column.tolist() for column in (norms, largest / divisor, bad)]
         self._events.emit(
             "gradient_stats",
             step=step + 1,
             layers={
                 name: {"norm": norm, "max": largest, "nonfinite": int(bad)}
-                for name, (norm, largest, bad) in zip(self._names, figures, strict=True)
+                for name, norm, largest, bad in zip(self._names, *columns, strict=True)
             },
         )

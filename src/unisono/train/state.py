@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import CheckpointError, Problem
-from unisono.optim import load_state_tensors, state_tensors
+from unisono.optim import state_tensors
 from unisono.parallel.loss_scale import LossScale
+from unisono.parallel.parts import Part
+from unisono.parallel.pieces import Pieces
 from unisono.train.checkpoint import Snapshot
 from unisono.train.ema import Average
 from unisono.train.guard import Guard
@@ -29,6 +31,7 @@ class RunState:
     """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
 
     model: nn.Module
+    pieces: Pieces
     optimizer: torch.optim.Optimizer
     scale: LossScale
     guard: Guard
@@ -38,17 +41,24 @@ class RunState:
     best_loss: float | None = None
     evaluations_without_gain: int = 0
 
-    def shared(self) -> dict[str, Tensor]:
-        """Everything all ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count."""
+    def shared(self) -> dict[str, Tensor | Part]:
+        """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
+
+        A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
+        """
+        parameters = self.pieces.parameters
         # a parameter with several names is saved under its first one
-        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        tied -= {name for name, _ in self.model.named_parameters()}
-        state = self.model.state_dict()
-        tensors = {f"model/{name}": tensor for name, tensor in state.items() if name not in tied}
-        tensors |= state_tensors(self.model, self.optimizer)
+        named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        buffers = {name: tensor for name, tensor in self.model.state_dict().items() if name not in named}
+        tensors = {f"model/{name}": tensor.detach() for name, tensor in {**buffers, **parameters}.items()}
+        tensors |= state_tensors(parameters, self.optimizer)
         if self.average is not None:
             tensors |= self.average.state()
-        return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+        found: dict[str, Tensor | Part] = {}
+        for path, tensor in tensors.items():
+            name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
+            found[path] = (self.pieces.part(name, tensor) if name in parameters else None) or tensor
+        return found | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def own(self, rank: int) -> dict[str, Tensor]:
         """This rank's generators as byte tensors: torch CPU, torch accelerator, Python, numpy's global one."""
@@ -72,13 +82,11 @@ class RunState:
         """Take everything over, bit by bit. Raises CheckpointError when names, shapes or dtypes are another model's."""
         mine = self.shared()
         _check_table(snapshot, mine)
-        shared = {name for name in snapshot.names() if not name.startswith("rng/")}
-        for name in sorted(shared & mine.keys()):
-            if not name.startswith("optim/"):
-                snapshot.read_into(name, mine[name])
-        load_state_tensors(
-            self.model, self.optimizer, {name: snapshot.tensor(name) for name in shared if name.startswith("optim/")}
-        )
+        for name, here in sorted(mine.items()):
+            if isinstance(here, Part):
+                snapshot.read_part(name, here.tensor, here.offset)
+            else:
+                snapshot.read_into(name, here)
         meta = snapshot.meta["state"]
         self.step = int(meta["step"])
         self.best_loss = meta["best_loss"]
@@ -109,17 +117,16 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_table(snapshot: Snapshot, mine: dict[str, Tensor]) -> None:
+def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> None:
     """Same names, shapes and dtypes, or one error that shows the first differences."""
     saved = {name for name in snapshot.names() if not name.startswith("rng/")}
     differences = [f"{name} is only in the checkpoint" for name in sorted(saved - mine.keys())]
     differences += [f"{name} is only in this run" for name in sorted(mine.keys() - saved)]
     for name in sorted(saved & mine.keys()):
-        there, here = snapshot.spec(name), mine[name]
-        if there.shape != tuple(here.shape) or there.dtype != here.dtype:
-            differences.append(
-                f"{name} is {list(there.shape)} {there.dtype} there, {list(here.shape)} {here.dtype} here"
-            )
+        there, own = snapshot.spec(name), mine[name]
+        shape, dtype = tuple(own.shape), own.tensor.dtype if isinstance(own, Part) else own.dtype
+        if (there.shape, there.dtype) != (shape, dtype):
+            differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:
         shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise CheckpointError(

@@ -41,6 +41,9 @@ from unisono.optim import schedule as schedule_of
 from unisono.parallel.apply import apply
 from unisono.parallel.device import computes_bf16, find_device, set_backend
 from unisono.parallel.loss_scale import LossScale
+from unisono.parallel.parts import Part
+from unisono.parallel.pieces import Pieces
+from unisono.parallel.sharded import ShardedGradients
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, derive, why_precision
 from unisono.train import resume as resuming
@@ -167,23 +170,29 @@ class Trainer:
         agree(self.world, "plan", self.plan.to_json())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        model = apply(self.plan, self.model.to(self.device)).train()
-        optimizer = build_optimizer(model, self._optim)
+        model = self.model.to(self.device)
+        self.store = create(self.plan.sync, self.world)
+        self.store.init(model.state_dict())
+        model = apply(self.plan, model, self.world).train()
+        pieces = Pieces(model, self.world)
+        optimizer = build_optimizer(
+            model, self._optim, pieces=pieces.parameters, whole_norms=pieces.norm if pieces.spread else None
+        )
         options = self.options
         self.state = RunState(
             model=model,
+            pieces=pieces,
             optimizer=optimizer,
             scale=LossScale.create(self.device, initial=options.loss_scale)
             if self.plan.precision == "fp16"
             else LossScale.off(self.device),
             guard=Guard(self.device, sigmas=options.spike_sigmas),
-            average=Average(model, options.ema_decay) if options.ema_decay else None,
+            average=Average(pieces.parameters, options.ema_decay) if options.ema_decay else None,
             weight_total=torch.zeros(
                 (), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
             ),
         )
         seed_generators(self._seed, self.world.rank)
-        self.store = create(self.plan.sync, self.world)
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
             world=self.world,
@@ -214,8 +223,11 @@ class Trainer:
         )
         if resumed:
             self._saved_step = self._resumed_step = self.state.step
-        self.store.init({name: value for name, value in self.state.shared().items() if name.startswith("model/")})
-        self._sync = self.store.gradients(dict(model.named_parameters()))
+        self._sync = (
+            ShardedGradients(self.plan, model, pieces, self.world)
+            if self.plan.sharded
+            else self.store.gradients(pieces.parameters)
+        )
         self._loader = self._feed()
         self._timers = StepTimers()
         asked = self._asked_schedule
@@ -226,12 +238,14 @@ class Trainer:
             schedule=schedule_of(asked, options.steps, self._optim.lr) if isinstance(asked, ScheduleOptions) else asked,
             clip_norm=self._optim.clip_norm,
             plan=self.plan,
+            world=self.world,
             device=self.device,
             state=self.state,
+            pieces=pieces,
             sync=self._sync,
             timers=self._timers,
             stop=self._stop,
-            observe_gradients=GradientStats(dict(model.named_parameters()), self.events, options.gradient_stats_every),
+            observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),
         )
         self._rates = RateMeter(steps_total=options.steps, devices=self.world.world)
         self._readout = Readout(
@@ -317,6 +331,15 @@ class Trainer:
             "device": None if self.device.type == "cpu" else self.device,
         }
         loading, pair, finish, block = self._loading, self._pair, self._finish, self._shuffle_block
+        if self.plan.sharded and loading.last_batch == "keep":
+            raise DataError(
+                Problem(
+                    given=f"dp_shard {self.plan.dp_shard} with loader.last_batch=keep",
+                    rule="ranks that share one copy of the state run the same number of passes in every step",
+                    consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
+                    nearest="loader.last_batch=pad, which fills it up with weight 0",
+                )
+            )
         if isinstance(self.data, Dataset):
             return Loader(self.data, options=loading, shuffle_block=block, pair=pair, finish=finish, **common)
         defaults = LoaderOptions(workers=min(loading.workers, 0))  # 0: no thread, which a stream can do
@@ -438,7 +461,9 @@ class Trainer:
             }
             self._saved_step = self.state.step
             shared, own = self.state.shared(), self.state.own(self.world.rank)
-            self.checkpointer.save(self.state.step, shared, own, meta, score=score)
+            parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
+            whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
+            self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)
         if wait:
             self.checkpointer.wait()
             self._check_saved()

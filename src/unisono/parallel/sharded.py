@@ -1,0 +1,98 @@
+"""Sharded data parallelism (ZeRO, Rajbhandari et al. 2020) on torch's FSDP2.
+
+A block's parameters are gathered before its forward pass; its gradients leave by reduce-scatter. Stages differ in what is kept:
+
+    1   parameters stay gathered until the step's last backward pass, gradients pile up whole and are reduced once
+    2   parameters stay gathered likewise, each micro-batch's gradients are reduced at once
+    3   parameters go after use and are gathered again for the backward pass
+
+With ``dp_replicate`` above 1 (hybrid sharding) the reduced pieces are summed over the replicas in the last micro-batch only.
+Gradients are summed, never averaged. All ranks must run the same number of passes: the plan sees to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.debug
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from unisono.dist import World
+from unisono.parallel.pieces import Pieces
+from unisono.plan.plan import Plan
+
+
+def shard(plan: Plan, model: nn.Module, blocks: list[nn.Module], world: World) -> None:
+    """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another."""
+    mesh = data_mesh(plan, world)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=plan.zero == 3)
+    # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(
+            True
+        )  # else a factor is multiplied in by the collective, which gloo cannot
+
+
+def data_mesh(plan: Plan, world: World) -> DeviceMesh:
+    """The ranks by ``dp_replicate`` and ``dp_shard``; only the second axis where there are no replicas."""
+    axes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
+    return world.mesh(plan.device, {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"})
+
+
+def release(model: nn.Module) -> None:
+    """Drop parameters that are still gathered. Without a backward pass nothing else does, and the next forward pass would
+    compute with those of before the update."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+class ShardedGradients:
+    """The gradient synchronisation of a sharded model: FSDP2 reduces, this says when."""
+
+    def __init__(self, plan: Plan, model: nn.Module, pieces: Pieces, world: World) -> None:
+        self._plan, self._pieces, self._world = plan, pieces, world
+        self._units = list(_units(model))
+        self._set(last=False)
+
+    def _set(self, *, last: bool) -> None:
+        for unit in self._units:
+            unit.set_requires_gradient_sync(last or self._plan.zero > 1, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
+
+    def arm(self) -> None:
+        """The next backward pass is the step's last."""
+        self._set(last=True)
+
+    def finish(self, totals: Tensor) -> None:
+        """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
+        with self._world.guard("gradient totals"):
+            dist.all_reduce(totals, group=self._world.group)
+        self._pieces.take_gradients()
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's pieces, in parameter order."""
+        return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
+
+    def reset(self) -> None:
+        """Forget the gradients; further backward passes are not the last."""
+        self._pieces.drop_gradients()
+        self._set(last=False)
+
+    def close(self) -> None:
+        """Let the gradients go, and what torch remembers of the mesh: it would keep the groups' sockets open."""
+        self._pieces.drop_gradients()
+        debug: Any = torch.distributed.tensor.debug
+        debug._clear_sharding_prop_cache()
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
