@@ -11,7 +11,7 @@ from unisono.train.checkpoint.tensorfile import parse_header
 
 
 def image_of(state):
-    shard = lay_out({name: (tuple(each.shape), each.dtype) for name, each in state.items()}, {}, rank=0, world=1)
+    shard = lay_out({name: (tuple(each.shape), each.dtype) for name, each in state.items()}, {}, {}, rank=0, world=1)
     return Image(shard, state, HostBuffer())
 
 
@@ -37,7 +37,7 @@ def test_the_file_holds_every_bit_of_every_tensor():
 
 def test_part_of_a_tensor_is_its_rows():
     state = {"w": torch.randn(3000, 1000), "v": torch.randn(7)}
-    shard = lay_out({"w": ((3000, 1000), torch.float32), "v": ((7,), torch.float32)}, {}, rank=1, world=2)
+    shard = lay_out({"w": ((3000, 1000), torch.float32), "v": ((7,), torch.float32)}, {}, {}, rank=1, world=2)
     (cut,) = (piece for piece in shard.pieces if piece.name == "w")
     content, _ = read(Image(shard, state, HostBuffer()))
     assert content[cut.begin : cut.end] == state["w"][cut.rows].numpy().tobytes()

@@ -72,7 +72,7 @@ def test_a_tensor_that_is_one_huge_row_stays_whole():
 def test_the_shards_of_all_ranks_describe_every_tensor_once():
     shared = {"big": ((600, 1024), torch.float32), "scalar": ((), torch.int64), "empty": ((0, 4), torch.bool)}
     own = [{f"rng/{rank}": ((5,), torch.uint8)} for rank in range(3)]
-    shards = [lay_out(shared, own[rank], rank=rank, world=3) for rank in range(3)]
+    shards = [lay_out(shared, own[rank], {}, rank=rank, world=3) for rank in range(3)]
     found = [(piece.name, piece.offset, piece.extent, piece.key) for shard in shards for piece in shard.pieces]
     assert found == [
         ("scalar", (), (), "scalar"),
@@ -92,5 +92,5 @@ def test_the_shards_of_all_ranks_describe_every_tensor_once():
         assert shard.total_bytes == 600 * 1024 * 4 + 8 + 3 * 5
         assert shard.fingerprint == shards[0].fingerprint
     assert [piece.rows for piece in shards[1].pieces] == [slice(200, 400), None]
-    other = lay_out(shared | {"scalar": ((), torch.int32)}, {}, rank=0, world=3)
+    other = lay_out(shared | {"scalar": ((), torch.int32)}, {}, {}, rank=0, world=3)
     assert other.fingerprint != shards[0].fingerprint

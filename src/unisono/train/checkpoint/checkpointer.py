@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
+from unisono.parallel.parts import Part
 from unisono.train.checkpoint.commit import problems_of
 from unisono.train.checkpoint.folder import step_name
 from unisono.train.checkpoint.image import HostBuffer, Image
@@ -81,24 +83,29 @@ class Checkpointer:
         own: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         *,
+        parts: Mapping[str, Part] | None = None,
         score: float | None = None,
     ) -> float:
         """Begin to save ``step``; returns the seconds the caller was kept.
 
         ``replicated`` are equal on all ranks and are shared out; ``own`` are this rank's, under names no other rank uses;
-        ``meta`` is JSON and rank 0's counts. Everything is free to change on return. ``score``: lower is better, for
-        ``keep_best``. A save still under way is waited for.
+        ``meta`` is JSON and rank 0's counts. ``parts`` are this rank's blocks of tensors that are spread over ranks: every
+        rank passes every name, be its block empty or a replica; blocks that do not tile the whole fail the save on all
+        ranks. Everything is free to change on return. ``score``: lower is better, for ``keep_best``. A save still under
+        way is waited for.
 
         Raises CheckpointError for what can never be saved, and after ``max_failures`` failed saves in a row.
         """
         called_s = time.monotonic()
         self.wait()
         began_s = time.monotonic()
-        shard = self._shard(replicated, own)
+        parts = parts or {}
+        shard = self._shard(replicated, own, parts)
+        blocks = {name: part.tensor for name, part in parts.items()}
         save = Save(
             step=step,
             shard=shard,
-            image=Image(shard, {**replicated, **own}, self._buffer),
+            image=Image(shard, {**replicated, **own, **blocks}, self._buffer),
             meta=_as_json(meta),
             score=score if score is not None and math.isfinite(score) else None,
             began_s=began_s,
@@ -184,19 +191,23 @@ class Checkpointer:
             *self._failed[-1],
         )
 
-    def _shard(self, replicated: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Shard:
-        """The layout, made again only if a name, shape or dtype is another one than in the save before."""
-        table = [
-            [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in part.items()]
-            for part in (replicated, own)
+    def _shard(self, replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, Part]) -> Shard:
+        """The layout, made again only if a name, shape, dtype or place is another one than in the save before."""
+        wholes = [
+            [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in each.items()]
+            for each in (replicated, own)
         ]
-        if self._layout is None or self._layout[0] != table:
-            _check(replicated, own)
+        blocks = [
+            (name, part.shape, part.offset, part.replica, part.tensor.shape, part.tensor.dtype, part.tensor.layout)
+            for name, part in parts.items()
+        ]
+        if self._layout is None or self._layout[0] != (wholes, blocks):
+            _check(replicated, own, parts)
             shared, mine = (
-                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in part.items()}
-                for part in (replicated, own)
+                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in each.items()}
+                for each in (replicated, own)
             )
-            self._layout = table, lay_out(shared, mine, rank=self._rank, world=self._world)
+            self._layout = (wholes, blocks), lay_out(shared, mine, parts, rank=self._rank, world=self._world)
         return self._layout[1]
 
 
@@ -237,17 +248,19 @@ class _Running:
         self.save.ended = True
 
 
-def _check(replicated: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check(replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, Part]) -> None:
+    tensors = [*replicated.items(), *own.items(), *((name, part.tensor) for name, part in parts.items())]
     problems = [
         Problem(
-            given=f"tensor {name!r} is passed twice",
-            rule="a name is either replicated or a rank's own",
+            given=f"tensor {name!r} is passed {'twice' if count == 2 else f'{count} times'}",
+            rule="a name is either replicated, a rank's own or a part",
             consequence="nothing was saved",
             nearest="rename one of them",
         )
-        for name in replicated.keys() & own.keys()
+        for name, count in Counter(name for name, _ in tensors).items()
+        if count > 1
     ]
-    for name, tensor in [*replicated.items(), *own.items()]:
+    for name, tensor in tensors:
         if dtype_code(tensor.dtype) is None or tensor.layout != torch.strided or name in ("", "__metadata__"):
             problems.append(
                 Problem(

@@ -15,7 +15,7 @@ import msgspec
 
 from unisono.errors import CheckpointError, Problem, UnisonoError
 from unisono.train.checkpoint.folder import is_committed, os_reason, remove, step_name, sync_folder, write_file
-from unisono.train.checkpoint.layout import Shard
+from unisono.train.checkpoint.layout import Shard, Table
 from unisono.train.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -24,6 +24,7 @@ from unisono.train.checkpoint.manifest import (
     PieceEntry,
     TensorEntry,
     encode,
+    fault_of_pieces,
     seal,
     shard_name,
 )
@@ -41,17 +42,21 @@ def describe(shard: Shard) -> list[list[Any]]:
     ]
 
 
-def tensor_table(shards: Sequence[Sequence[Sequence[Any]]]) -> dict[str, TensorEntry]:
-    """Every rank's ``describe`` put together, by name. Raises CheckpointError where ranks contradict each other."""
-    found: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {}
+def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> dict[str, TensorEntry]:
+    """Every rank's ``describe`` put together, by name; ``spread`` are the tensors that come in blocks of several ranks.
+
+    Raises CheckpointError where ranks contradict each other or a tensor's blocks do not make it up.
+    """
+    found: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
+        name: (shape, str(dtype_code(dtype)), []) for name, (shape, dtype) in spread.items()
+    }
     for rank, pieces in enumerate(shards):
         file = shard_name(rank, len(shards))
         for name, shape, dtype, key, offset, extent in pieces:
             entry = PieceEntry(file=file, key=key, offset=tuple(offset), shape=tuple(extent))
             known_shape, known_dtype, parts = found.setdefault(name, (tuple(shape), dtype, []))
-            if (known_shape, known_dtype) != (tuple(shape), dtype) or any(
-                part.offset == entry.offset for part in parts
-            ):
+            again = (known_shape, known_dtype) != (tuple(shape), dtype) or entry.shape == known_shape
+            if parts and again and name not in spread:
                 raise CheckpointError(
                     Problem(
                         given=f"tensor {name!r} comes from {parts[0].file} and from {file}",
@@ -61,10 +66,22 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]]) -> dict[str, TensorE
                     )
                 )
             parts.append(entry)
-    return {
+    table = {
         name: TensorEntry(shape=shape, dtype=dtype, pieces=tuple(parts))
         for name, (shape, dtype, parts) in sorted(found.items())
     }
+    for name, entry in table.items():
+        fault = fault_of_pieces(entry)
+        if fault:
+            raise CheckpointError(
+                Problem(
+                    given=f"tensor {name!r}: {fault}",
+                    rule="the blocks with replica 0 on all ranks hold each element of a tensor once, and no others",
+                    consequence="the checkpoint was not written",
+                    nearest="compare shape, offset and replica of this part on all ranks",
+                )
+            )
+    return table
 
 
 def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:

@@ -94,10 +94,12 @@ def _disagreements(path: Path, manifest: Manifest, name: str) -> list[str]:
     extents = read_header(path, name, manifest.files[name])
     found: list[str] = []
     for tensor in manifest.tensors.values():
+        dtype = dtype_named(tensor.dtype)
         for piece in tensor.pieces:
+            if piece.file != name:
+                continue
             extent = extents.get(piece.key)
-            wanted = (piece.shape, dtype_named(tensor.dtype))
-            if piece.file == name and (extent is None or (extent.shape, extent.dtype) != wanted):
+            if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
                 found.append(f"{name} does not hold {piece.key!r} as the manifest says")
     return found
 

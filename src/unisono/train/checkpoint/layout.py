@@ -1,7 +1,8 @@
 """Who writes what: the tensors all ranks share are cut into pieces and dealt out so that every shard is about as big.
 
-Pure functions of names, shapes and dtypes: all ranks come to the same result without talking, and a result holds for
-every save until a tensor is added or changes its shape. Nothing here reads or writes a file.
+What only one rank has, its own tensors and its blocks of tensors spread over ranks, it writes itself. Pure functions of
+names, shapes and dtypes: all ranks come to the same result without talking, and a result holds for every save until a
+tensor is added or changes its shape. Nothing here reads or writes a file.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import accumulate
 import torch
 import xxhash
 
+from unisono.parallel.parts import Part
 from unisono.train.checkpoint.tensorfile import build_header, num_bytes
 
 # A tensor smaller than this is never cut: its neighbour's shard may as well be that much bigger.
@@ -33,11 +35,23 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A block of tensor ``name``, of shape ``extent`` at ``offset`` of the whole, in bytes ``[begin, end)`` of a shard file.
+class Block:
+    """What this rank writes of a tensor: ``extent`` elements at ``offset`` of the whole, of ``shape``.
 
-    ``rows`` is the range of dim 0 to take of the tensor, None where the piece is all of it.
+    ``rows`` is the range of dim 0 to take of the tensor this rank holds, None where the block is all of that.
     """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    rows: slice | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A block that has its place: under ``key``, in bytes ``[begin, end)`` of a shard file."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,61 +68,100 @@ class Piece:
 class Shard:
     """One rank's file: its pieces in the order they lie in it, behind ``header``.
 
-    ``fingerprint`` is equal on ranks that share the same tensors; ``total_bytes`` is the size of all ranks' tensors.
+    ``spread`` are the tensors of all ranks' parts, as they are whole. ``fingerprint`` is equal on ranks that share the
+    same tensors; ``total_bytes`` is the size of all ranks' tensors.
     """
 
     pieces: tuple[Piece, ...]
     header: bytes
     size: int
+    spread: Table
     fingerprint: str
     total_bytes: int
 
 
-def lay_out(shared: Table, own: Table, *, rank: int, world: int) -> Shard:
-    """The shard of ``rank``: its part of the tensors all ranks share, and all of its own."""
-    parts = deal({name: (shape, dtype.itemsize) for name, (shape, dtype) in shared.items()}, world)[rank]
-    parts += [Rows(name=name, start=0, stop=shape[0] if shape else 1) for name, (shape, _) in own.items()]
+def lay_out(shared: Table, own: Table, parts: Mapping[str, Part], *, rank: int, world: int) -> Shard:
+    """The shard of ``rank``: its share of the tensors all ranks share, all of its own, its blocks of the parts."""
+    dealt = deal({name: (shape, dtype.itemsize) for name, (shape, dtype) in shared.items()}, world)[rank]
+    dealt += [Rows(name=name, start=0, stop=_num_rows(shape)) for name, (shape, _) in own.items()]
     table = {**shared, **own}
+    blocks = [_block_of_rows(rows, *table[rows.name]) for rows in dealt]
+    blocks += [block for name, part in parts.items() if (block := _block_of_part(name, part, rank)) is not None]
     # wide elements first, as safetensors orders them: every tensor then lies aligned in its file
-    parts.sort(key=lambda part: (-table[part.name][1].itemsize, part.name))
-    extents: list[tuple[int, ...]] = []
-    for part in parts:
-        shape = table[part.name][0]
-        extents.append((part.stop - part.start, *shape[1:]) if shape else ())
-    keys = [_key(part, table[part.name][0]) for part in parts]
-    entries = [(key, table[part.name][1], extent) for key, part, extent in zip(keys, parts, extents, strict=True)]
-    header, begins = build_header(entries, {"format": "pt"})
-    pieces: list[Piece] = []
-    for part, key, extent, begin in zip(parts, keys, extents, begins, strict=True):
-        shape, dtype = table[part.name]
-        pieces.append(
-            Piece(
-                name=part.name,
-                shape=shape,
-                dtype=dtype,
-                offset=(part.start, *(0 for _ in shape[1:])) if shape else (),
-                extent=extent,
-                key=key,
-                rows=None if extent == shape else slice(part.start, part.stop),
-                begin=begin,
-                end=begin + num_bytes(dtype, extent),
-            )
+    blocks.sort(key=lambda block: (-block.dtype.itemsize, block.name))
+    keys = _keys(blocks)
+    header, begins = build_header(
+        [(key, block.dtype, block.extent) for key, block in zip(keys, blocks, strict=True)], {"format": "pt"}
+    )
+    pieces = tuple(
+        Piece(
+            name=block.name,
+            shape=block.shape,
+            dtype=block.dtype,
+            offset=block.offset,
+            extent=block.extent,
+            key=key,
+            rows=block.rows,
+            begin=begin,
+            end=begin + num_bytes(block.dtype, block.extent),
         )
-    described = sorted((name, list(shape), str(dtype)) for name, (shape, dtype) in shared.items())
+        for block, key, begin in zip(blocks, keys, begins, strict=True)
+    )
+    spread = {name: (tuple(part.shape), part.tensor.dtype) for name, part in parts.items()}
+    described = [
+        sorted((name, list(shape), str(dtype)) for name, (shape, dtype) in each.items()) for each in (shared, spread)
+    ]
     return Shard(
-        pieces=tuple(pieces),
+        pieces=pieces,
         header=header,
         size=pieces[-1].end if pieces else len(header),
+        spread=spread,
         fingerprint=xxhash.xxh3_128_hexdigest(json.dumps(described).encode()),
-        total_bytes=sum(num_bytes(dtype, shape) for shape, dtype in shared.values())
+        total_bytes=sum(num_bytes(dtype, shape) for shape, dtype in (*shared.values(), *spread.values()))
         + world * sum(num_bytes(dtype, shape) for shape, dtype in own.values()),
     )
 
 
-def _key(part: Rows, shape: tuple[int, ...]) -> str:
-    """A piece's name inside the file: the tensor's own where it is whole, else with the rows."""
-    whole = not shape or part.stop - part.start == shape[0]
-    return part.name if whole else f"{part.name}[{part.start}:{part.stop}]"
+def _block_of_rows(rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> Block:
+    extent = (rows.stop - rows.start, *shape[1:]) if shape else ()
+    return Block(
+        name=rows.name,
+        shape=shape,
+        dtype=dtype,
+        offset=(rows.start, *(0 for _ in shape[1:])) if shape else (),
+        extent=extent,
+        rows=None if extent == shape else slice(rows.start, rows.stop),
+    )
+
+
+def _block_of_part(name: str, part: Part, rank: int) -> Block | None:
+    """The block as it was passed, right or wrong: whether those of all ranks fit together is seen when all are known."""
+    shape, offset, extent = tuple(part.shape), tuple(part.offset), tuple(part.tensor.shape)
+    if 0 in extent:
+        if 0 not in shape or rank != 0:
+            return None
+        # a tensor without elements has one owner too
+        offset, extent = (0,) * len(shape), shape
+    elif part.replica:
+        return None
+    return Block(name=name, shape=shape, dtype=part.tensor.dtype, offset=offset, extent=extent, rows=None)
+
+
+def _keys(blocks: Sequence[Block]) -> list[str]:
+    """A name inside the file for each, no two alike: the tensor's own where it is whole, else with ranges of its dims."""
+    wholes = {block.name for block in blocks if block.extent == block.shape}
+    keys: list[str] = []
+    for block in blocks:
+        key = block.name
+        if block.extent != block.shape:
+            ranges = [f"{begin}:{begin + size}" for begin, size in zip(block.offset, block.extent, strict=False)]
+            while len(ranges) > 1 and block.extent[len(ranges) - 1 :] == block.shape[len(ranges) - 1 :]:
+                ranges.pop()  # the last dims go unsaid where they are whole
+            key += f"[{','.join(ranges)}]"
+            while key in wholes:  # another tensor is called that
+                key += "'"
+        keys.append(key)
+    return keys
 
 
 def deal(shapes: Mapping[str, tuple[Sequence[int], int]], world: int) -> list[list[Rows]]:

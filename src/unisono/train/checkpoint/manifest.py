@@ -17,7 +17,8 @@ import torch
 import xxhash
 
 from unisono.errors import CheckpointError, Problem
-from unisono.train.checkpoint.tensorfile import dtype_named, num_bytes
+from unisono.train.checkpoint.tensorfile import dtype_named
+from unisono.train.checkpoint.tiling import MOST_DIMS, first_miscount
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -140,25 +141,39 @@ def decode(data: bytes) -> Manifest:
 
 
 def _fault(tensor: TensorEntry, manifest: Manifest) -> str:
-    """What is wrong with the pieces of ``tensor``, or an empty string: they lie inside it and add up to it."""
     try:
-        dtype = dtype_named(tensor.dtype)
+        dtype_named(tensor.dtype)
     except ValueError as error:
         return str(error)
-    covered, origins = 0, set[tuple[int, ...]]()
     for piece in tensor.pieces:
         if piece.file not in manifest.files:
             return f"its file {piece.file!r} is not listed"
-        if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
-            return f"piece {piece.key!r} has another number of dims"
-        for offset, size, extent in zip(piece.offset, piece.shape, tensor.shape, strict=True):
+    return fault_of_pieces(tensor)
+
+
+def fault_of_pieces(tensor: TensorEntry) -> str:
+    """What is wrong with the pieces of ``tensor``, or an empty string: they hold each of its elements once, and no others.
+
+    A tensor without elements has one piece all the same.
+    """
+    shape, count = tensor.shape, len(tensor.pieces)
+    for piece in tensor.pieces:
+        if not len(piece.offset) == len(piece.shape) == len(shape):
+            return f"piece {piece.key!r} of {piece.file} has another number of dims than {list(shape)}"
+        for offset, size, extent in zip(piece.offset, piece.shape, shape, strict=True):
             if offset < 0 or size < 0 or offset + size > extent:
-                return f"piece {piece.key!r} lies outside of {list(tensor.shape)}"
-        origins.add(piece.offset)
-        covered += num_bytes(dtype, piece.shape)
-    if covered != num_bytes(dtype, tensor.shape) or len(origins) != len(tensor.pieces) or not tensor.pieces:
-        return f"its {len(tensor.pieces)} pieces do not make up {list(tensor.shape)}"
-    return ""
+                return (
+                    f"piece {piece.key!r} of {piece.file}, from {list(piece.offset)} on, lies outside of {list(shape)}"
+                )
+    if count == 1 and (tensor.pieces[0].shape == shape or 0 in shape):
+        return ""
+    wrong = f"its {count} pieces do not make up {list(shape)}"
+    if count == 0 or 0 in shape:
+        return wrong
+    if len(shape) > MOST_DIMS:
+        return f"{wrong}: a tensor in pieces has at most {MOST_DIMS} dims"
+    found = first_miscount(shape, ((piece.offset, piece.shape) for piece in tensor.pieces))
+    return f"{wrong}: element {found[0]} is in {found[1] or 'none'} of them" if found else ""
 
 
 def _too_new(schema: int) -> CheckpointError:

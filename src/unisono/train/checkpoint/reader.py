@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError, Problem, nearest_name
 from unisono.train.checkpoint.folder import os_reason, step_of
-from unisono.train.checkpoint.image import Bytes
+from unisono.train.checkpoint.image import BLOCK_BYTES, Bytes
 from unisono.train.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -30,7 +31,7 @@ from unisono.train.checkpoint.manifest import (
     decode,
     seal,
 )
-from unisono.train.checkpoint.tensorfile import Extent, dtype_named, header_length, parse_header
+from unisono.train.checkpoint.tensorfile import Extent, dtype_named, header_length, num_bytes, parse_header
 
 
 class Damage(ValueError):
@@ -100,11 +101,40 @@ class Snapshot:
                     nearest="use the configuration the checkpoint was saved with",
                 )
             )
-        try:
-            for piece in self._entry(name).pieces:
-                self._read_piece(piece, spec.dtype, out.detach())
-        except (OSError, Damage) as error:
-            raise unreadable(self.path, error) from error
+        self._read_box(name, out, [0] * out.dim())
+
+    def read_part(self, name: str, out: Tensor, offset: Sequence[int]) -> None:
+        """Overwrite ``out``, of the tensor's dtype, on any device, with its elements from ``offset`` on.
+
+        Of each piece only the rows that are needed are read, in place where they lie in ``out`` as in the file. An empty
+        ``out`` reads nothing, wherever it would be.
+
+        Raises CheckpointError: unknown name, other dtype, elements the tensor does not have, file damaged or gone.
+        """
+        spec = self.spec(name)
+        if out.dtype != spec.dtype:
+            raise CheckpointError(
+                Problem(
+                    given=f"{name!r} is {spec.dtype} in {self.path}, and {out.dtype} here",
+                    rule="a part is loaded into a tensor of the same dtype",
+                    consequence="it was not loaded",
+                    nearest="use the configuration the checkpoint was saved with",
+                )
+            )
+        if out.numel() and not (
+            len(offset) == out.dim() == len(spec.shape)
+            and all(0 <= at <= n - m for at, m, n in zip(offset, out.shape, spec.shape, strict=True))
+        ):
+            raise CheckpointError(
+                Problem(
+                    given=f"{name!r} is {list(spec.shape)} in {self.path}, and {list(out.shape)} from {list(offset)} on "
+                    "were asked for",
+                    rule="a part lies inside of the saved tensor and has as many dims",
+                    consequence="it was not loaded",
+                    nearest="use the configuration the checkpoint was saved with, or other offsets",
+                )
+            )
+        self._read_box(name, out, offset)
 
     def _entry(self, name: str) -> TensorEntry:
         entry = self.manifest.tensors.get(name)
@@ -119,7 +149,47 @@ class Snapshot:
             )
         return entry
 
-    def _read_piece(self, piece: PieceEntry, dtype: torch.dtype, out: Tensor) -> None:
+    def _read_box(self, name: str, out: Tensor, offset: Sequence[int]) -> None:
+        """Overwrite ``out`` with the elements from ``offset`` on, which the tensor has."""
+        if not out.numel():
+            return
+        out = out.detach()
+        if not out.dim():
+            out, offset = out.unsqueeze(0), (0,)
+        try:
+            for piece in self._entry(name).pieces:
+                self._read_piece(piece, out, offset)
+        except (OSError, Damage) as error:
+            raise unreadable(self.path, error) from error
+
+    def _read_piece(self, piece: PieceEntry, out: Tensor, offset: Sequence[int]) -> None:
+        """Overwrite those elements of ``out``, from ``offset`` on, that the piece holds; what has no dims is one row."""
+        origin, shape = piece.offset or (0,), piece.shape or (1,)
+        boxes = list(zip(origin, shape, offset, out.shape, strict=True))
+        begins = [max(mine, wanted) for mine, _, wanted, _ in boxes]
+        ends = [min(mine + size, wanted + extent) for mine, size, wanted, extent in boxes]
+        if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+            return
+        window = out
+        for dim, (begin, end, zero) in enumerate(zip(begins, ends, offset, strict=True)):
+            window = window.narrow(dim, begin - zero, end - begin)
+        row_bytes = num_bytes(out.dtype, shape[1:])
+        position = self._begin(piece, out.dtype) + (begins[0] - origin[0]) * row_bytes
+        path = self.path / piece.file
+        if window.shape[1:] == shape[1:] and _lies_as_in_a_file(window):
+            _read_exactly(path, position, window)
+            return
+        inside = [slice(begin - zero, end - zero) for begin, end, zero in zip(begins, ends, origin, strict=True)]
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        buffer = torch.empty((min(rows, len(window)), *shape[1:]), dtype=out.dtype)
+        for target in window.split(rows):
+            block = buffer[: len(target)]
+            _read_exactly(path, position, block)
+            target.copy_(block[(slice(None), *inside[1:])])
+            position += len(target) * row_bytes
+
+    def _begin(self, piece: PieceEntry, dtype: torch.dtype) -> int:
+        """The position of a piece in its file, whose header says what the manifest says. Raises Damage or OSError."""
         extents = self._headers.get(piece.file)
         if extents is None:
             extents = read_header(self.path, piece.file, self.manifest.files[piece.file])
@@ -127,17 +197,7 @@ class Snapshot:
         extent = extents.get(piece.key)
         if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
             raise Damage(f"{piece.file} does not hold {piece.key!r} as {MANIFEST} says")
-        window = out
-        for dim, (start, size) in enumerate(zip(piece.offset, piece.shape, strict=True)):
-            window = window.narrow(dim, start, size)
-        in_place = (
-            window.device.type == "cpu" and window.is_contiguous() and not window.is_conj() and not window.is_neg()
-        )
-        target = window if in_place else torch.empty(piece.shape, dtype=dtype)
-        if target.numel():
-            _read_exactly(self.path / piece.file, extent.begin, target)
-        if not in_place:
-            window.copy_(target)
+        return extent.begin
 
 
 def open_checkpoint(path: Path) -> Snapshot:
@@ -230,6 +290,10 @@ def _small_file(path: Path) -> bytes:
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
             raise Damage(f"{path.name} is no regular file of at most {MAX_JSON_BYTES} bytes")
         return file.read(MAX_JSON_BYTES)
+
+
+def _lies_as_in_a_file(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _read_exactly(path: Path, position: int, target: Tensor) -> None:

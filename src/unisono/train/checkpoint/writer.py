@@ -151,7 +151,7 @@ class Writer:
             raise CheckpointError(
                 Problem(
                     given=f"rank {odd} saves other tensors or another step than rank 0",
-                    rule="replicated tensors have the same names, shapes and dtypes on all ranks",
+                    rule="replicated tensors, and those in parts, have the same names, whole shapes and dtypes on all ranks",
                     consequence=f"step {save.step} was not saved; earlier checkpoints are untouched",
                     nearest="pass what only one rank has as its own tensors",
                 )
@@ -166,7 +166,7 @@ class Writer:
             versions=versions(),
             meta=save.meta,
             files=shard_entries(reports),
-            tensors=tensor_table([report["pieces"] for report in reports]),
+            tensors=tensor_table([report["pieces"] for report in reports], save.shard.spread),
         )
 
     def _together(self, work: Callable[[], Any], what: str) -> list[Any]:
