@@ -21,6 +21,7 @@ from unisono.train.config import RunConfig
 F = TypeVar("F", bound=Callable[..., Any])
 
 RESOLVED = "config.toml"
+PLAN = "plan.json"
 LOG = logging.getLogger("unisono")
 LEVELS = ("debug", "info", "warning", "error")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import click
 
@@ -19,6 +18,8 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
     from unisono.dist import job_from_environ, join
+    from unisono.plan.options import PlanOptions
+    from unisono.plan.plan import read_plan
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.engine import input_selector
     from unisono.train.evaluate import evaluate
@@ -26,7 +27,14 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.trainer import plan_for
 
     job = job_from_environ(os.environ)
-    device, plan = plan_for(replace(config.plan, dp_shard=1), job)  # every process has the whole model
+    asked = read_plan(config.plan) if config.plan.file else config.plan
+    whole = PlanOptions(  # however it was trained: here every process has the whole model
+        device=asked.device,
+        precision=asked.precision,
+        global_batch=asked.global_batch * job.world,
+        micro_batch=asked.micro_batch,
+    )
+    device, plan = plan_for(whole, job)
     world = join(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
         data = build_data(config)

@@ -22,6 +22,7 @@ VERBS = {
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
+    "plan": "Show, check, compare strategy files.",
     "checkpoint": "List, verify, export checkpoints.",
     "data": "Look into record files, check, mend, rearrange and convert them.",
 }

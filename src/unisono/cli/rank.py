@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.cli.common import LOG, RESOLVED
+from unisono.cli.common import LOG, PLAN, RESOLVED
 from unisono.config import Resolved
 from unisono.data.sidecar import write_atomically
 from unisono.data.tokenizer import BYTES, Tokenizer
@@ -66,6 +66,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
             if job.rank == 0:
                 # not earlier: from here on the folder holds a run, and asking for the folder again means to go on with it
                 write_atomically(run_dir / RESOLVED, resolved.to_toml().encode())
+                run.plan.save(run_dir / PLAN)
             result = run.fit()
             outcome: dict[str, Any] = {
                 "run_dir": str(run_dir),

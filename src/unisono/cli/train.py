@@ -29,14 +29,19 @@ PREEMPTED = 75
 
 @click.command("train")
 @takes_config
+@click.option("--plan", "plan_file", type=click.Path(), help="Strategy file; the same as --set plan.file=FILE.")
 @click.option("--debug", is_flag=True, help="One process, eager, no workers or threads: for a debugger. Same samples.")
 @every_verb
-def command(config: tuple[str, ...], overrides: tuple[str, ...], debug: bool, as_json: bool) -> int:
+def command(
+    config: tuple[str, ...], overrides: tuple[str, ...], plan_file: str | None, debug: bool, as_json: bool
+) -> int:
     """Train as CONFIG says: TOML files, later ones winning, or a Python file with config().
 
     Without CONFIG a small GPT learns Python from the standard library's own source. A run found in run.dir goes on
     where its last committed checkpoint stands.
     """
+    if plan_file is not None:
+        overrides = (*overrides, f"plan.file={json.dumps(os.path.abspath(plan_file))}")
     resolved = load_config(config, overrides)
     job = job_from_environ(os.environ)
     if debug and job.world > 1:

@@ -17,6 +17,9 @@ Zero = Literal[1, 2, 3]
 class PlanOptions:
     """How the model and the batch are laid out on the hardware."""
 
+    file: str = option(
+        "", "Strategy file (JSON) that holds the whole plan; the other options of this section then stay unset."
+    )
     device: str = option("auto", "auto = the accelerator torch finds, else cpu; or a torch device type.")
     global_batch: int = option(8, "Samples per step, over all ranks.", ge=1)
     micro_batch: int = option(0, "Samples per forward pass on one rank; 0 = a rank's whole share, at most 32.", ge=0)

@@ -7,15 +7,20 @@ the state. It is printable, comparable and saved with every checkpoint.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args, get_type_hints
 
 import msgspec
 
-from unisono.errors import PlanError, Problem
+from unisono.data.sidecar import write_atomically
+from unisono.errors import PlanError, Problem, nearest_name
 from unisono.plan.options import Compile, PlanOptions, Recompute, Zero
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 32
+_MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,21 +58,53 @@ class Plan:
         return msgspec.to_builtins(self)
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Plan:
-        """The inverse of ``to_json``; raises PlanError on unknown, missing or ill-typed fields."""
-        unknown = sorted(set(data) - {f.name for f in fields(Plan)})
+    def from_json(data: Mapping[str, Any]) -> Plan:
+        """The inverse of ``to_json``. Raises PlanError with all unknown, missing and ill-typed fields at once."""
+        types = get_type_hints(Plan)
+        problems = [
+            _foreign(name, f"there is no field {name!r}", nearest_name(name, types)) for name in data.keys() - types
+        ]
+        problems += [_foreign(name, f"{name!r} is missing", f'"{name}": …') for name in types.keys() - data.keys()]
+        values: dict[str, Any] = {}
+        for name in types.keys() & data.keys():
+            try:
+                values[name] = msgspec.convert(data[name], types[name])
+            except msgspec.ValidationError as error:
+                problems.append(_foreign(name, f"{name} = {data[name]!r}: {error}", _values(types[name])))
+        if values.get("version", 1) != 1:
+            problems.append(
+                _foreign("version", f"version {values['version']}", "a plan of version 1, or a newer unisono")
+            )
+        if problems:
+            raise PlanError(*sorted(problems, key=lambda problem: problem.given))
+        return Plan(**values)
+
+    def save(self, path: Path) -> None:
+        """Write the strategy file: JSON, a line per field, always in the same order."""
+        write_atomically(path, json.dumps(self.to_json(), indent=1).encode() + b"\n")
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """A strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
         try:
-            if unknown:
-                raise msgspec.ValidationError(f"unknown field {unknown[0]!r}")
-            return msgspec.convert(data, Plan)
-        except msgspec.ValidationError as error:
+            with path.open("rb") as file:
+                data: Any = json.loads(file.read(_MAX_FILE_BYTES))
+            if not isinstance(data, dict):
+                raise ValueError("it holds no object")
+        except (OSError, ValueError) as error:
             raise PlanError(
                 Problem(
-                    given=f"a plan whose contents do not fit: {error}",
-                    rule=f"plans have version 1 and the fields {', '.join(f.name for f in fields(Plan))}",
-                    consequence="the plan was not loaded",
-                    nearest="use a plan written by this version of unisono",
+                    given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
+                    rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
+                    consequence="there is no plan",
+                    nearest="the plan.json that a run keeps in its folder",
                 )
+            ) from error
+        try:
+            return Plan.from_json(cast("dict[str, Any]", data))
+        except PlanError as error:
+            raise PlanError(
+                *(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)
             ) from error
 
     @property
@@ -90,57 +127,77 @@ class Plan:
         )
 
 
-def why_precision(asked: str, plan: Plan) -> str:
+def why_precision(asked: Plan | PlanOptions, plan: Plan) -> str:
     """Where the plan's precision comes from, in a few words."""
-    if asked != "auto":
+    if isinstance(asked, Plan) or asked.file or asked.precision != "auto":
         return "as asked"
     return "computed natively here" if plan.precision == "bf16" else f"no native bf16 on this {plan.device}"
 
 
-def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
-    """Fill in what the user left open. ``device`` is the device type in use; raises PlanError with all problems at once."""
+def check(plan: Plan, world: int) -> None:
+    """Raises PlanError with everything that keeps ``world`` ranks from carrying out the plan."""
     problems: list[Problem] = []
-    if options.global_batch < world:
+    counts = ("dp_replicate", "dp_shard", "global_batch", "micro_batch", "accumulation")
+    for name in counts:
+        if getattr(plan, name) < 1:
+            problems.append(
+                Problem(
+                    given=f"{name} {getattr(plan, name)}",
+                    rule=f"{', '.join(counts)} are at least 1",
+                    consequence="no rank would compute anything",
+                    nearest=f"{name}=1",
+                )
+            )
+    if problems:
+        raise PlanError(*problems)
+    if plan.world != world:
+        shard = max(n for n in range(1, min(world, plan.dp_shard) + 1) if world % n == 0)
         problems.append(
             Problem(
-                given=f"global_batch {options.global_batch} on {world} ranks",
+                given=f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} on {world} ranks",
+                rule="the product of the mesh axes is the number of ranks",
+                consequence=f"the plan is for {plan.world} ranks",
+                nearest=f"dp_shard={shard} with dp_replicate={world // shard}, or {plan.world} processes",
+            )
+        )
+    if plan.global_batch < world:
+        problems.append(
+            Problem(
+                given=f"global_batch {plan.global_batch} on {world} ranks",
                 rule="every rank gets at least one sample of each step",
-                consequence=f"{world - options.global_batch} ranks would never see data",
-                nearest=f"plan.global_batch={world}, or {options.global_batch} processes",
+                consequence=f"{world - plan.global_batch} ranks would never see data",
+                nearest=f"plan.global_batch={world}, or {plan.global_batch} processes",
             )
         )
-    dp_shard = options.dp_shard or world
-    if world % dp_shard:
-        near = max(n for n in range(1, min(world, dp_shard) + 1) if world % n == 0)
+    elif plan.sharded and plan.global_batch % world:
         problems.append(
             Problem(
-                given=f"dp_shard {dp_shard} on {world} ranks",
-                rule="dp_replicate times dp_shard is the number of ranks",
-                consequence=f"{world % dp_shard} ranks would belong to no copy of the state",
-                nearest=f"plan.dp_shard={near}, or {-(-world // dp_shard) * dp_shard} processes",
-            )
-        )
-    share = -(-options.global_batch // world)
-    if dp_shard > 1 and options.global_batch % world:
-        problems.append(
-            Problem(
-                given=f"dp_shard {dp_shard} with global_batch {options.global_batch} on {world} ranks",
+                given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {world} ranks",
                 rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
                 consequence="a rank that is done would keep the others waiting for its part of the parameters",
-                nearest=f"plan.global_batch={max(1, options.global_batch // world) * world}",
+                nearest=f"plan.global_batch={plan.global_batch // world * world}",
             )
         )
-    if options.micro_batch > share:
+    share = -(-plan.global_batch // world)
+    if plan.micro_batch > share:
         problems.append(
             Problem(
-                given=f"micro_batch {options.micro_batch} with global_batch {options.global_batch} on {world} ranks",
+                given=f"micro_batch {plan.micro_batch} with global_batch {plan.global_batch} on {world} ranks",
                 rule="a micro-batch is part of a rank's share of the step",
                 consequence=f"the share is only {share} samples",
-                nearest=f"plan.micro_batch={share}, or plan.global_batch={options.micro_batch * world}",
+                nearest=f"plan.micro_batch={share}, or plan.global_batch={plan.micro_batch * world}",
             )
         )
-    sync = options.sync if options.sync != "auto" else ("dist_sync" if world > 1 else "local")
-    if sync == "local" and world > 1:
+    elif plan.accumulation != -(-share // plan.micro_batch):
+        problems.append(
+            Problem(
+                given=f"accumulation {plan.accumulation} of micro_batch {plan.micro_batch} for a share of {share} samples",
+                rule="accumulation is the number of micro-batches in a rank's share of the step",
+                consequence="the plan would not say what is computed",
+                nearest=f"accumulation={-(-share // plan.micro_batch)}",
+            )
+        )
+    if plan.sync == "local" and world > 1:
         problems.append(
             Problem(
                 given=f"sync 'local' on {world} ranks",
@@ -149,23 +206,60 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
                 nearest="plan.sync='dist_sync' (or leave it at 'auto')",
             )
         )
-    precision = options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32")
     if problems:
         raise PlanError(*problems)
+
+
+def read_plan(options: PlanOptions) -> Plan:
+    """The plan of ``options.file``. Raises PlanError where it cannot be read, or where other options are set beside it."""
+    unset = PlanOptions(file=options.file)
+    set_too = [f"plan.{f.name}" for f in fields(options) if getattr(options, f.name) != getattr(unset, f.name)]
+    if set_too:
+        raise PlanError(
+            Problem(
+                given=f"plan.file {options.file!r} with {', '.join(set_too)}",
+                rule="a strategy file holds the whole plan",
+                consequence="it would be unclear which of the two counts",
+                nearest="change the file, or leave it out and set options only",
+            )
+        )
+    return Plan.load(Path(options.file).expanduser())
+
+
+def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
+    """Fill in what the user left open. ``device`` is the device type in use; raises PlanError with all problems at once."""
+    dp_shard = options.dp_shard or world
+    share = -(-options.global_batch // world)
     micro_batch = options.micro_batch or min(share, LARGEST_AUTOMATIC_MICRO_BATCH)
-    return Plan(
+    plan = Plan(
         device=device,
-        dp_replicate=world // dp_shard,
+        dp_replicate=max(1, world // dp_shard),
         dp_shard=dp_shard,
         zero=options.zero,
         global_batch=options.global_batch,
         micro_batch=micro_batch,
         accumulation=-(-share // micro_batch),
-        precision=precision,
+        precision=options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32"),
         recompute=options.recompute,
         compile=options.compile,
-        sync=sync,
+        sync=options.sync if options.sync != "auto" else ("dist_sync" if world > 1 else "local"),
         tf32=options.tf32,
         autotune=options.autotune,
         channels_last=options.channels_last,
     )
+    check(plan, world)
+    return plan
+
+
+def _foreign(name: str, given: str, nearest: str) -> Problem:
+    return Problem(
+        given=given,
+        rule=f"a plan has the fields {', '.join(each.name for each in fields(Plan))}, all of them",
+        consequence="the plan was not loaded",
+        nearest=nearest,
+    )
+
+
+def _values(kind: Any) -> str:
+    """What a field of this type takes, for people."""
+    return " or ".join(map(repr, get_args(kind))) if get_args(kind) else f"a value of type {kind.__name__}"

@@ -45,7 +45,7 @@ from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.sharded import ShardedGradients
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, derive, why_precision
+from unisono.plan.plan import Plan, check, derive, read_plan, why_precision
 from unisono.train import resume as resuming
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 from unisono.train.ema import Average
@@ -75,8 +75,12 @@ class Result:
 
 def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
     """The device of this rank and the plan of the job. Raises PlanError."""
-    device = find_device(options.device, job.local_rank)
-    return device, derive(options, world=job.world, device=device.type, native_bf16=computes_bf16(device))
+    given = read_plan(options) if options.file else None
+    device = find_device(given.device if given else options.device, job.local_rank)
+    if given is None:
+        return device, derive(options, world=job.world, device=device.type, native_bf16=computes_bf16(device))
+    check(given, job.world)
+    return device, given
 
 
 def open_events(run_dir: Path, world: World) -> EventLog:
@@ -151,6 +155,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
         if isinstance(self._asked_plan, Plan):
+            check(self._asked_plan, job.world)
             self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
         else:
             self.device, self.plan = plan_for(self._asked_plan, job)
@@ -277,7 +282,7 @@ class Trainer:
             plan=self.plan.to_json(),
             plan_text=self.plan.describe(),
             flops_convention=CONVENTION,
-            precision_why=why_precision(self._asked_plan.precision, self.plan),
+            precision_why=why_precision(self._asked_plan, self.plan),
             device=str(self.device),
             parameters=sum(p.numel() for p in self.model.parameters()),
             steps_total=self.options.steps,

@@ -1,0 +1,71 @@
+"""``unisono plan``: strategy files, the plan of a run as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from unisono.cli.common import PLAN, every_verb, print_json
+
+if TYPE_CHECKING:
+    from unisono.plan.plan import Plan
+
+
+@click.group("plan")
+def command() -> None:
+    """Show, check, compare strategy files. FILE may be the folder of a run."""
+
+
+@command.command("show")
+@click.argument("file", type=click.Path())
+@every_verb
+def show(file: str, as_json: bool) -> None:
+    """Print the plan in FILE."""
+    plan = _load(file)
+    if as_json:
+        print_json({"hash": plan.hash, "plan": plan.to_json()})
+        return
+    click.echo(f"{plan.describe()}\n")
+    for name, value in plan.to_json().items():
+        click.echo(f"{name:<14}{value}")
+
+
+@command.command("check")
+@click.argument("file", type=click.Path())
+@click.option("--processes", type=click.IntRange(min=1), help="Number of ranks; default: what the plan is for.")
+@every_verb
+def check_file(file: str, processes: int | None, as_json: bool) -> None:
+    """Say whether the plan in FILE can be carried out; exit 2 with all that is wrong if not."""
+    from unisono.plan.plan import check
+
+    plan = _load(file)
+    world = processes or plan.world
+    check(plan, world)
+    if as_json:
+        print_json({"hash": plan.hash, "processes": world})
+    else:
+        click.echo(f"a legal plan for {world} {'process' if world == 1 else 'processes'}: {plan.describe()}")
+
+
+@command.command("diff")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@every_verb
+def compare(a: str, b: str, as_json: bool) -> None:
+    """Print what differs between two plans; exit 1 if anything does."""
+    differences = _load(a).diff(_load(b))
+    if as_json:
+        rows = [{"field": name, "a": mine, "b": theirs} for name, (mine, theirs) in differences.items()]
+        print_json({"differences": rows})
+    for name, (mine, theirs) in () if as_json else differences.items():
+        click.echo(f"{name}: {mine} -> {theirs}")
+    raise SystemExit(1 if differences else 0)
+
+
+def _load(file: str) -> Plan:
+    from unisono.plan.plan import Plan
+
+    path = Path(file)
+    return Plan.load(path / PLAN if path.is_dir() else path)

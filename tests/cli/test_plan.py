@@ -1,0 +1,105 @@
+"""Strategy files: shown, checked, compared, trained from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import Desk, events_of
+
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan, derive
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    options = PlanOptions(dp_shard=2, global_batch=8, micro_batch=1)
+    derive(options, world=4, device="cpu", native_bf16=False).save(path)
+    return path
+
+
+def changed(file: Path, **fields: object) -> Path:
+    path = file.with_name("changed.json")
+    path.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    return path
+
+
+def test_a_plan_file_reads_back_and_is_stable(file: Path, tmp_path: Path) -> None:
+    plan = Plan.load(file)
+    plan.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == file.read_bytes()
+    assert list(json.loads(file.read_text())) == [*plan.to_json()]
+
+
+def test_show_and_check(desk: Desk, file: Path) -> None:
+    shown = desk.here("plan", "show", str(file))
+    assert shown.out.startswith("4 x cpu, state cut over 2 (zero 3), fp32, batch 8 = 4 ranks x 2 x 1")
+    assert "dp_replicate  2\ndp_shard      2\n" in shown.out
+    assert desk.here("plan", "show", str(file), "--json").json["plan"]["accumulation"] == 2
+    assert desk.here("plan", "check", str(file)).out.startswith("a legal plan for 4 processes: 4 x cpu")
+    assert desk.here("plan", "check", str(file), "--json").json["processes"] == 4
+    other = desk.here("plan", "check", str(file), "--processes", "6")
+    assert other.code == 2
+    assert other.err == (
+        "unisono: 2 problems\n"
+        "1. dp_replicate 2 x dp_shard 2 on 6 ranks\n"
+        "  rule: the product of the mesh axes is the number of ranks\n"
+        "  so:   the plan is for 4 ranks\n"
+        "  try:  dp_shard=2 with dp_replicate=3, or 4 processes\n"
+        "2. dp_shard 2 with global_batch 8 on 6 ranks\n"
+        "  rule: ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks\n"
+        "  so:   a rank that is done would keep the others waiting for its part of the parameters\n"
+        "  try:  plan.global_batch=6\n"
+    )
+
+
+def test_everything_wrong_with_a_file_comes_at_once(desk: Desk, file: Path) -> None:
+    fields = {"zero": 4, "dp_shard": "two", "precison": "fp32"}
+    done = desk.here("plan", "check", str(changed(file, **fields)))
+    assert done.code == 2
+    assert "3 problems" in done.err
+    assert "there is no field 'precison'" in done.err
+    assert "did you mean 'precision'?" in done.err
+    assert "dp_shard = 'two': Expected `int`, got `str`" in done.err
+    assert "zero = 4: Invalid enum value 4" in done.err
+    assert "try:  1 or 2 or 3" in done.err
+    file.write_text("{")
+    assert "strategy file" in desk.here("plan", "show", str(file)).err
+    assert "No such file" in desk.here("plan", "show", str(file.with_name("none.json"))).err
+    numbers = changed_numbers(file)
+    assert "accumulation=2" in desk.here("plan", "check", str(numbers)).err
+
+
+def changed_numbers(file: Path) -> Path:
+    derive(PlanOptions(global_batch=8, micro_batch=1), world=4, device="cpu", native_bf16=False).save(file)
+    return changed(file, accumulation=5)
+
+
+def test_diff(desk: Desk, file: Path) -> None:
+    assert desk.here("plan", "diff", str(file), str(file)).code == 0
+    done = desk.here("plan", "diff", str(file), str(changed(file, zero=1, recompute="full")))
+    assert (done.code, done.out) == (1, "zero: 3 -> 1\nrecompute: none -> full\n")
+    assert desk.here("plan", "diff", str(file), str(changed(file, zero=2)), "--json").json == {
+        "differences": [{"field": "zero", "a": 3, "b": 2}]
+    }
+
+
+def test_a_run_follows_a_strategy_file_and_keeps_its_own(desk: Desk, file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    plan = derive(PlanOptions(global_batch=4, micro_batch=2), world=1, device="cpu", native_bf16=False)
+    plan.save(file)
+    arguments = [*desk.settings, f"--set=run.dir={run_dir}", "--set=train.steps=2"]
+    arguments = [text for text in arguments if not text.startswith("--set=plan.")]
+    done = desk.here("train", "--debug", "--plan", str(file), *arguments, "--json")
+    assert done.code == 0, done.err
+    assert Plan.load(run_dir / "plan.json") == plan
+    start = next(event for event in events_of(run_dir) if event["kind"] == "run_start")
+    assert (start["plan"]["accumulation"], start["precision_why"]) == (2, "as asked")
+    assert desk.here("plan", "diff", str(run_dir), str(file)).code == 0
+    both = desk.here("train", "--debug", "--plan", str(file), *arguments, "--set=plan.zero=1", "--set=plan.tf32=true")
+    assert both.code == 2
+    assert "with plan.zero, plan.tf32" in both.err
+    evaluated = desk.here("eval", str(run_dir), "--samples", "4", "--json")
+    assert evaluated.code == 0, evaluated.err
