@@ -4,7 +4,8 @@
 
 One process holds both contestants, each with its own copy of the same model; blocks of steps alternate, and each pair of
 blocks gives one ratio. The hand loop finds its batches ready in memory, the Trainer reads them through its loader. With two
-processes the other side is torch's DistributedDataParallel. One thread per process. Prints JSON.
+processes the other side is torch's DistributedDataParallel, and for ``plan.dp_shard=2`` its FSDP2. One thread per process. Prints
+JSON.
 
 Both run under the launcher's allocator settings: with glibc's own, freed memory at the top of the heap goes back to the kernel
 or not by luck of the heap's layout, and up to 3 % of a step are page faults on one side or the other. ``--allocator system``
@@ -35,6 +36,7 @@ from benchmarks.hand import build_adamw, build_gpt, hand_step, set_lr, torch_bat
 from benchmarks.paired import ratio, spread
 from benchmarks.workload import Workload, prepare, run_config
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono import CheckpointOptions, OptimOptions, PlanOptions, Trainer, TrainOptions
@@ -88,7 +90,7 @@ def compare(times: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[str, Any]:
-    """The demo's GPT: one process against the bare loop, several against DDP."""
+    """The demo's GPT: one process against the bare loop, several against DDP, or FSDP2 where the state is sharded."""
     workload = Workload.read(arguments.workload)
     steps = len(workload.lrs)
     config = run_config(
@@ -103,6 +105,11 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
     )
     data = build_data(config)
     model = build_gpt(workload)
+    sharded = config.plan.dp_shard != 1
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     optimizer = build_adamw(model, workload.optim, fused=True)
     clip = workload.optim["clip_norm"]
     batches = zip(torch_batches(workload), workload.lrs, strict=True)
@@ -112,7 +119,7 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
         trainer = build_trainer(config, data, world=world, events=events, provenance={})
         run = stack.enter_context(trainer)
         ours = iter(run)
-        wrapped = DistributedDataParallel(model) if world.world > 1 else model
+        wrapped = DistributedDataParallel(model) if world.world > 1 and not sharded else model
 
         def mine() -> None:
             losses["mine"].append(float(next(ours).stats[0]))
@@ -146,7 +153,7 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
 def ddp_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], lr: float, clip: float, ranks: int
 ) -> Tensor:
-    """One update of DDP with a token-weighted loss: DDP averages over ranks, so each rank's sum is scaled to undo that."""
+    """One update of DDP or FSDP2 with a token-weighted loss: both average over ranks, so a rank's sum is scaled to undo that."""
     optimizer.zero_grad(set_to_none=True)
     loss_sum, weight = cross_entropy_sum(
         model(batch["tokens"], batch["positions"], batch["documents"]), batch["targets"], batch["weights"]
@@ -264,13 +271,13 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
         world.close()
 
 
-def two_processes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start this script again under torchrun with two ranks."""
+def two_processes(arguments: argparse.Namespace, *settings: str) -> dict[str, Any]:
+    """Start this script again under torchrun with two ranks and more settings."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "benchmarks.step_time", "--rank", "--workload", str(arguments.workload)]
     command += ["--blocks", str(arguments.blocks), "--steps", str(arguments.steps)]
     command += ["--precision", arguments.precision]
-    command += [part for override in arguments.set for part in ("--set", override)]
+    command += [part for override in [*arguments.set, *settings] for part in ("--set", override)]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     answer = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(answer.stdout.strip().splitlines()[-1])
@@ -301,6 +308,7 @@ def main() -> None:
         result = one_rank(arguments)
         assert result is not None
         result["two_processes"] = two_processes(arguments)
+        result["two_processes_sharded"] = two_processes(arguments, "plan.dp_shard=2")
     host, step_s = result["host_time_per_step"], result["one_process"]["hand_step_cpu_s"]
     host["cpu_share_of_step"] = host["cpu_us"]["median"] / 1e6 / step_s
     result |= {

@@ -49,11 +49,18 @@ def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device here")
-def test_two_devices_equal_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_two_devices_equal_one(tmp_path: Path, dp_shard: int) -> None:
     script = str(Path(tiny.__file__).with_name("launch_tiny.py"))
     source = str(Path(__file__).parents[2] / "src")
     run = subprocess.run(
-        [sys.executable, script, str(tmp_path / "two"), "2", '{"steps": 8, "device": "auto"}'],
+        [
+            sys.executable,
+            script,
+            str(tmp_path / "two"),
+            "2",
+            f'{{"steps": 8, "device": "auto", "dp_shard": {dp_shard}}}',
+        ],
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
         text=True,

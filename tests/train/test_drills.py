@@ -59,18 +59,18 @@ def left_behind(run_dir: Path) -> list[str]:
     return found + [str(p) for p in run_dir.rglob("*") if ".tmp-" in p.name or p.name.endswith((".trash", ".partial"))]
 
 
-def on_ranks(world, run_dir: str) -> dict:
-    return tiny.complete(run_dir, world=world, **SETTINGS)
+def on_ranks(world, run_dir: str, changes: dict[str, Any]) -> dict:
+    return tiny.complete(run_dir, world=world, **SETTINGS, **changes)
 
 
-def undisturbed(tmp_path: Path, pool: Pool, ranks: int) -> dict[str, Any]:
-    return pool.run(on_ranks, str(tmp_path / "whole"), ranks=ranks)[0]
+def undisturbed(tmp_path: Path, pool: Pool, ranks: int, **changes: Any) -> dict[str, Any]:
+    return pool.run(on_ranks, str(tmp_path / "whole"), changes, ranks=ranks)[0]
 
 
-def drill(tmp_path: Path, pool: Pool, ranks: int, fault: str) -> None:
-    whole = undisturbed(tmp_path, pool, ranks)
+def drill(tmp_path: Path, pool: Pool, ranks: int, fault: str, **changes: Any) -> None:
+    whole = undisturbed(tmp_path, pool, ranks, **changes)
     run_dir = tmp_path / "run"
-    after = outcome(start(run_dir, ranks, SETTINGS, UNISONO_FAULT=fault))
+    after = outcome(start(run_dir, ranks, SETTINGS | changes, UNISONO_FAULT=fault))
     assert after["digest"] == whole["digest"]
     kept = len(after["losses"])
     assert after["losses"] == whole["losses"][-kept:]
@@ -109,6 +109,13 @@ def test_a_save_in_the_background_that_was_not_committed_does_not_count(tmp_path
 @pytest.mark.parametrize("point", ["backward@3:2", "before_manifest@4:0"])
 def test_three_ranks_survive_a_kill_bit_for_bit(tmp_path: Path, pool: Pool, point: str) -> None:
     drill(tmp_path, pool, 3, point)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("point", ["backward@3:1", "optimizer@3:0", "mid_shard@4:1", "before_commit@4:0"])
+def test_a_sharded_run_survives_a_kill_bit_for_bit(tmp_path: Path, pool: Pool, point: str) -> None:
+    """The digest is of rank 0's part; the losses are everybody's."""
+    drill(tmp_path, pool, 2, point, dp_shard=2)
 
 
 def test_killed_before_the_first_commit_it_begins_again(tmp_path: Path, pool: Pool) -> None:
