@@ -177,6 +177,23 @@ def test_evaluation_between_steps_is_exact_and_sees_the_newest_weights(pool: Poo
     assert pool.run(evaluated, str(tmp_path / "run"), 3, zero, ranks=3)[0] == pytest.approx(alone, rel=1e-5)
 
 
+def looked_at(world: World, run_dir: str, dp_shard: int, zero: int) -> list[float]:
+    losses = []
+    tokens = torch.zeros(1, tiny.SEQ_LEN, dtype=torch.int64)
+    with tiny.trainer(run_dir, world=world, steps=4, dp_shard=dp_shard, zero=zero) as run:
+        for step in run:
+            losses.append(step.loss)
+            with torch.no_grad():
+                run.model(tokens)
+    return losses
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_forward_pass_in_the_loops_body_disturbs_nothing(pool: Pool, tmp_path: Path, zero: int) -> None:
+    alone = looked_at(World(pool_job()), str(tmp_path / "alone"), 1, zero)
+    assert pool.run(looked_at, str(tmp_path / "run"), 2, zero, ranks=2)[0] == pytest.approx(alone, rel=1e-5)
+
+
 def watched(world: World, run_dir: str, dp_shard: int) -> dict:
     with tiny.trainer(run_dir, world=world, steps=1, dp_shard=dp_shard, gradient_stats_every=1) as run:
         list(run)

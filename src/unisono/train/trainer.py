@@ -43,7 +43,7 @@ from unisono.parallel.device import computes_bf16, find_device, set_backend
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
-from unisono.parallel.sharded import ShardedGradients
+from unisono.parallel.sharded import ShardedGradients, release
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, check, derive, read_plan, why_precision
 from unisono.train import resume as resuming
@@ -383,6 +383,8 @@ class Trainer:
                 if compiling:
                     self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
                 yield step
+                if self.plan.sharded:
+                    release(self.state.model)  # what the loop's body had it compute left parameters gathered
                 with self._timers.phase("ckpt_stall"), self._rates.paused():
                     self.checkpointer.poll()
                     if self._checkpoint.every_steps and step.index % self._checkpoint.every_steps == 0:
