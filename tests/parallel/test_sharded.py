@@ -28,9 +28,14 @@ def on_ranks(world: World, run_dir: str, changes: dict) -> dict:
             losses.append(step.loss)
             norms.append(float(step.stats[1]))
             samples.append(step.sample_ids.tolist())
-        held = sum(p.numel() for p in run.state.pieces.parameters.values())
-        of = sum(p.numel() for p in run.model.parameters())
-        return {"losses": losses, "norms": norms, "samples": samples, "digest": tiny.digest(run), "held": held / of}
+        pieces = run.state.pieces
+        return {
+            "losses": losses,
+            "norms": norms,
+            "samples": samples,
+            "digest": tiny.digest(run),
+            "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.count,
+        }
 
 
 def state(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
@@ -48,6 +53,7 @@ def like_one_process(pool: Pool, tmp_path: Path, ranks: int, **changes: object) 
     for outcome in together:
         assert outcome["losses"] == pytest.approx(alone["losses"], rel=1e-5)
         assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+    together = together[:: changes.get("tp", 1)]
     samples = [list(chain.from_iterable(parts)) for parts in zip(*(o["samples"] for o in together), strict=True)]
     assert samples == alone["samples"]
     mine, theirs = state(tmp_path / "run"), state(tmp_path / "alone")
@@ -59,7 +65,7 @@ def like_one_process(pool: Pool, tmp_path: Path, ranks: int, **changes: object) 
     return together
 
 
-OF_RANKS = {"dp_shard", "zero", "micro_batch"}
+OF_RANKS = {"dp_shard", "zero", "micro_batch", "tp"}
 
 
 def pool_job():

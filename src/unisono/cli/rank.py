@@ -127,7 +127,7 @@ def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any])
     refused: UnisonoError | None = None
     with run.averaged_weights():
         model = run.model
-        if run.plan.sharded:
+        if run.plan.spread:
             # this rank has a part of it; what was just committed is whole
             alone = join(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
             model, _ = load_model(config, tokenizer, alone, None)

@@ -24,7 +24,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
-from torch.distributed.device_mesh import DeviceMesh
 
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.peers import identity, roll_call, suspects
@@ -157,24 +156,22 @@ class World:
             made.barrier()
         return made
 
-    def mesh(self, device_type: str, axes: Mapping[str, int]) -> DeviceMesh:
-        """The ranks as a grid, row-major, with a group along each axis; the product of ``axes`` is the number of ranks.
+    def groups_along(self, axes: Mapping[str, int]) -> dict[str, ProcessGroup]:
+        """The ranks as a grid, row-major, of sizes ``axes``, whose product is their number: this rank's group along each axis.
 
-        The groups have this World's time-out, which torch's own ``init_device_mesh`` would not give them.
+        They have this World's time-out, which torch's own ``init_device_mesh`` would not give them.
         """
         ranks = torch.arange(self.world).view(*axes.values())
-        own: list[ProcessGroup] = []
-        with self.guard(f"mesh({', '.join(axes)})"), _gloo_interface(self.job):
+        own: dict[str, ProcessGroup] = {}
+        with self.guard(f"groups_along({', '.join(axes)})"), _gloo_interface(self.job):
             for dim, name in enumerate(axes):
                 lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
                 for line in lines:
                     group = dist.new_group(line, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in line:
-                        own.append(cast(ProcessGroup, group))
+                        own[name] = cast(ProcessGroup, group)
         self.barrier()  # as in new_group
-        return DeviceMesh.from_group(
-            own if len(own) > 1 else own[0], device_type, mesh=ranks, mesh_dim_names=tuple(axes)
-        )
+        return own
 
     @contextmanager
     def guard_collectives(self, operation: str) -> Generator[None]:

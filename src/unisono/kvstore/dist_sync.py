@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from unisono.dist import World
 
@@ -38,11 +39,19 @@ class BucketedAllReduce:
     """Gradients live in flat buckets, last parameter first, because backward finishes them roughly in that order.
 
     A bucket leaves when its gradients are complete and all buckets before it have left, so that every rank
-    issues the same collectives in the same order whatever its autograd threads do.
+    issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
+    all ranks if there is none.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._world = world
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        world: World,
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self._world, self._group = world, group or world.group
         self._parameters = dict(parameters)
         self._buckets = [_Bucket(members) for members in _partition(self._parameters, bucket_bytes)]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
@@ -83,7 +92,7 @@ class BucketedAllReduce:
             if only_complete and bucket.missing:
                 return
             with self._world.guard("gradient all-reduce"):
-                self._works.append(dist.all_reduce(bucket.flat, group=self._world.group, async_op=True))
+                self._works.append(dist.all_reduce(bucket.flat, group=self._group, async_op=True))
             self._next += 1
 
     def finish(self, totals: Tensor) -> None:

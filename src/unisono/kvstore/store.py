@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.kvstore.dist_sync import BucketedAllReduce
@@ -70,10 +71,10 @@ class KVStore:
         for name in sorted(values):
             self.world.broadcast(values[name].detach())
 
-    def gradients(self, parameters: Mapping[str, nn.Parameter]) -> GradientSync:
-        """The gradient synchronisation for these parameters (those that require gradients)."""
+    def gradients(self, parameters: Mapping[str, nn.Parameter], group: ProcessGroup | None = None) -> GradientSync:
+        """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        return LocalGradients(trained) if self.kind == "local" else BucketedAllReduce(trained, self.world)
+        return LocalGradients(trained) if self.kind == "local" else BucketedAllReduce(trained, self.world, group=group)
 
 
 def table_hash(values: Mapping[str, Tensor]) -> str:

@@ -46,11 +46,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         """x [B, T, D]; mask [B, 1, T, T] true where a query may look, or None for plain causal."""
-        q = self.q(x).unflatten(-1, (self.heads, self.width)).transpose(1, 2)  # [B, H, T, E]
-        k = self.k(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)  # [B, K, T, E]
-        v = self.v(x).unflatten(-1, (self.kv_heads, self.width)).transpose(1, 2)  # [B, K, T, E]
+        q = self.q(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # [B, H, T, E]
+        k = self.k(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # [B, K, T, E]
+        v = self.v(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # [B, K, T, E]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.kv_heads != self.heads:
+        if self.kv_heads != self.heads:  # there may be fewer here than in the whole layer, but in the same ratio
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [B, H, T, E]
             v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, E]

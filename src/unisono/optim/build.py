@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import ConfigError, Problem, nearest_name
 from unisono.optim import kernels
 from unisono.optim.groups import Role, roles
-from unisono.optim.layerwise import Lamb, Lars
+from unisono.optim.layerwise import Lamb, Lars, WholeNorms
 from unisono.optim.options import OPTIMIZER_FIELDS, OptimOptions
 from unisono.optim.skipping import make_skippable
 from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
@@ -57,7 +57,7 @@ def build_optimizer(
     options: OptimOptions,
     *,
     pieces: Mapping[str, nn.Parameter] | None = None,
-    whole_norms: Callable[[Tensor], Tensor] | None = None,
+    whole_norms: WholeNorms | None = None,
 ) -> Optimizer:
     """The optimizer for this model, with all state in place and skippable on the device (see ``skipping``).
 
@@ -66,7 +66,7 @@ def build_optimizer(
     where they take the model's device, dtype and layout; without them a skippable step costs a copy of the state.
 
     ``pieces`` are updated in place of the model's parameters of the same names: what a rank holds of them. For LAMB and
-    LARS ``whole_norms(norms [n])`` then makes the norms of the whole tensors from those of the pieces.
+    LARS ``whole_norms(pieces, norms [n])`` then makes the norms of what is whole from those of the pieces.
     """
     groups = param_groups(model, options, pieces)
     betas = (options.beta1, options.beta2)

@@ -10,7 +10,7 @@ should see scaled gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ _DEVICE_BUCKET_BYTES = 1 << 28
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Group = Mapping[str, Any]
-WholeNorms = Callable[[Tensor], Tensor]  # norms of the pieces of several tensors, [n] -> norms of the whole tensors
+# pieces of parameters, norms of things of their shapes [n] -> norms of the whole things
+WholeNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
 
 
 class Lamb(Optimizer):
@@ -199,7 +200,7 @@ def _norms(params: list[nn.Parameter], updates: list[Tensor], whole: WholeNorms 
     """Norms of the parameters and of their updates or gradients, [len(params)] each."""
     dtype = _reduction_dtype(params)
     both = torch.stack([*kernels.norms(params, dtype), *kernels.norms(updates, dtype)])
-    weights, others = (both if whole is None else whole(both)).chunk(2)
+    weights, others = (both if whole is None else whole([*params, *params], both)).chunk(2)
     return weights, others
 
 

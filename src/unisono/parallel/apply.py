@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from unisono.dist import World
 from unisono.errors import PlanError, Problem
+from unisono.parallel.grid import Grid
 from unisono.parallel.sharded import shard
+from unisono.parallel.tensor import cut
 from unisono.plan.plan import Plan
 
 _aten: Any = torch.ops.aten
@@ -43,10 +44,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-def apply(plan: Plan, model: nn.Module, world: World | None = None) -> nn.Module:
+def apply(plan: Plan, model: nn.Module, grid: Grid | None = None) -> nn.Module:
     """Return ``model`` arranged as the plan says. Raises PlanError where a choice would act on nothing.
 
-    With a sharded plan all ranks call it, with equal models and the ``world`` they are in.
+    Where parameters are spread over ranks, all of them call it, with equal models and the ``grid`` they are in.
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -62,6 +63,9 @@ def apply(plan: Plan, model: nn.Module, world: World | None = None) -> nn.Module
                     "or keep the blocks in a ModuleList",
                 )
             )
+    if plan.tp > 1:
+        assert grid is not None
+        cut(model, grid)
     if plan.recompute != "none":
         for block in blocks:
             _recompute(block, selective=plan.recompute == "selective")
@@ -71,8 +75,8 @@ def apply(plan: Plan, model: nn.Module, world: World | None = None) -> nn.Module
     elif plan.compile == "model":
         model.compile(**_compile_arguments(plan))
     if plan.sharded:
-        assert world is not None
-        shard(plan, model, blocks, world)
+        assert grid is not None
+        shard(model, blocks, grid)
     return model
 
 

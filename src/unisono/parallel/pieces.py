@@ -1,92 +1,105 @@
 """What one rank holds of a model whose parameters may be spread over ranks.
 
 The optimizer, the moving average and the checkpoint work on this rank's pieces: plain tensors, under the model's names, that
-share memory with it. Nothing behind this page needs to know DTensor, and an update is the same arithmetic as on one process.
+share memory with it. Nothing behind this page needs to know how a parameter is spread, and an update is the same arithmetic as
+on one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from unisono.dist import World
+from unisono.optim import global_norm
+from unisono.parallel.grid import Grid
 from unisono.parallel.parts import Part
+from unisono.parallel.tensor import cut_dims
 
 
 class Pieces:
-    """``parameters``: by first name, the model's own where they are whole, else this rank's piece of them."""
+    """``parameters``: by first name, the model's own where they are whole, else this rank's piece of them.
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self._world = world
-        self._whole = dict(model.named_parameters())
-        self.parameters = {name: _piece(parameter) for name, parameter in self._whole.items()}
-        spread = [p for p in self._whole.values() if isinstance(p, DTensor)]
-        # one mesh for all so far; its last axis is the one that parameters are cut along
-        self._mesh = spread[0].device_mesh if spread else None
+    Along ``tp`` a rule cuts a parameter or leaves it whole and equal; along ``dp_shard`` FSDP2 cuts all of them, by rows.
+    """
+
+    def __init__(self, model: nn.Module, grid: Grid) -> None:
+        self._grid = grid
+        self._live = dict(model.named_parameters())
+        self._dims = cut_dims(model) if grid.plan.tp > 1 else {}
+        self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
+        self._cut = {self.parameters[name] for name in self._dims}
 
     @property
     def spread(self) -> bool:
         """Whether any parameter is not whole."""
-        return self._mesh is not None
+        return self._grid.plan.sharded or bool(self._cut)
+
+    @property
+    def count(self) -> int:
+        """Number of parameters of the whole model."""
+        live = self._live.items()
+        return sum(parameter.numel() * (self._grid.plan.tp if name in self._dims else 1) for name, parameter in live)
 
     def part(self, name: str, tensor: Tensor) -> Part | None:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
-        whole = self._whole[name]
-        if not isinstance(whole, DTensor) or tensor.shape != self.parameters[name].shape:
+        live, dim, sizes = self._live[name], self._dims.get(name), self._grid.sizes
+        sharded = isinstance(live, DTensor)
+        if not (sharded or dim is not None) or tensor.shape != self.parameters[name].shape:
             return None
-        mesh = whole.device_mesh
-        offset = [0] * whole.ndim
+        shape, offset = list(live.shape), [0] * live.ndim
+        if sharded:
+            rows = -(-shape[0] // sizes["dp_shard"])
+            offset[0] = min(self._grid.index("dp_shard") * rows, shape[0])
+        if dim is not None:
+            offset[dim] += self._grid.index("tp") * shape[dim]
+            shape[dim] *= sizes["tp"]
         replica = 0
-        for axis, placement in enumerate(whole.placements):
-            index, count = mesh.get_local_rank(axis), mesh.size(axis)
-            if isinstance(placement, Shard):
-                extent = whole.shape[placement.dim]
-                offset[placement.dim] = min(index * -(-extent // count), extent)
-            else:
-                replica = replica * count + index
-        return Part(tensor=tensor, shape=tuple(whole.shape), offset=tuple(offset), replica=replica)
+        for axis, cuts in (("dp_replicate", False), ("dp_shard", sharded), ("tp", dim is not None)):
+            replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)
+        return Part(tensor=tensor, shape=tuple(shape), offset=tuple(offset), replica=replica)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """``values`` summed, in place, over the ranks that together hold one copy of the model."""
-        if self._mesh is not None:
-            with self._world.guard("sum over pieces", values.nbytes):
-                dist.all_reduce(values, group=self._mesh.get_group(self._mesh.ndim - 1))
-        return values
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """The norm of all gradients together, whose pieces here are ``gradients``, in order of the trained parameters."""
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        if not self.spread:
+            return global_norm(list(gradients))
+        pairs = list(zip(trained, gradients, strict=True))
+        cut = global_norm([g for p, g in pairs if p in self._cut]).square()
+        rest = global_norm([g for p, g in pairs if p not in self._cut]).square()
+        return self._grid.sum(self._grid.sum(cut, "tp") + rest, "dp_shard").sqrt()
 
-    def max(self, values: Tensor) -> Tensor:
-        """The largest, as ``sum``; NaN where a rank has one."""
-        if self._mesh is not None:
-            with self._world.guard("maximum over pieces", values.nbytes):
-                # gloo's maximum may lose a NaN
-                missing = self.sum(values.isnan().to(values.dtype))
-                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._mesh.get_group(self._mesh.ndim - 1))
-            values = torch.where(missing > 0, torch.nan, values)
-        return values
+    def sums(self, pieces: Sequence[nn.Parameter], values: Tensor) -> Tensor:
+        """``values`` [n], one of each piece, summed over the pieces of the same parameters."""
+        if self._cut:
+            mine = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
+            values = torch.where(mine, self._grid.sum(torch.where(mine, values, 0), "tp"), values)
+        return self._grid.sum(values, "dp_shard")
 
-    def norm(self, local: Tensor) -> Tensor:
-        """The norm of tensors whose pieces here have the norms ``local``, of any shape."""
-        return local if self._mesh is None else self.sum(local.square()).sqrt()
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest of ``values`` [n] over all ranks that hold pieces; NaN where one has it."""
+        return self._grid.max(self._grid.max(values, "tp"), "dp_shard")
+
+    def whole_norms(self, pieces: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+        """Norms [n] of whole parameters, or of anything of their shapes, from those of the pieces."""
+        return self.sums(pieces, norms.square()).sqrt()
 
     def take_gradients(self) -> None:
         """Give each piece its gradient: that of its parameter, zeros where no sample used it."""
         for name, piece in self.parameters.items():
             if not piece.requires_grad:
                 continue
-            gradient = self._whole[name].grad
+            gradient = self._live[name].grad
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
             piece.grad = torch.zeros_like(piece) if gradient is None else gradient
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""
-        for parameters in (self._whole, self.parameters):
-            for parameter in cast("Mapping[str, nn.Parameter]", parameters).values():
-                parameter.grad = None
+        for parameter in (*self._live.values(), *self.parameters.values()):
+            parameter.grad = None
 
 
 def _piece(parameter: nn.Parameter) -> nn.Parameter:

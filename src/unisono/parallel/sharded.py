@@ -19,17 +19,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.debug
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from unisono.dist import World
+from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
-from unisono.plan.plan import Plan
 
 
-def shard(plan: Plan, model: nn.Module, blocks: list[nn.Module], world: World) -> None:
+def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
     """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another."""
-    mesh = data_mesh(plan, world)
+    mesh, plan = grid.data_mesh, grid.plan
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=plan.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
@@ -39,12 +37,6 @@ def shard(plan: Plan, model: nn.Module, blocks: list[nn.Module], world: World) -
         unit.set_force_sum_reduction_for_comms(
             True
         )  # else a factor is multiplied in by the collective, which gloo cannot
-
-
-def data_mesh(plan: Plan, world: World) -> DeviceMesh:
-    """The ranks by ``dp_replicate`` and ``dp_shard``; only the second axis where there are no replicas."""
-    axes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard}
-    return world.mesh(plan.device, {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"})
 
 
 def release(model: nn.Module) -> None:
@@ -57,8 +49,8 @@ def release(model: nn.Module) -> None:
 class ShardedGradients:
     """The gradient synchronisation of a sharded model: FSDP2 reduces, this says when."""
 
-    def __init__(self, plan: Plan, model: nn.Module, pieces: Pieces, world: World) -> None:
-        self._plan, self._pieces, self._world = plan, pieces, world
+    def __init__(self, model: nn.Module, pieces: Pieces, grid: Grid) -> None:
+        self._plan, self._pieces, self._world = grid.plan, pieces, grid.world
         self._units = list(_units(model))
         self._set(last=False)
 

@@ -29,6 +29,7 @@ class PlanOptions:
         ge=0,
     )
     zero: Zero = option(3, "What dp_shard cuts: 1 = optimizer state, 2 = gradients too, 3 = parameters too.")
+    tp: int = option(1, "Ranks that share each block's linear layers (tensor parallel); next to each other.", ge=1)
     precision: Precision = option(
         "auto", "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively."
     )

@@ -1,7 +1,7 @@
 """The plan: one frozen record that everyone reads and nobody re-derives (design §3.3).
 
-It knows two mesh axes, ``dp_replicate`` and ``dp_shard``; rank r is number ``r % dp_shard`` of the ranks that share one copy of
-the state. It is printable, comparable and saved with every checkpoint.
+It knows three mesh axes; ranks are numbered row-major over (``dp_replicate``, ``dp_shard``, ``tp``), so that the ``tp`` ranks
+that share one layer are neighbours. It is printable, comparable and saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Plan:
     dp_replicate: int
     dp_shard: int
     zero: Zero
+    tp: int
     global_batch: int
     micro_batch: int
     accumulation: int
@@ -46,12 +47,22 @@ class Plan:
     @property
     def world(self) -> int:
         """Number of ranks the plan needs."""
+        return self.data_ranks * self.tp
+
+    @property
+    def data_ranks(self) -> int:
+        """How many different parts of a batch are computed at the same time."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def sharded(self) -> bool:
-        """Whether the state is cut into parts at all."""
+        """Whether ranks gather parameters from each other."""
         return self.dp_shard > 1
+
+    @property
+    def spread(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.dp_shard > 1 or self.tp > 1
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in field order."""
@@ -120,8 +131,9 @@ class Plan:
     def describe(self) -> str:
         """One line for people."""
         shards = f", state cut over {self.dp_shard} (zero {self.zero})" if self.sharded else ""
+        shards += f", layers over {self.tp}" if self.tp > 1 else ""
         return (
-            f"{self.world} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.world} ranks"
+            f"{self.world} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.data_ranks} ranks"
             f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}, recompute {self.recompute},"
             f" compile {self.compile}"
         )
@@ -137,7 +149,7 @@ def why_precision(asked: Plan | PlanOptions, plan: Plan) -> str:
 def check(plan: Plan, world: int) -> None:
     """Raises PlanError with everything that keeps ``world`` ranks from carrying out the plan."""
     problems: list[Problem] = []
-    counts = ("dp_replicate", "dp_shard", "global_batch", "micro_batch", "accumulation")
+    counts = ("dp_replicate", "dp_shard", "tp", "global_batch", "micro_batch", "accumulation")
     for name in counts:
         if getattr(plan, name) < 1:
             problems.append(
@@ -151,41 +163,46 @@ def check(plan: Plan, world: int) -> None:
     if problems:
         raise PlanError(*problems)
     if plan.world != world:
-        shard = max(n for n in range(1, min(world, plan.dp_shard) + 1) if world % n == 0)
+        tp = _largest_divisor(world, plan.tp)
+        shard = _largest_divisor(world // tp, plan.dp_shard)
+        also = f" and tp={tp}" if plan.tp > 1 else ""
         problems.append(
             Problem(
-                given=f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} on {world} ranks",
+                given=f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard}"
+                + (f" x tp {plan.tp}" if plan.tp > 1 else "")
+                + f" on {world} ranks",
                 rule="the product of the mesh axes is the number of ranks",
                 consequence=f"the plan is for {plan.world} ranks",
-                nearest=f"dp_shard={shard} with dp_replicate={world // shard}, or {plan.world} processes",
+                nearest=f"dp_shard={shard} with dp_replicate={world // tp // shard}{also}, or {plan.world} processes",
             )
         )
-    if plan.global_batch < world:
+    ranks = plan.data_ranks if plan.world == world else max(1, world // plan.tp)
+    if plan.global_batch < ranks:
         problems.append(
             Problem(
-                given=f"global_batch {plan.global_batch} on {world} ranks",
+                given=f"global_batch {plan.global_batch} on {ranks} ranks",
                 rule="every rank gets at least one sample of each step",
-                consequence=f"{world - plan.global_batch} ranks would never see data",
-                nearest=f"plan.global_batch={world}, or {plan.global_batch} processes",
+                consequence=f"{ranks - plan.global_batch} ranks would never see data",
+                nearest=f"plan.global_batch={ranks}, or {plan.global_batch} processes",
             )
         )
-    elif plan.sharded and plan.global_batch % world:
+    elif plan.sharded and plan.global_batch % ranks:
         problems.append(
             Problem(
-                given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {world} ranks",
+                given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {ranks} ranks",
                 rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
                 consequence="a rank that is done would keep the others waiting for its part of the parameters",
-                nearest=f"plan.global_batch={plan.global_batch // world * world}",
+                nearest=f"plan.global_batch={plan.global_batch // ranks * ranks}",
             )
         )
-    share = -(-plan.global_batch // world)
+    share = -(-plan.global_batch // ranks)
     if plan.micro_batch > share:
         problems.append(
             Problem(
-                given=f"micro_batch {plan.micro_batch} with global_batch {plan.global_batch} on {world} ranks",
+                given=f"micro_batch {plan.micro_batch} with global_batch {plan.global_batch} on {ranks} ranks",
                 rule="a micro-batch is part of a rank's share of the step",
                 consequence=f"the share is only {share} samples",
-                nearest=f"plan.micro_batch={share}, or plan.global_batch={plan.micro_batch * world}",
+                nearest=f"plan.micro_batch={share}, or plan.global_batch={plan.micro_batch * ranks}",
             )
         )
     elif plan.accumulation != -(-share // plan.micro_batch):
@@ -195,6 +212,15 @@ def check(plan: Plan, world: int) -> None:
                 rule="accumulation is the number of micro-batches in a rank's share of the step",
                 consequence="the plan would not say what is computed",
                 nearest=f"accumulation={-(-share // plan.micro_batch)}",
+            )
+        )
+    if plan.tp > 1 and plan.compile != "off":
+        problems.append(
+            Problem(
+                given=f"tp {plan.tp} with compile {plan.compile!r}",
+                rule="the sums between ranks inside a layer are not traced by the compiler",
+                consequence="the graph would break at each of them",
+                nearest="compile='off'",
             )
         )
     if plan.sync == "local" and world > 1:
@@ -228,14 +254,16 @@ def read_plan(options: PlanOptions) -> Plan:
 
 def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
     """Fill in what the user left open. ``device`` is the device type in use; raises PlanError with all problems at once."""
-    dp_shard = options.dp_shard or world
-    share = -(-options.global_batch // world)
+    ranks = max(1, world // options.tp)
+    dp_shard = options.dp_shard or ranks
+    share = -(-options.global_batch // ranks)
     micro_batch = options.micro_batch or min(share, LARGEST_AUTOMATIC_MICRO_BATCH)
     plan = Plan(
         device=device,
-        dp_replicate=max(1, world // dp_shard),
+        dp_replicate=max(1, ranks // dp_shard),
         dp_shard=dp_shard,
         zero=options.zero,
+        tp=options.tp,
         global_batch=options.global_batch,
         micro_batch=micro_batch,
         accumulation=-(-share // micro_batch),
@@ -249,6 +277,10 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
     )
     check(plan, world)
     return plan
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 def _foreign(name: str, given: str, nearest: str) -> Problem:

@@ -23,7 +23,7 @@ from unisono.dist import StopNotice, World, fault_point
 from unisono.errors import PlanError, Problem
 from unisono.kvstore import GradientSync
 from unisono.observe.meters import StepTimers
-from unisono.optim import clip_coefficient, global_norm
+from unisono.optim import clip_coefficient
 from unisono.parallel.device import autocast
 from unisono.parallel.pieces import Pieces
 from unisono.plan.plan import Plan
@@ -106,11 +106,11 @@ class Engine:
     @torch.no_grad()
     def _update(self, totals: Tensor) -> tuple[float, Tensor]:
         state = self.state
-        loss, weight = totals[0] / totals[1], totals[1]
+        loss, weight = totals[0] / totals[1], totals[1] / self.plan.tp  # the ranks of a layer saw the same samples
         gradients = self.sync.gradients()
         # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight)
         divisor = (state.scale.scale * weight / self.plan.global_batch).float()
-        norm = self.pieces.norm(global_norm(gradients)) / divisor
+        norm = self.pieces.norm(gradients) / divisor
         good = state.guard.judge(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
         lr = self.schedule(state.step)

@@ -47,7 +47,7 @@ def evaluate(
                     continue
                 sums = [metric.sums(outputs, batch, loss_sum, weight) for metric in all_metrics.values()]
                 total += torch.cat(sums)
-        world.all_reduce(total)
+        world.all_reduce(total).div_(plan.tp)  # ranks that share a layer saw the same samples
     finally:
         if isinstance(model, nn.Module):
             release(model)
@@ -59,7 +59,8 @@ def evaluate(
 def _passes(data: Dataset, plan: Plan, world: World, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """This rank's batches, and True; where ranks hold parts of one model, one more of any sample, and False, for a rank with
     fewer batches: the others need its part once more."""
-    yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, world.rank, world.world, samples))
-    own, longest = (-(-len(share(samples, rank, world.world)) // plan.micro_batch) for rank in (world.rank, 0))
+    rank, ranks = world.rank // plan.tp, plan.data_ranks
+    yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, rank, ranks, samples))
+    own, longest = (-(-len(share(samples, each, ranks)) // plan.micro_batch) for each in (rank, 0))
     if plan.sharded and own < longest:
         yield next(eval_batches(data, 1, 0, 1, 1)), False

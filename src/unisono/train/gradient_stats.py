@@ -25,9 +25,12 @@ class GradientStats:
         """``step`` is 0-based; ``divisor`` turns the piled-up gradients into those of the mean loss."""
         if not self._every or (step + 1) % self._every:
             return
-        norms = self._pieces.norm(torch.stack([g.norm() for g in gradients])) / divisor
-        largest = self._pieces.max(torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in gradients]))
-        bad = self._pieces.sum(torch.stack([(~g.isfinite()).sum() for g in gradients]))
+        trained = [p for p in self._pieces.parameters.values() if p.requires_grad]
+        norms = self._pieces.whole_norms(trained, torch.stack([g.norm() for g in gradients])) / divisor
+        largest = self._pieces.largest(
+            torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in gradients])
+        )
+        bad = self._pieces.sums(trained, torch.stack([(~g.isfinite()).sum() for g in gradients]))
         columns: list[list[float]] = [column.tolist() for column in (norms, largest / divisor, bad)]
         self._events.emit(
             "gradient_stats",

@@ -42,6 +42,7 @@ def resume(
     mode: str,
     *,
     world: World,
+    rank: int,
     seed: int,
     order: Mapping[str, Any],
     environment: Mapping[str, Any],
@@ -49,7 +50,8 @@ def resume(
 ) -> bool:
     """Restore ``state`` as ``mode`` says; True if a checkpoint was loaded. All ranks come to the same answer.
 
-    ``order`` is what decides the samples of a step. Raises CheckpointError.
+    ``rank`` is this one's among those that compute different samples. ``order`` is what decides the samples of a step.
+    Raises CheckpointError.
     """
     path = _choose(root, mode, world, events)
     if path is None:
@@ -66,7 +68,7 @@ def resume(
                 nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
             )
         )
-    state.restore(snapshot, rank=world.rank, seed=seed)
+    state.restore(snapshot, rank=rank, seed=seed)
     if mode not in ("auto", "strict") and world.rank == 0 and path.resolve().parent == root.resolve():
         set_aside_after(root, snapshot.step)  # these steps are made again, and nothing is ever overwritten
     world.barrier()

@@ -61,7 +61,7 @@ class RunState:
         return found | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def own(self, rank: int) -> dict[str, Tensor]:
-        """This rank's generators as byte tensors: torch CPU, torch accelerator, Python, numpy's global one."""
+        """The generators of data rank ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's global one."""
         states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
         name, keys, *rest = np.random.get_state(legacy=True)
         states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])

@@ -40,6 +40,7 @@ from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
 from unisono.optim import schedule as schedule_of
 from unisono.parallel.apply import apply
 from unisono.parallel.device import computes_bf16, find_device, set_backend
+from unisono.parallel.grid import Grid
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
@@ -178,10 +179,11 @@ class Trainer:
         model = self.model.to(self.device)
         self.store = create(self.plan.sync, self.world)
         self.store.init(model.state_dict())
-        model = apply(self.plan, model, self.world).train()
-        pieces = Pieces(model, self.world)
+        self._grid = grid = Grid(self.plan, self.world)
+        model = apply(self.plan, model, grid).train()
+        self._pieces = pieces = Pieces(model, grid)
         optimizer = build_optimizer(
-            model, self._optim, pieces=pieces.parameters, whole_norms=pieces.norm if pieces.spread else None
+            model, self._optim, pieces=pieces.parameters, whole_norms=pieces.whole_norms if pieces.spread else None
         )
         options = self.options
         self.state = RunState(
@@ -197,7 +199,7 @@ class Trainer:
                 (), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
             ),
         )
-        seed_generators(self._seed, self.world.rank)
+        seed_generators(self._seed, grid.data_rank)
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
             world=self.world,
@@ -221,6 +223,7 @@ class Trainer:
             self.run_dir / "checkpoints",
             self._resume,
             world=self.world,
+            rank=grid.data_rank,
             seed=self._seed,
             order=self._order,
             environment=self._environment,
@@ -229,9 +232,9 @@ class Trainer:
         if resumed:
             self._saved_step = self._resumed_step = self.state.step
         self._sync = (
-            ShardedGradients(self.plan, model, pieces, self.world)
+            ShardedGradients(model, pieces, grid)
             if self.plan.sharded
-            else self.store.gradients(pieces.parameters)
+            else self.store.gradients(pieces.parameters, grid.group("dp_replicate") if self.plan.tp > 1 else None)
         )
         self._loader = self._feed()
         self._timers = StepTimers()
@@ -284,7 +287,7 @@ class Trainer:
             flops_convention=CONVENTION,
             precision_why=why_precision(self._asked_plan, self.plan),
             device=str(self.device),
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=self._pieces.count,
             steps_total=self.options.steps,
             epoch=self.world.job.epoch,
             launcher=self.world.job.source,
@@ -330,8 +333,8 @@ class Trainer:
             "seed": self._seed,
             "global_batch": self.plan.global_batch,
             "micro_batch": self.plan.micro_batch,
-            "rank": self.world.rank,
-            "world": self.world.world,
+            "rank": self._grid.data_rank,
+            "world": self.plan.data_ranks,
             "transform": self._transform,
             "device": None if self.device.type == "cpu" else self.device,
         }
@@ -467,7 +470,9 @@ class Trainer:
                 "provenance": self._provenance,
             }
             self._saved_step = self.state.step
-            shared, own = self.state.shared(), self.state.own(self.world.rank)
+            shared = self.state.shared()
+            # ranks that share a layer draw the same numbers
+            own = self.state.own(self._grid.data_rank) if self._grid.index("tp") == 0 else {}
             parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
             whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
             self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)

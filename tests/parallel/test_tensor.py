@@ -1,0 +1,116 @@
+"""Tensor parallelism: equal to one process alone and with sharded data, cut by whole heads, refused where it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+from pool import Pool
+from test_sharded import like_one_process, on_ranks, pool_job, save_at
+
+from unisono.dist import World
+from unisono.errors import PlanError
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import derive
+
+WIDE = {"heads": 4, "kv_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"),
+    [
+        (2, {"tp": 2}),
+        (4, {"tp": 2}),
+        (4, {"tp": 2, "dp_shard": 2}),
+        (4, {"tp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 2}),
+    ],
+)
+def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: dict) -> None:
+    together = like_one_process(pool, tmp_path, ranks, sizes=WIDE, **axes)
+    spread = axes["tp"] * axes.get("dp_shard", 1)
+    # embedding and norms are on every rank along tp
+    assert 1 / spread < together[0]["held"] < 1 / axes.get("dp_shard", 1)
+    assert len({str(outcome["losses"]) for outcome in together}) == 1
+
+
+@pytest.mark.parametrize("changes", [{"kind": "lamb"}, {"kind": "lars", "lr": 0.5}, {"ema_decay": 0.9}])
+@pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), (4, {"tp": 2, "dp_shard": 2})])
+def test_other_optimizers(pool: Pool, tmp_path: Path, ranks: int, axes: dict, changes: dict) -> None:
+    like_one_process(pool, tmp_path, ranks, sizes=WIDE, **axes, **changes)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_resumes_bit_by_bit_with_dropout(pool: Pool, tmp_path: Path, recompute: str) -> None:
+    """The ranks of a layer drop the same activations, before and after; recompute draws them again."""
+    changes = {"tp": 2, "dropout": 0.1, "sizes": WIDE, "recompute": recompute}
+    straight = pool.run(on_ranks, str(tmp_path / "straight"), changes, ranks=4)
+    assert straight[0]["losses"] == straight[1]["losses"]
+    pool.run(save_at, str(tmp_path / "cut"), changes, 3, ranks=4)
+    resumed = pool.run(on_ranks, str(tmp_path / "cut"), changes, ranks=4)
+    assert [o["digest"] for o in resumed] == [o["digest"] for o in straight]
+    plain = pool.run(on_ranks, str(tmp_path / "plain"), {**changes, "recompute": "none"}, ranks=4)
+    assert [o["digest"] for o in plain] == [o["digest"] for o in straight]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, {"tp": 2}), (1, {})),
+        ((1, {}), (4, {"tp": 2, "dp_shard": 2})),
+        ((4, {"tp": 2, "dp_shard": 2}), (2, {"dp_shard": 2})),
+        ((2, {"dp_shard": 2}), (2, {"tp": 2})),
+    ],
+)
+def test_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: tuple, after: tuple) -> None:
+    common = {"sizes": WIDE}
+    alone = on_ranks(World(pool_job()), str(tmp_path / "alone"), common)
+    pool.run(save_at, str(tmp_path / "run"), {**common, **before[1]}, 3, ranks=before[0])
+    outcome = pool.run(on_ranks, str(tmp_path / "run"), {**common, **after[1]}, ranks=after[0])[0]
+    assert outcome["losses"] == pytest.approx(alone["losses"][3:], rel=1e-5)
+    assert outcome["norms"] == pytest.approx(alone["norms"][3:], rel=1e-4)
+
+
+def evaluated(world: World, run_dir: str, axes: dict) -> float:
+    with tiny.trainer(
+        run_dir, world=world, steps=2, sizes=WIDE, eval_data=tiny.RaggedTokens(7), gradient_stats_every=2, **axes
+    ) as run:
+        list(run)
+        return run.evaluate()["loss"]
+
+
+def test_evaluation_and_statistics_are_of_the_whole(pool: Pool, tmp_path: Path) -> None:
+    alone = evaluated(World(pool_job()), str(tmp_path / "alone"), {})
+    found = pool.run(evaluated, str(tmp_path / "run"), {"tp": 2, "dp_shard": 2, "micro_batch": 2}, ranks=4)
+    assert found == pytest.approx([alone] * 4, rel=1e-5)
+    (here,), (there,) = (
+        [e["layers"] for e in tiny.events(tmp_path / name) if e["kind"] == "gradient_stats"]
+        for name in ("run", "alone")
+    )
+    for name, figures in there.items():
+        assert here[name]["norm"] == pytest.approx(figures["norm"], rel=1e-4), name
+        assert here[name]["max"] == pytest.approx(figures["max"], rel=1e-4), name
+    starts = [
+        e["parameters"] for name in ("run", "alone") for e in tiny.events(tmp_path / name) if e["kind"] == "run_start"
+    ]
+    assert starts[0] == starts[1]
+
+
+def refused(world: World, run_dir: str, changes: dict) -> str:
+    with pytest.raises(PlanError) as caught, tiny.trainer(run_dir, world=world, **changes):
+        pass
+    return str(caught.value)
+
+
+def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None:
+    text = pool.run(refused, str(tmp_path / "one"), {"tp": 2}, ranks=2)[0]
+    assert "plan.tp=2 for blocks.0.attention, whose kv_heads is 1" in text
+    assert "plan.tp=1" in text
+    text = pool.run(
+        refused, str(tmp_path / "two"), {"tp": 3, "sizes": {**WIDE, "dim": 24, "heads": 6, "kv_heads": 6}}, ranks=3
+    )[0]
+    assert "blocks.0.ffn, whose width of down is 64" in text
+    with pytest.raises(PlanError, match="the graph would break"):
+        derive(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
+    with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):
+        derive(PlanOptions(tp=2), world=3, device="cpu", native_bf16=False)
