@@ -56,11 +56,11 @@ def test_show_and_check(desk: Desk, file: Path) -> None:
 
 
 def test_everything_wrong_with_a_file_comes_at_once(desk: Desk, file: Path) -> None:
-    fields = {"zero": 4, "dp_shard": "two", "precison": "fp32"}
+    fields = {"zero": 4, "dp_shard": "two", "precisions": "fp32"}
     done = desk.here("plan", "check", str(changed(file, **fields)))
     assert done.code == 2
     assert "3 problems" in done.err
-    assert "there is no field 'precison'" in done.err
+    assert "there is no field 'precisions'" in done.err
     assert "did you mean 'precision'?" in done.err
     assert "dp_shard = 'two': Expected `int`, got `str`" in done.err
     assert "zero = 4: Invalid enum value 4" in done.err

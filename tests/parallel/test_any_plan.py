@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import like_one_process
 from pool import Pool
-from test_sharded import like_one_process
 
 
 def draw(seed: int) -> tuple[int, dict[str, Any]]:

@@ -3,75 +3,18 @@
 from __future__ import annotations
 
 import time
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from plans import like_one_process, on_ranks, save_at
 from pool import Pool, WorkersFailed
 
-from unisono.dist import World
+from unisono.dist import JobSpec, World
 from unisono.errors import CommError, DataError, PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import derive
-from unisono.train.checkpoint import open_checkpoint
-
-STEPS = 6
-
-
-def on_ranks(world: World, run_dir: str, changes: dict) -> dict:
-    norms: list[float] = []
-    with tiny.trainer(run_dir, world=world, **{"steps": STEPS, **changes}) as run:
-        losses, samples = [], []
-        for step in run:
-            losses.append(step.loss)
-            norms.append(float(step.stats[1]))
-            samples.append(step.sample_ids.tolist())
-        pieces = run.state.pieces
-        return {
-            "losses": losses,
-            "norms": norms,
-            "samples": samples,
-            "digest": tiny.digest(run),
-            "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.count,
-        }
-
-
-def state(run_dir: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint but the generators, whole."""
-    snapshot = open_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
-    return {name: snapshot.tensor(name) for name in snapshot.names() if not name.startswith("rng/")}
-
-
-def like_one_process(pool: Pool, tmp_path: Path, ranks: int, **changes: object) -> list[dict]:
-    """Runs on ``ranks`` and on one; losses, norms, samples and the saved state must be those of one process."""
-    alone = on_ranks(
-        World(pool_job()), str(tmp_path / "alone"), {k: v for k, v in changes.items() if k not in OF_RANKS}
-    )
-    together = pool.run(on_ranks, str(tmp_path / "run"), dict(changes), ranks=ranks)
-    for outcome in together:
-        assert outcome["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        assert outcome["norms"] == pytest.approx(alone["norms"], rel=1e-4)
-    together = together[:: changes.get("tp", 1)]
-    samples = [list(chain.from_iterable(parts)) for parts in zip(*(o["samples"] for o in together), strict=True)]
-    assert samples == alone["samples"]
-    mine, theirs = state(tmp_path / "run"), state(tmp_path / "alone")
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        torch.testing.assert_close(
-            tensor, theirs[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    return together
-
-
-OF_RANKS = {"dp_shard", "zero", "micro_batch", "tp"}
-
-
-def pool_job():
-    from unisono.dist import JobSpec
-
-    return JobSpec()
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -120,13 +63,6 @@ def test_recompute_changes_no_bit(pool: Pool, tmp_path: Path, recompute: str) ->
     assert [o["digest"] for o in plain] == [o["digest"] for o in again]
 
 
-def save_at(world: World, run_dir: str, changes: dict, step: int) -> None:
-    with tiny.trainer(run_dir, world=world, **{"steps": STEPS, **changes}) as run:
-        for each in run:
-            if each.index == step:
-                break
-
-
 def test_resumes_bit_by_bit(pool: Pool, tmp_path: Path) -> None:
     changes = {"dp_shard": 2, "zero": 3, "dropout": 0.1, "ema_decay": 0.9}
     straight = pool.run(on_ranks, str(tmp_path / "straight"), changes, ranks=2)
@@ -142,7 +78,7 @@ def test_goes_on_under_another_plan(
 ) -> None:
     """(ranks, dp_shard) to (ranks, dp_shard): nothing is converted, and the curve is that of one process."""
     common = {"global_batch": 12, "kind": "adamw"}
-    alone = on_ranks(World(pool_job()), str(tmp_path / "alone"), common)
+    alone = on_ranks(World(JobSpec()), str(tmp_path / "alone"), common)
     pool.run(save_at, str(tmp_path / "run"), {**common, "dp_shard": before[1]}, 3, ranks=before[0])
     outcome = pool.run(on_ranks, str(tmp_path / "run"), {**common, "dp_shard": after[1]}, ranks=after[0])[0]
     assert outcome["losses"] == pytest.approx(alone["losses"][3:], rel=1e-5)
@@ -179,7 +115,7 @@ def evaluated(world: World, run_dir: str, dp_shard: int, zero: int) -> list[floa
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_evaluation_between_steps_is_exact_and_sees_the_newest_weights(pool: Pool, tmp_path: Path, zero: int) -> None:
-    alone = evaluated(World(pool_job()), str(tmp_path / "alone"), 1, zero)
+    alone = evaluated(World(JobSpec()), str(tmp_path / "alone"), 1, zero)
     assert pool.run(evaluated, str(tmp_path / "run"), 3, zero, ranks=3)[0] == pytest.approx(alone, rel=1e-5)
 
 
@@ -196,7 +132,7 @@ def looked_at(world: World, run_dir: str, dp_shard: int, zero: int) -> list[floa
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_forward_pass_in_the_loops_body_disturbs_nothing(pool: Pool, tmp_path: Path, zero: int) -> None:
-    alone = looked_at(World(pool_job()), str(tmp_path / "alone"), 1, zero)
+    alone = looked_at(World(JobSpec()), str(tmp_path / "alone"), 1, zero)
     assert pool.run(looked_at, str(tmp_path / "run"), 2, zero, ranks=2)[0] == pytest.approx(alone, rel=1e-5)
 
 
@@ -208,7 +144,7 @@ def watched(world: World, run_dir: str, dp_shard: int) -> dict:
 
 
 def test_gradient_statistics_are_of_whole_tensors(pool: Pool, tmp_path: Path) -> None:
-    alone = watched(World(pool_job()), str(tmp_path / "alone"), 1)
+    alone = watched(World(JobSpec()), str(tmp_path / "alone"), 1)
     layers = pool.run(watched, str(tmp_path / "run"), 2, ranks=2)[0]
     assert layers.keys() == alone.keys()
     for name, figures in layers.items():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import tiny
+from plans import like_one_process, on_ranks, save_at
 from pool import Pool
-from test_sharded import like_one_process, on_ranks, pool_job, save_at
 
-from unisono.dist import World
+from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import derive
@@ -64,7 +64,7 @@ def test_resumes_bit_by_bit_with_dropout(pool: Pool, tmp_path: Path, recompute: 
 )
 def test_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: tuple, after: tuple) -> None:
     common = {"sizes": WIDE}
-    alone = on_ranks(World(pool_job()), str(tmp_path / "alone"), common)
+    alone = on_ranks(World(JobSpec()), str(tmp_path / "alone"), common)
     pool.run(save_at, str(tmp_path / "run"), {**common, **before[1]}, 3, ranks=before[0])
     outcome = pool.run(on_ranks, str(tmp_path / "run"), {**common, **after[1]}, ranks=after[0])[0]
     assert outcome["losses"] == pytest.approx(alone["losses"][3:], rel=1e-5)
@@ -80,7 +80,7 @@ def evaluated(world: World, run_dir: str, axes: dict) -> float:
 
 
 def test_evaluation_and_statistics_are_of_the_whole(pool: Pool, tmp_path: Path) -> None:
-    alone = evaluated(World(pool_job()), str(tmp_path / "alone"), {})
+    alone = evaluated(World(JobSpec()), str(tmp_path / "alone"), {})
     found = pool.run(evaluated, str(tmp_path / "run"), {"tp": 2, "dp_shard": 2, "micro_batch": 2}, ranks=4)
     assert found == pytest.approx([alone] * 4, rel=1e-5)
     (here,), (there,) = (

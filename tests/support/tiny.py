@@ -73,9 +73,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
         chosen = {name: changes.pop(name) for name in list(changes) if name in names}
         return cls(**{**defaults, **chosen})
 
-    network = changes.pop("network", None) or model(
-        dropout=changes.pop("dropout", 0.0), **changes.pop("sizes", {})
-    )
+    network = changes.pop("network", None) or model(dropout=changes.pop("dropout", 0.0), **changes.pop("sizes", {}))
     made = Trainer(
         network,
         data,
