@@ -37,6 +37,7 @@ def run(arguments):
 groups = {
     "config": ["show", "explain", "schema", "diff"],
     "checkpoint": ["ls", "verify", "export"],
+    "plan": ["show", "check", "diff"],
     "data": ["verify", "repair", "reindex", "convert", "shard", "inspect", "cat", "pack", "stats", "bench"],
 }
 print(json.dumps({
@@ -51,7 +52,7 @@ print(json.dumps({
         [], ["trian"], ["train", "--nonsense"], ["train", "run.yaml"], ["train", "--set", "optim.lt=1"],
         ["train", "--set", "model.heads=3"], ["eval", "--samples", "many"], ["eval", "nowhere"], ["generate", "nowhere"],
         ["config", "explain", "nothing"], ["init", "run.toml"], ["checkpoint", "ls", "nowhere"],
-        ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
+        ["plan", "check", "nowhere"], ["checkpoint", "verify", "nowhere"], ["checkpoint", "export", "nowhere"],
     ]],
 }))
 """
@@ -64,7 +65,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["import"] == []
-    assert told["verbs"] == ["checkpoint", "config", "data", "eval", "generate", "init", "train"]
+    assert told["verbs"] == ["checkpoint", "config", "data", "eval", "generate", "init", "plan", "train"]
     codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
     assert [arguments for arguments, _, found, _ in told["runs"] if found] == []
     assert [arguments for arguments, _, _, text in told["runs"] if not text] == [["config", "diff", *2 * ["run.toml"]]]

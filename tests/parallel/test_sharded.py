@@ -17,8 +17,19 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import derive
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize(("ranks", "dp_shard", "micro_batch"), [(2, 2, 2), (4, 2, 1), (4, 4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "dp_shard", "micro_batch", "zero"),
+    [
+        (2, 2, 2, 3),
+        (4, 2, 1, 1),
+        (4, 4, 2, 2),
+        *(
+            pytest.param(*case, zero, marks=pytest.mark.full)
+            for case in [(2, 2, 2), (4, 2, 1), (4, 4, 2)]
+            for zero in (1, 2, 3)
+        ),
+    ],
+)
 def test_trains_like_one_process(
     pool: Pool, tmp_path: Path, zero: int, ranks: int, dp_shard: int, micro_batch: int
 ) -> None:
@@ -179,8 +190,8 @@ def problem(world: int, **options: object) -> str:
 
 def test_plans_that_cannot_be() -> None:
     text = problem(6, dp_shard=4, global_batch=12)
-    assert "dp_shard 4 on 6 ranks" in text
-    assert "plan.dp_shard=3, or 8 processes" in text
+    assert "dp_replicate 1 x dp_shard 4 on 6 ranks" in text
+    assert "dp_shard=3 with dp_replicate=2, or 4 processes" in text
     text = problem(4, dp_shard=2, global_batch=10)
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text

@@ -34,13 +34,14 @@ def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: d
     assert len({str(outcome["losses"]) for outcome in together}) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [{"kind": "lamb"}, {"kind": "lars", "lr": 0.5}, {"ema_decay": 0.9}])
 @pytest.mark.parametrize(("ranks", "axes"), [(2, {"tp": 2}), (4, {"tp": 2, "dp_shard": 2})])
 def test_other_optimizers(pool: Pool, tmp_path: Path, ranks: int, axes: dict, changes: dict) -> None:
     like_one_process(pool, tmp_path, ranks, sizes=WIDE, **axes, **changes)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_resumes_bit_by_bit_with_dropout(pool: Pool, tmp_path: Path, recompute: str) -> None:
     """The ranks of a layer drop the same activations, before and after; recompute draws them again."""
     changes = {"tp": 2, "dropout": 0.1, "sizes": WIDE, "recompute": recompute}

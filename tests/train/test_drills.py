@@ -81,7 +81,9 @@ def drill(tmp_path: Path, pool: Pool, ranks: int, fault: str, **changes: Any) ->
     assert left_behind(run_dir) == []
 
 
-@pytest.mark.parametrize(("ranks", "fault"), [(2, "all_reduce@3:0"), (1, "before_commit@4")])
+@pytest.mark.parametrize(
+    ("ranks", "fault"), [(2, "all_reduce@3:0"), pytest.param(1, "before_commit@4", marks=pytest.mark.full)]
+)
 def test_killed_once_per_class(tmp_path: Path, pool: Pool, ranks: int, fault: str) -> None:
     drill(tmp_path, pool, ranks, fault)
 
@@ -118,6 +120,7 @@ def test_a_sharded_run_survives_a_kill_bit_for_bit(tmp_path: Path, pool: Pool, p
     drill(tmp_path, pool, 2, point, dp_shard=2)
 
 
+@pytest.mark.full
 def test_killed_before_the_first_commit_it_begins_again(tmp_path: Path, pool: Pool) -> None:
     whole = undisturbed(tmp_path, pool, 1)
     after = outcome(start(tmp_path / "run", 1, SETTINGS, UNISONO_FAULT="optimizer@0"))
@@ -137,7 +140,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 LONG = {**SETTINGS, "steps": 4000, "every_steps": 0}
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_saves_exits_75_and_the_next_start_goes_on(tmp_path: Path, sent: signal.Signals) -> None:
     run_dir = tmp_path / "run"
     run = start(run_dir, 2, LONG)
@@ -183,6 +186,7 @@ def test_a_signal_to_one_worker_during_a_blocked_collective_stops_all(tmp_path: 
     assert (run_dir / f"checkpoints/step-{event['step']:08d}/COMMIT").exists()
 
 
+@pytest.mark.full
 def test_a_crash_that_repeats_at_one_step_stops(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run = start(run_dir, 1, {**SETTINGS, "poison_from": 3, "max_skips": 1, "max_restarts": 9})
