@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from unisono.data.sidecar import (
-    MAGIC,
-    Column,
-    Head,
-    Payload,
-    digest_of,
-    open_sidecar,
-    verify_sidecar,
-    write_atomically,
-    write_sidecar,
-)
+from unisono.data.sidecar import MAGIC, Column, Head, Payload, digest_of, open_sidecar, verify_sidecar, write_sidecar
 from unisono.errors import DataError
+from unisono.files import write_atomically
 
 PAYLOAD = np.arange(10, dtype="<u2")
 COLUMNS = {"starts": np.array([0, 3, 7], np.uint64), "flags": np.array([1, 2, 3], np.uint8)}

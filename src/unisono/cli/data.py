@@ -164,7 +164,7 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
 
     if sheet is not None:
         from unisono.data.pack import sheet as drawn
-        from unisono.data.sidecar import write_atomically
+        from unisono.files import write_atomically
 
         write_atomically(sheet, drawn(file))
     if _has_rows(file):

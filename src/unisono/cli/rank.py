@@ -18,10 +18,10 @@ from torch import nn
 
 from unisono.cli.common import LOG, PLAN, RESOLVED
 from unisono.config import Resolved
-from unisono.data.sidecar import write_atomically
 from unisono.data.tokenizer import BYTES, Tokenizer
 from unisono.dist import JobSpec, join
 from unisono.errors import UnisonoError
+from unisono.files import write_atomically
 from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.console import Console

@@ -46,10 +46,10 @@ from unisono.data.corpus import (
 from unisono.data.encoding import Document, encode_documents
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.packing import PackedWindows, PackingStats, pack_tokens
-from unisono.data.sidecar import sync_folder, write_atomically
 from unisono.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from unisono.data.tokens import TokenSet, TokenWriter, open_tokens, shard_path
 from unisono.errors import DataError, Problem
+from unisono.files import sync_folder, write_atomically
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")

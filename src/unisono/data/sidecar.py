@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
+from unisono.files import write_atomically
 
 MAGIC: Final = b"unisidx\n"
 VERSION: Final = 1
@@ -88,30 +88,6 @@ def map_array(path: Path, dtype: str, *, count: int, offset: int = 0) -> NDArray
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, dtype, count=count, offset=offset)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside ``folder`` durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomically(path: Path, *parts: Any) -> None:
-    """Write the parts (bytes-like) so that ``path`` holds its old content or all of the new one: fsync, then rename."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def write_sidecar(

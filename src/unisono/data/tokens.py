@@ -22,16 +22,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.sidecar import (
-    Payload,
-    Sidecar,
-    map_array,
-    open_sidecar,
-    sync_folder,
-    verify_sidecar,
-    write_sidecar,
-)
+from unisono.data.sidecar import Payload, Sidecar, map_array, open_sidecar, verify_sidecar, write_sidecar
 from unisono.errors import DataError, Problem
+from unisono.files import sync_folder
 
 _KIND = "tokens"
 _SHARD_TOKENS = 1 << 28

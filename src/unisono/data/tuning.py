@@ -20,8 +20,8 @@ from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.data.pool import Kind
 from unisono.data.process import pickled
 from unisono.data.recipe import Recipe
-from unisono.data.sidecar import write_atomically
 from unisono.errors import DataError
+from unisono.files import write_atomically
 
 _WINDOW_STEPS, _WINDOW_S = 8, 0.5  # what is judged at once: at least both
 _SETTLING_STEPS = 3  # not counted after a change: batches made before it are still coming

@@ -15,8 +15,8 @@ from typing import Any, Literal, cast, get_args, get_type_hints
 
 import msgspec
 
-from unisono.data.sidecar import write_atomically
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.files import write_atomically
 from unisono.plan.options import Compile, PlanOptions, Recompute, Zero
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 32

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from unisono.data.sidecar import sync_folder
+from unisono.files import sync_folder
 
 
 @contextmanager

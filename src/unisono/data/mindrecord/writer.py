@@ -32,8 +32,8 @@ from unisono.data.mindrecord.header import (
 )
 from unisono.data.mindrecord.index import index_path, walk, write_index
 from unisono.data.mindrecord.rows import Kind, RowEncoder
-from unisono.data.sidecar import sync_folder
 from unisono.errors import DataError, Problem
+from unisono.files import sync_folder
 
 _MIN_HEADER_BYTES: Final = 16 << 10
 _MIN_PAGE_BYTES: Final = 32 << 10

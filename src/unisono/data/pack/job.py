@@ -25,7 +25,7 @@ from unisono.data.pack.shards import (
     bad_inputs,
     part_folder,
 )
-from unisono.data.sidecar import write_atomically
+from unisono.files import write_atomically
 
 WHOLE: Final = "all"  # the series of what is not split
 OnError = Literal["fail", "skip"]

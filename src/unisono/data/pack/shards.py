@@ -27,8 +27,8 @@ import msgspec
 import xxhash
 
 from unisono.data.pack.listing import Bad
-from unisono.data.sidecar import sync_folder, write_atomically
 from unisono.errors import DataError, Problem
+from unisono.files import sync_folder, write_atomically
 
 _PROGRESS_S = 5.0
 _SHOWN = 20

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from unisono.data.recordio.columns import stored
 from unisono.data.recordio.framing import frame
 from unisono.data.recordio.index import WRITTEN, map_file, text_index_path, write_index
-from unisono.data.sidecar import Payload, sync_folder, write_atomically
+from unisono.data.sidecar import Payload
 from unisono.errors import DataError, Problem
+from unisono.files import sync_folder, write_atomically
 
 Side = float | NDArray[Any]
 
