@@ -74,13 +74,14 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
         *("", "trian", "train --nonsense", "train run.yaml", "train --set optim.lt=1", "train --set model.heads=3"),
         *("eval --samples many", "eval nowhere", "generate nowhere", "config explain nothing", "init run.toml"),
         "checkpoint ls nowhere",
+        "plan check nowhere",
         "checkpoint verify nowhere",
         "checkpoint export nowhere",
     ]
     helps = {" ".join(arguments): text for arguments, _, _, text in told["runs"] if "--help" in arguments}
     for command, text in helps.items():
         last = command.removesuffix(" --help")
-        if last not in ("--help", "config", "checkpoint", "data"):
+        if last not in ("--help", "config", "checkpoint", "plan", "data"):
             assert "--json" in text, f"{command} has no --json"
             assert "--log-level" in text, f"{command} has no --log-level"
             assert "-v, --verbose" in text, f"{command} has no -v"
