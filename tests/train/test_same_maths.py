@@ -103,18 +103,20 @@ class Rows:
         return {"x": x, "which": (indices == 5).astype(np.int64), "targets": x.sum(1, keepdims=True)}
 
 
-def train_two_heads(world, run_dir: str) -> dict:
+def train_two_heads(world, run_dir: str, plan: dict) -> dict:
     from unisono.train.objectives import mean_squared_error
 
     return tiny.complete(
-        run_dir, steps=4, world=world, network=TwoHeads(), data=Rows(), objective=mean_squared_error, micro_batch=1
+        run_dir, steps=4, world=world, network=TwoHeads(), data=Rows(), objective=mean_squared_error, **plan
     )
 
 
-def test_parameters_no_sample_used_do_not_hang_and_do_not_differ(tmp_path: Path, pool: Pool) -> None:
-    outcomes = pool.run(train_two_heads, str(tmp_path / "run"), ranks=2)
-    assert outcomes[0]["digest"] == outcomes[1]["digest"]
-    alone = pool.run(train_two_heads, str(tmp_path / "alone"), ranks=1)[0]
+@pytest.mark.parametrize("plan", [{}, {"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "zero": 1}], ids=str)
+def test_parameters_no_sample_used_do_not_hang_and_do_not_differ(tmp_path: Path, pool: Pool, plan: dict) -> None:
+    outcomes = pool.run(train_two_heads, str(tmp_path / "run"), {"micro_batch": 1, **plan}, ranks=2)
+    if not plan:
+        assert outcomes[0]["digest"] == outcomes[1]["digest"]
+    alone = pool.run(train_two_heads, str(tmp_path / "alone"), {"micro_batch": 1}, ranks=1)[0]
     assert outcomes[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 
 import torch
@@ -28,10 +29,7 @@ class Grid:
 
     def index(self, axis: str) -> int:
         """This rank's place along ``axis``."""
-        later = AXES[AXES.index(axis) + 1 :]
-        stride = 1
-        for each in later:
-            stride *= self.sizes[each]
+        stride = math.prod(self.sizes[later] for later in AXES[AXES.index(axis) + 1 :])
         return self.world.rank // stride % self.sizes[axis]
 
     @property
