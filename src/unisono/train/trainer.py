@@ -181,7 +181,7 @@ class Trainer:
         self.store.init(model.state_dict())
         self._grid = grid = Grid(self.plan, self.world)
         model = apply(self.plan, model, grid).train()
-        self._pieces = pieces = Pieces(model, grid)
+        pieces = Pieces(model, grid)
         optimizer = build_optimizer(
             model, self._optim, pieces=pieces.parameters, whole_norms=pieces.whole_norms if pieces.spread else None
         )
@@ -287,7 +287,7 @@ class Trainer:
             flops_convention=CONVENTION,
             precision_why=why_precision(self._asked_plan, self.plan),
             device=str(self.device),
-            parameters=self._pieces.count,
+            parameters=self.state.pieces.count,
             steps_total=self.options.steps,
             epoch=self.world.job.epoch,
             launcher=self.world.job.source,
