@@ -26,8 +26,8 @@ from unisono.data.formats.rows import (
     unreadable,
     unwritable,
 )
-from unisono.data.formats.target import new_file
 from unisono.data.mindrecord import Field
+from unisono.files import new_file
 
 _CELL: Final = re.compile(r'(?:"((?:[^"]++|"")*+)"|([^",\r\n]*+))(,|\Z)')
 _PLAIN: Final = re.compile(r"[^\",\r\n\ufeff]+")

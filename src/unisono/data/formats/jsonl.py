@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from unisono.data.formats.rows import MAX_RECORD_BYTES, Row, Table, unreadable, unwritable
-from unisono.data.formats.target import new_file
+from unisono.files import new_file
 
 
 def read(path: Path) -> Table:

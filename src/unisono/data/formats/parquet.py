@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.data.formats.rows import Row, Table, check_columns, checked, settle, unreadable, unwritable
-from unisono.data.formats.target import new_file
 from unisono.data.mindrecord import Field
 from unisono.errors import missing_extra
+from unisono.files import new_file
 
 _READ_ROWS: Final = 256  # in memory at once, besides the pages they are in
 _BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it all of a row group's column is

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from unisono.data.formats.rows import MAX_RECORD_BYTES, Row, Table, damaged, shown, unreadable, unwritable
 from unisono.data.formats.source import Source
-from unisono.data.formats.target import new_file
+from unisono.files import new_file
 
 KEY: Final = "__key__"
 _BLOCK: Final = 512
