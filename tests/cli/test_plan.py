@@ -68,13 +68,17 @@ def test_everything_wrong_with_a_file_comes_at_once(desk: Desk, file: Path) -> N
     file.write_text("{")
     assert "strategy file" in desk.here("plan", "show", str(file)).err
     assert "No such file" in desk.here("plan", "show", str(file.with_name("none.json"))).err
-    numbers = changed_numbers(file)
+    assert (
+        "dp_shard, tp, global_batch, micro_batch, accumulation are at least 1"
+        in desk.here("plan", "check", str(changed_numbers(file, micro_batch=0))).err
+    )
+    numbers = changed_numbers(file, accumulation=5)
     assert "accumulation=2" in desk.here("plan", "check", str(numbers)).err
 
 
-def changed_numbers(file: Path) -> Path:
+def changed_numbers(file: Path, **fields: int) -> Path:
     derive(PlanOptions(global_batch=8, micro_batch=1), world=4, device="cpu", native_bf16=False).save(file)
-    return changed(file, accumulation=5)
+    return changed(file, **fields)
 
 
 def test_diff(desk: Desk, file: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 from plans import like_one_process, on_ranks, save_at
 from pool import Pool
 
@@ -103,6 +104,10 @@ def refused(world: World, run_dir: str, changes: dict) -> str:
     return str(caught.value)
 
 
+def refused_stack(world: World, run_dir: str) -> str:
+    return refused(world, run_dir, {"tp": 2, "network": torch.nn.Sequential(torch.nn.Linear(2, 2))})
+
+
 def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None:
     text = pool.run(refused, str(tmp_path / "one"), {"tp": 2}, ranks=2)[0]
     assert "plan.tp=2 for blocks.0.attention, whose kv_heads is 1" in text
@@ -111,6 +116,9 @@ def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None
         refused, str(tmp_path / "two"), {"tp": 3, "sizes": {**WIDE, "dim": 24, "heads": 6, "kv_heads": 6}}, ranks=3
     )[0]
     assert "blocks.0.ffn, whose width of down is 64" in text
+    text = pool.run(refused_stack, str(tmp_path / "three"), ranks=2)[0]
+    assert "plan.tp=2 for Sequential" in text
+    assert "which name blocks.*.attention, blocks.*.ffn" in text
     with pytest.raises(PlanError, match="the graph would break"):
         derive(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):

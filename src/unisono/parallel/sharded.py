@@ -36,9 +36,8 @@ def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
         unit.set_reduce_scatter_unused_params(True)
-        unit.set_force_sum_reduction_for_comms(
-            True
-        )  # else a factor is multiplied in by the collective, which gloo cannot
+        # else the collective is asked to multiply a factor in, which gloo cannot
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def release(model: nn.Module) -> None:
