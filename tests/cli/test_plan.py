@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from commands import Desk, events_of
 
+from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, derive
+from unisono.plan.plan import Plan
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_show_and_check(desk: Desk, file: Path) -> None:
         "1. dp_replicate 2 x dp_shard 2 on 6 ranks\n"
         "  rule: the product of the mesh axes is the number of ranks\n"
         "  so:   the plan is for 4 ranks\n"
-        "  try:  dp_shard=2 with dp_replicate=3, or 4 processes\n"
+        "  try:  dp_replicate=3, dp_shard=2, or 4 processes\n"
         "2. dp_shard 2 with global_batch 8 on 6 ranks\n"
         "  rule: ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks\n"
         "  so:   a rank that is done would keep the others waiting for its part of the parameters\n"
@@ -69,7 +70,7 @@ def test_everything_wrong_with_a_file_comes_at_once(desk: Desk, file: Path) -> N
     assert "strategy file" in desk.here("plan", "show", str(file)).err
     assert "No such file" in desk.here("plan", "show", str(file.with_name("none.json"))).err
     assert (
-        "dp_shard, tp, global_batch, micro_batch, accumulation are at least 1"
+        "dp_shard, cp, tp, ep, global_batch, micro_batch, accumulation are at least 1"
         in desk.here("plan", "check", str(changed_numbers(file, micro_batch=0))).err
     )
     numbers = changed_numbers(file, accumulation=5)

@@ -12,8 +12,9 @@ from unisono.models.loss import cross_entropy_sum
 from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.device import find_device
+from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, derive
+from unisono.plan.plan import Plan
 
 
 def plan(**options: object) -> Plan:

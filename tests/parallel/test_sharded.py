@@ -13,8 +13,8 @@ from pool import Pool, WorkersFailed
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CommError, DataError, PlanError
+from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import derive
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def problem(world: int, **options: object) -> str:
 def test_plans_that_cannot_be() -> None:
     text = problem(6, dp_shard=4, global_batch=12)
     assert "dp_replicate 1 x dp_shard 4 on 6 ranks" in text
-    assert "dp_shard=3 with dp_replicate=2, or 4 processes" in text
+    assert "dp_replicate=2, dp_shard=3, or 4 processes" in text
     text = problem(4, dp_shard=2, global_batch=10)
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text

@@ -12,8 +12,8 @@ from pool import Pool
 
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
+from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import derive
 
 WIDE = {"heads": 4, "kv_heads": 2}
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import PlanError
+from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, derive
+from unisono.plan.plan import Plan
 
 
 def plan(world: int = 1, *, native_bf16: bool = False, **options: object) -> Plan:
@@ -74,5 +75,5 @@ def test_foreign_plans_are_refused_by_name() -> None:
         Plan.from_json({**data, "global_batch": "many"})
     with pytest.raises(PlanError, match="'tp' is missing"):
         Plan.from_json({name: value for name, value in data.items() if name != "tp"})
-    with pytest.raises(PlanError, match="version 2"):
-        Plan.from_json({**data, "version": 2})
+    with pytest.raises(PlanError, match="version 1"):
+        Plan.from_json({**data, "version": 1})

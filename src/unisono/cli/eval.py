@@ -18,8 +18,8 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
     from unisono.dist import job_from_environ, join
+    from unisono.plan.derive import read_plan
     from unisono.plan.options import PlanOptions
-    from unisono.plan.plan import read_plan
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.engine import input_selector
     from unisono.train.evaluate import evaluate

@@ -38,7 +38,7 @@ def show(file: str, as_json: bool) -> None:
 @every_verb
 def check_file(file: str, processes: int | None, as_json: bool) -> None:
     """Say whether the plan in FILE can be carried out; exit 2 with all that is wrong if not."""
-    from unisono.plan.plan import check
+    from unisono.plan.check import check
 
     plan = _load(file)
     world = processes or plan.world

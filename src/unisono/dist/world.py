@@ -156,17 +156,15 @@ class World:
             made.barrier()
         return made
 
-    def groups_along(self, axes: Mapping[str, int]) -> dict[str, ProcessGroup]:
-        """The ranks as a grid, row-major, of sizes ``axes``, whose product is their number: this rank's group along each axis.
+    def groups(self, lines: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, ProcessGroup]:
+        """For each name the group this rank is in, if any, of the groups of ranks that ``lines`` gives; all ranks call it alike.
 
         They have this World's time-out, which torch's own ``init_device_mesh`` would not give them.
         """
-        ranks = torch.arange(self.world).view(*axes.values())
         own: dict[str, ProcessGroup] = {}
-        with self.guard(f"groups_along({', '.join(axes)})"), _gloo_interface(self.job):
-            for dim, name in enumerate(axes):
-                lines: list[list[int]] = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-                for line in lines:
+        with self.guard(f"groups({', '.join(lines)})"), _gloo_interface(self.job):
+            for name, each in lines.items():
+                for line in map(list, each):
                     group = dist.new_group(line, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
                     if self.rank in line:
                         own[name] = cast(ProcessGroup, group)

@@ -1,8 +1,13 @@
-"""The ranks of a plan as a grid: where this one is along each axis, and whom it talks to there."""
+"""The ranks of a plan as a grid: where this one is along each axis, and whom it talks to there.
+
+axes      pp, dp_replicate, dp_shard, cp, tp      row-major, in this order
+shard     dp_shard x cp                           ranks that share one copy of the state
+ep        shard, in runs of plan.ep               ranks that share the experts of a layer
+experts   shard, every plan.ep-th                 ranks that share one copy of the same experts
+"""
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
 
 import torch
@@ -14,59 +19,87 @@ from torch.distributed.device_mesh import DeviceMesh
 from unisono.dist import World
 from unisono.plan.plan import Plan
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+LINES = (*AXES, "shard", "ep", "experts")
 
 
 class Grid:
-    """Row-major over ``AXES``. Groups are made when a plan needs them: all ranks make a Grid together."""
+    """Groups are made when a plan needs them, all at the start: all ranks make a Grid together."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        self.sizes = {axis: int(getattr(plan, axis)) for axis in AXES}
+        ranks = torch.arange(plan.world).view([int(getattr(plan, axis)) for axis in AXES])
+        shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
+        experts = shard.unflatten(2, (-1, plan.ep))  # pp, dp_replicate, experts, ep, tp
+        along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}
+        along |= {"shard": shard.movedim(2, -1), "ep": experts.movedim(3, -1), "experts": experts.movedim(2, -1)}
+        self._lines = {name: grid.reshape(-1, grid.shape[-1]) for name, grid in along.items()}
+        self.sizes = {name: lines.shape[1] for name, lines in self._lines.items()}
         self._groups: dict[str, ProcessGroup] = {}
-        if plan.sharded or plan.tp > 1:
-            self._groups = world.groups_along(self.sizes)
+        if plan.spread:
+            # those that sum gradients want a group of one rank too
+            sums = {"dp_replicate", "shard"} | ({"experts"} if plan.ep > 1 else set())
+            wanted = [name for name in LINES if self.sizes[name] > 1 or name in sums]
+            self._groups = world.groups({name: self._lines[name].tolist() for name in wanted})
 
-    def index(self, axis: str) -> int:
-        """This rank's place along ``axis``."""
-        stride = math.prod(self.sizes[later] for later in AXES[AXES.index(axis) + 1 :])
-        return self.world.rank // stride % self.sizes[axis]
+    def line(self, name: str) -> list[int]:
+        """The ranks along ``name`` with this one among them, in order."""
+        lines = self._lines[name]
+        (row,) = (lines == self.world.rank).any(1).nonzero().flatten().tolist()
+        return lines[row].tolist()
+
+    def index(self, name: str) -> int:
+        """This rank's place along ``name``."""
+        return self.line(name).index(self.world.rank)
 
     @property
     def data_rank(self) -> int:
-        """Which part of a batch this rank computes, of ``plan.data_ranks``."""
-        return self.world.rank // self.plan.tp
+        """Which part of a batch this rank computes (with others along cp, tp and pp), of ``plan.data_ranks``."""
+        return self.index("dp_replicate") * self.plan.dp_shard + self.index("dp_shard")
 
-    def group(self, axis: str) -> ProcessGroup:
-        """The ranks that differ from this one along ``axis`` only."""
-        return self._groups[axis]
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that compute the same samples."""
+        return not any(self.index(axis) for axis in ("pp", "cp", "tp"))
+
+    def group(self, name: str) -> ProcessGroup:
+        """The ranks that differ from this one along ``name`` only."""
+        return self._groups[name]
 
     @cached_property
-    def data_mesh(self) -> DeviceMesh:
-        """The ranks with this one's place along ``tp``, for FSDP2; one axis where there are no replicas."""
-        plan = self.plan
-        ranks = torch.arange(plan.world).view(plan.data_ranks, plan.tp)[:, self.index("tp")]
-        if plan.dp_replicate == 1:
-            return DeviceMesh.from_group(self.group("dp_shard"), plan.device, mesh=ranks, mesh_dim_names=("dp_shard",))
+    def state_mesh(self) -> DeviceMesh:
+        """The ranks that FSDP2 spreads the state over, and the copies of it where there are any."""
+        return self._mesh("shard")
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same for experts, which ``ep`` has spread already."""
+        return self._mesh("experts")
+
+    def _mesh(self, name: str) -> DeviceMesh:
+        line = torch.tensor(self.line(name))
+        if self.plan.dp_replicate == 1:
+            return DeviceMesh.from_group(self.group(name), self.plan.device, mesh=line, mesh_dim_names=(name,))
+        copies = torch.tensor(self.line("dp_replicate"))
         return DeviceMesh.from_group(
-            [self.group("dp_replicate"), self.group("dp_shard")],
-            plan.device,
-            mesh=ranks.view(plan.dp_replicate, plan.dp_shard),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
+            [self.group("dp_replicate"), self.group(name)],
+            self.plan.device,
+            mesh=line + (copies - self.world.rank)[:, None],
+            mesh_dim_names=("dp_replicate", name),
         )
 
-    def sum(self, values: Tensor, axis: str) -> Tensor:
-        """``values`` summed over the ranks along ``axis``, in place."""
-        if self.sizes[axis] > 1:
-            with self.world.guard(f"sum over {axis}", values.nbytes):
-                dist.all_reduce(values, group=self.group(axis))
+    def sum(self, values: Tensor, name: str) -> Tensor:
+        """``values`` summed over the ranks along ``name``, in place."""
+        if self.sizes[name] > 1:
+            with self.world.guard(f"sum over {name}", values.nbytes):
+                dist.all_reduce(values, group=self.group(name))
         return values
 
-    def max(self, values: Tensor, axis: str) -> Tensor:
-        """The largest of ``values`` along ``axis``; NaN where a rank has one, which gloo's maximum may lose."""
-        if self.sizes[axis] == 1:
+    def max(self, values: Tensor, name: str) -> Tensor:
+        """The largest of ``values`` along ``name``; NaN where a rank has one, which gloo's maximum may lose."""
+        if self.sizes[name] == 1:
             return values
-        missing = self.sum(values.isnan().to(values.dtype), axis)
-        with self.world.guard(f"maximum over {axis}", values.nbytes):
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group(axis))
+        missing = self.sum(values.isnan().to(values.dtype), name)
+        with self.world.guard(f"maximum over {name}", values.nbytes):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group(name))
         return torch.where(missing > 0, torch.nan, values)

@@ -51,13 +51,13 @@ class Pieces:
             return None
         shape, offset = list(live.shape), [0] * live.ndim
         if sharded:
-            rows = -(-shape[0] // sizes["dp_shard"])
-            offset[0] = min(self._grid.index("dp_shard") * rows, shape[0])
+            rows = -(-shape[0] // sizes["shard"])
+            offset[0] = min(self._grid.index("shard") * rows, shape[0])
         if dim is not None:
             offset[dim] += self._grid.index("tp") * shape[dim]
             shape[dim] *= sizes["tp"]
         replica = 0
-        for axis, cuts in (("dp_replicate", False), ("dp_shard", sharded), ("tp", dim is not None)):
+        for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", dim is not None)):
             replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)
         return Part(tensor=tensor, shape=tuple(shape), offset=tuple(offset), replica=replica)
 
@@ -69,18 +69,18 @@ class Pieces:
         pairs = list(zip(trained, gradients, strict=True))
         cut = global_norm([g for p, g in pairs if p in self._cut]).square()
         rest = global_norm([g for p, g in pairs if p not in self._cut]).square()
-        return self._grid.sum(self._grid.sum(cut, "tp") + rest, "dp_shard").sqrt()
+        return self._grid.sum(self._grid.sum(cut, "tp") + rest, "shard").sqrt()
 
     def sums(self, pieces: Sequence[nn.Parameter], values: Tensor) -> Tensor:
         """``values`` [n], one of each piece, summed over the pieces of the same parameters."""
         if self._cut:
             mine = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
             values = torch.where(mine, self._grid.sum(torch.where(mine, values, 0), "tp"), values)
-        return self._grid.sum(values, "dp_shard")
+        return self._grid.sum(values, "shard")
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold pieces; NaN where one has it."""
-        return self._grid.max(self._grid.max(values, "tp"), "dp_shard")
+        return self._grid.max(self._grid.max(values, "tp"), "shard")
 
     def whole_norms(self, pieces: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """Norms [n] of whole parameters, or of anything of their shapes, from those of the pieces."""

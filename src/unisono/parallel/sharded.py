@@ -27,7 +27,7 @@ from unisono.parallel.pieces import Pieces
 
 def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
     """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another."""
-    mesh, plan = grid.data_mesh, grid.plan
+    mesh, plan = grid.state_mesh, grid.plan
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=plan.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays

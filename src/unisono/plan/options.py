@@ -11,6 +11,7 @@ Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"]
 Compile = Literal["off", "model", "regional"]
 Zero = Literal[1, 2, 3]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,13 @@ class PlanOptions:
     )
     zero: Zero = option(3, "What dp_shard cuts: 1 = optimizer state, 2 = gradients too, 3 = parameters too.")
     tp: int = option(1, "Ranks that share each block's linear layers (tensor parallel); next to each other.", ge=1)
+    sequence_parallel: bool = option(False, "With tp, cut what lies between the cut layers along the sequence.")
+    cp: int = option(1, "Ranks that share each sequence (context parallel); they share the state too.", ge=1)
+    pp: int = option(1, "Ranks in a row that each run some of the blocks (pipeline).", ge=1)
+    schedule: Schedule = option(
+        "1f1b", "Order of a pipeline's passes; interleaved and zbv give a rank two pieces of the model."
+    )
+    ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1)
     precision: Precision = option(
         "auto", "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively."
     )

@@ -1,7 +1,8 @@
 """The plan: one frozen record that everyone reads and nobody re-derives (design §3.3).
 
-It knows three mesh axes; ranks are numbered row-major over (``dp_replicate``, ``dp_shard``, ``tp``), so that the ``tp`` ranks
-that share one layer are neighbours. It is printable, comparable and saved with every checkpoint.
+Ranks are numbered row-major over the mesh axes (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``), so that the ``tp`` ranks
+that share one layer are neighbours. ``ep`` is no axis of its own: it looks at the ``dp_shard`` x ``cp`` ranks again, for
+experts. A plan is printable, comparable and saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -17,22 +18,30 @@ import msgspec
 
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.files import write_atomically
-from unisono.plan.options import Compile, PlanOptions, Recompute, Zero
+from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Zero
 
-LARGEST_AUTOMATIC_MICRO_BATCH = 32
 _MAX_FILE_BYTES = 1 << 20
+VERSION = 2
+# pieces of the model per pipeline rank, where a plan does not say more
+CHUNKS: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """Everything that decides what a step computes and where."""
 
-    version: int = 1
+    version: int = VERSION
     device: str
+    pp: int
     dp_replicate: int
     dp_shard: int
-    zero: Zero
+    cp: int
     tp: int
+    ep: int
+    zero: Zero
+    sequence_parallel: bool
+    schedule: Schedule
+    splits: tuple[int, ...]
     global_batch: int
     micro_batch: int
     accumulation: int
@@ -40,6 +49,7 @@ class Plan:
     recompute: Recompute
     compile: Compile
     sync: Literal["local", "dist_sync"]
+    gradients: Literal["mean", "sum"]
     tf32: bool
     autotune: bool
     channels_last: bool
@@ -47,7 +57,7 @@ class Plan:
     @property
     def world(self) -> int:
         """Number of ranks the plan needs."""
-        return self.data_ranks * self.tp
+        return self.pp * self.data_ranks * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
@@ -55,14 +65,24 @@ class Plan:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shards(self) -> int:
+        """How many ranks share one copy of the state: those of ``cp`` compute parts of the same samples and share it too."""
+        return self.dp_shard * self.cp
+
+    @property
     def sharded(self) -> bool:
         """Whether ranks gather parameters from each other."""
-        return self.dp_shard > 1
+        return self.shards > 1
 
     @property
     def spread(self) -> bool:
         """Whether no rank holds the whole model."""
-        return self.dp_shard > 1 or self.tp > 1
+        return self.sharded or self.tp > 1 or self.pp > 1
+
+    @property
+    def chunks(self) -> int:
+        """How many pieces of the model one pipeline rank runs, one after the other."""
+        return len(self.splits) // self.pp if self.splits else CHUNKS[self.schedule]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in field order."""
@@ -82,10 +102,9 @@ class Plan:
                 values[name] = msgspec.convert(data[name], types[name])
             except msgspec.ValidationError as error:
                 problems.append(_foreign(name, f"{name} = {data[name]!r}: {error}", _values(types[name])))
-        if values.get("version", 1) != 1:
-            problems.append(
-                _foreign("version", f"version {values['version']}", "a plan of version 1, or a newer unisono")
-            )
+        if values.get("version", VERSION) != VERSION:
+            near = f"a plan of version {VERSION}, or another unisono"
+            problems.append(_foreign("version", f"version {values['version']}", near))
         if problems:
             raise PlanError(*sorted(problems, key=lambda problem: problem.given))
         return Plan(**values)
@@ -130,8 +149,11 @@ class Plan:
 
     def describe(self) -> str:
         """One line for people."""
-        shards = f", state cut over {self.dp_shard} (zero {self.zero})" if self.sharded else ""
+        shards = f", {self.pp} stages ({self.schedule})" if self.pp > 1 else ""
+        shards += f", state cut over {self.shards} (zero {self.zero})" if self.sharded else ""
+        shards += f", sequences over {self.cp}" if self.cp > 1 else ""
         shards += f", layers over {self.tp}" if self.tp > 1 else ""
+        shards += f", experts over {self.ep}" if self.ep > 1 else ""
         return (
             f"{self.world} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.data_ranks} ranks"
             f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}, recompute {self.recompute},"
@@ -144,143 +166,6 @@ def why_precision(asked: Plan | PlanOptions, plan: Plan) -> str:
     if isinstance(asked, Plan) or asked.file or asked.precision != "auto":
         return "as asked"
     return "computed natively here" if plan.precision == "bf16" else f"no native bf16 on this {plan.device}"
-
-
-def check(plan: Plan, world: int) -> None:
-    """Raises PlanError with everything that keeps ``world`` ranks from carrying out the plan."""
-    problems: list[Problem] = []
-    counts = ("dp_replicate", "dp_shard", "tp", "global_batch", "micro_batch", "accumulation")
-    for name in counts:
-        if getattr(plan, name) < 1:
-            problems.append(
-                Problem(
-                    given=f"{name} {getattr(plan, name)}",
-                    rule=f"{', '.join(counts)} are at least 1",
-                    consequence="no rank would compute anything",
-                    nearest=f"{name}=1",
-                )
-            )
-    if problems:
-        raise PlanError(*problems)
-    if plan.world != world:
-        tp = _largest_divisor(world, plan.tp)
-        shard = _largest_divisor(world // tp, plan.dp_shard)
-        also = f" and tp={tp}" if plan.tp > 1 else ""
-        problems.append(
-            Problem(
-                given=f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard}"
-                + (f" x tp {plan.tp}" if plan.tp > 1 else "")
-                + f" on {world} ranks",
-                rule="the product of the mesh axes is the number of ranks",
-                consequence=f"the plan is for {plan.world} ranks",
-                nearest=f"dp_shard={shard} with dp_replicate={world // tp // shard}{also}, or {plan.world} processes",
-            )
-        )
-    ranks = plan.data_ranks if plan.world == world else max(1, world // plan.tp)
-    if plan.global_batch < ranks:
-        problems.append(
-            Problem(
-                given=f"global_batch {plan.global_batch} on {ranks} ranks",
-                rule="every rank gets at least one sample of each step",
-                consequence=f"{ranks - plan.global_batch} ranks would never see data",
-                nearest=f"plan.global_batch={ranks}, or {plan.global_batch} processes",
-            )
-        )
-    elif plan.sharded and plan.global_batch % ranks:
-        problems.append(
-            Problem(
-                given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {ranks} ranks",
-                rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
-                consequence="a rank that is done would keep the others waiting for its part of the parameters",
-                nearest=f"plan.global_batch={plan.global_batch // ranks * ranks}",
-            )
-        )
-    share = -(-plan.global_batch // ranks)
-    if plan.micro_batch > share:
-        problems.append(
-            Problem(
-                given=f"micro_batch {plan.micro_batch} with global_batch {plan.global_batch} on {ranks} ranks",
-                rule="a micro-batch is part of a rank's share of the step",
-                consequence=f"the share is only {share} samples",
-                nearest=f"plan.micro_batch={share}, or plan.global_batch={plan.micro_batch * ranks}",
-            )
-        )
-    elif plan.accumulation != -(-share // plan.micro_batch):
-        problems.append(
-            Problem(
-                given=f"accumulation {plan.accumulation} of micro_batch {plan.micro_batch} for a share of {share} samples",
-                rule="accumulation is the number of micro-batches in a rank's share of the step",
-                consequence="the plan would not say what is computed",
-                nearest=f"accumulation={-(-share // plan.micro_batch)}",
-            )
-        )
-    if plan.tp > 1 and plan.compile != "off":
-        problems.append(
-            Problem(
-                given=f"tp {plan.tp} with compile {plan.compile!r}",
-                rule="the sums between ranks inside a layer are not traced by the compiler",
-                consequence="the graph would break at each of them",
-                nearest="compile='off'",
-            )
-        )
-    if plan.sync == "local" and world > 1:
-        problems.append(
-            Problem(
-                given=f"sync 'local' on {world} ranks",
-                rule="the local store sums inside one process only",
-                consequence="ranks would train different models",
-                nearest="plan.sync='dist_sync' (or leave it at 'auto')",
-            )
-        )
-    if problems:
-        raise PlanError(*problems)
-
-
-def read_plan(options: PlanOptions) -> Plan:
-    """The plan of ``options.file``. Raises PlanError where it cannot be read, or where other options are set beside it."""
-    unset = PlanOptions(file=options.file)
-    set_too = [f"plan.{f.name}" for f in fields(options) if getattr(options, f.name) != getattr(unset, f.name)]
-    if set_too:
-        raise PlanError(
-            Problem(
-                given=f"plan.file {options.file!r} with {', '.join(set_too)}",
-                rule="a strategy file holds the whole plan",
-                consequence="it would be unclear which of the two counts",
-                nearest="change the file, or leave it out and set options only",
-            )
-        )
-    return Plan.load(Path(options.file).expanduser())
-
-
-def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
-    """Fill in what the user left open. ``device`` is the device type in use; raises PlanError with all problems at once."""
-    ranks = max(1, world // options.tp)
-    dp_shard = options.dp_shard or ranks
-    share = -(-options.global_batch // ranks)
-    micro_batch = options.micro_batch or min(share, LARGEST_AUTOMATIC_MICRO_BATCH)
-    plan = Plan(
-        device=device,
-        dp_replicate=max(1, ranks // dp_shard),
-        dp_shard=dp_shard,
-        zero=options.zero,
-        tp=options.tp,
-        global_batch=options.global_batch,
-        micro_batch=micro_batch,
-        accumulation=-(-share // micro_batch),
-        precision=options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32"),
-        recompute=options.recompute,
-        compile=options.compile,
-        sync=options.sync if options.sync != "auto" else ("dist_sync" if world > 1 else "local"),
-        tf32=options.tf32,
-        autotune=options.autotune,
-        channels_last=options.channels_last,
-    )
-    check(plan, world)
-    return plan
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)
 
 
 def _foreign(name: str, given: str, nearest: str) -> Problem:

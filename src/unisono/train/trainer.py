@@ -45,8 +45,10 @@ from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.sharded import ShardedGradients, release
+from unisono.plan.check import check
+from unisono.plan.derive import derive, read_plan
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, check, derive, read_plan, why_precision
+from unisono.plan.plan import Plan, why_precision
 from unisono.train import resume as resuming
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 from unisono.train.ema import Average
@@ -471,8 +473,8 @@ class Trainer:
             }
             self._saved_step = self.state.step
             shared = self.state.shared()
-            # ranks that share a layer draw the same numbers
-            own = self.state.own(self._grid.data_rank) if self._grid.index("tp") == 0 else {}
+            # ranks that compute the same samples draw the same numbers
+            own = self.state.own(self._grid.data_rank) if self._grid.leads else {}
             parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
             whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
             self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)

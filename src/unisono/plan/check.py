@@ -1,0 +1,203 @@
+"""What keeps a number of ranks from carrying out a plan, all of it at once. What a model adds to it, ``parallel`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from unisono.errors import PlanError, Problem
+from unisono.plan.plan import CHUNKS, Plan
+
+COUNTS = (
+    "pp",
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "ep",
+    "global_batch",
+    "micro_batch",
+    "accumulation",
+)
+
+
+def check(plan: Plan, world: int) -> None:
+    """Raises PlanError with everything that keeps ``world`` ranks from carrying out the plan."""
+    problems = list(_counts(plan)) or [
+        *_mesh(plan, world),
+        *_batch(plan, world),
+        *_pipeline(plan),
+        *_choices(plan, world),
+    ]
+    if problems:
+        raise PlanError(*problems)
+
+
+def _counts(plan: Plan) -> Iterator[Problem]:
+    for name in COUNTS:
+        if getattr(plan, name) < 1:
+            yield Problem(
+                given=f"{name} {getattr(plan, name)}",
+                rule=f"{', '.join(COUNTS)} are at least 1",
+                consequence="no rank would compute anything",
+                nearest=f"{name}=1",
+            )
+
+
+def _mesh(plan: Plan, world: int) -> Iterator[Problem]:
+    axes = {"pp": plan.pp, "dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
+    if plan.world != world:
+        near: dict[str, int] = {}
+        left = world
+        for name in ("tp", "cp", "pp", "dp_shard"):
+            near[name] = largest_divisor(left, axes[name])
+            left //= near[name]
+        near["dp_replicate"] = left
+        said = [name for name in axes if axes[name] > 1 or name.startswith("dp_")]
+        changed = [name for name in axes if near[name] > 1 or name.startswith("dp_") or axes[name] > 1]
+        yield Problem(
+            given=f"{' x '.join(f'{name} {axes[name]}' for name in said)} on {world} ranks",
+            rule="the product of the mesh axes is the number of ranks",
+            consequence=f"the plan is for {plan.world} ranks",
+            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, or {plan.world} processes",
+        )
+    if plan.shards % plan.ep:
+        yield Problem(
+            given=f"ep {plan.ep} with dp_shard {plan.dp_shard} x cp {plan.cp}",
+            rule="experts are spread over ranks that share one copy of the state: ep divides dp_shard x cp",
+            consequence="experts would have no place",
+            nearest=f"ep={largest_divisor(plan.shards, plan.ep)}, or dp_shard={plan.ep}",
+        )
+
+
+def _batch(plan: Plan, world: int) -> Iterator[Problem]:
+    ranks = plan.data_ranks if plan.world == world else max(1, world // (plan.pp * plan.cp * plan.tp))
+    if plan.global_batch < ranks:
+        yield Problem(
+            given=f"global_batch {plan.global_batch} on {ranks} ranks",
+            rule="every rank gets at least one sample of each step",
+            consequence=f"{ranks - plan.global_batch} ranks would never see data",
+            nearest=f"plan.global_batch={ranks}, or {plan.global_batch} processes",
+        )
+    elif plan.sharded and plan.global_batch % ranks:
+        yield Problem(
+            given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {ranks} ranks",
+            rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
+            consequence="a rank that is done would keep the others waiting for its part of the parameters",
+            nearest=f"plan.global_batch={plan.global_batch // ranks * ranks}",
+        )
+    share = -(-plan.global_batch // ranks)
+    if plan.micro_batch > share:
+        yield Problem(
+            given=f"micro_batch {plan.micro_batch} with global_batch {plan.global_batch} on {ranks} ranks",
+            rule="a micro-batch is part of a rank's share of the step",
+            consequence=f"the share is only {share} samples",
+            nearest=f"plan.micro_batch={share}, or plan.global_batch={plan.micro_batch * ranks}",
+        )
+    elif plan.accumulation != -(-share // plan.micro_batch):
+        yield Problem(
+            given=f"accumulation {plan.accumulation} of micro_batch {plan.micro_batch} for a share of {share} samples",
+            rule="accumulation is the number of micro-batches in a rank's share of the step",
+            consequence="the plan would not say what is computed",
+            nearest=f"accumulation={-(-share // plan.micro_batch)}",
+        )
+
+
+def _pipeline(plan: Plan) -> Iterator[Problem]:
+    """Rules of the schedules; see ``schedule`` for what they run."""
+    if plan.splits and len(plan.splits) % plan.pp:
+        yield Problem(
+            given=f"splits {list(plan.splits)} with pp {plan.pp}",
+            rule="splits has one number of blocks for each piece of the model, equally many pieces per rank",
+            consequence="a rank would have no piece",
+            nearest=f"{plan.pp * CHUNKS[plan.schedule]} numbers, or none (they are chosen by weight)",
+        )
+        return
+    if any(blocks < 1 for blocks in plan.splits):
+        yield Problem(
+            given=f"splits {list(plan.splits)}",
+            rule="every piece of the model has at least one block",
+            consequence="a stage would only pass data on",
+            nearest="move a block from a neighbour",
+        )
+    if plan.pp == 1:
+        return
+    one = CHUNKS[plan.schedule] == 1
+    if (plan.chunks == 1) != one or (plan.schedule == "zbv" and plan.chunks != 2):
+        yield Problem(
+            given=f"schedule {plan.schedule!r} with {plan.chunks} pieces of the model per rank",
+            rule="gpipe and 1f1b run one piece per rank, zbv two, interleaved two or more",
+            consequence="there is no such order of passes",
+            nearest=f"{plan.pp * CHUNKS[plan.schedule]} splits, or schedule={'interleaved' if one else '1f1b'!r}",
+        )
+    least = plan.pp if plan.schedule != "gpipe" else 1
+    if plan.accumulation < least:
+        yield Problem(
+            given=f"accumulation {plan.accumulation} with pp {plan.pp}, schedule {plan.schedule!r}",
+            rule=f"the schedule keeps {least} micro-batches under way at once",
+            consequence="some ranks would never have work",
+            nearest=f"micro_batch={max(1, plan.micro_batch * plan.accumulation // least)}, "
+            f"global_batch={least * plan.micro_batch * plan.data_ranks}, or schedule='gpipe'",
+        )
+    elif plan.schedule == "interleaved" and plan.accumulation % plan.pp:
+        yield Problem(
+            given=f"accumulation {plan.accumulation} with pp {plan.pp}, schedule 'interleaved'",
+            rule="interleaved stages take micro-batches in groups of pp",
+            consequence="the last group would not be whole",
+            nearest=f"accumulation {plan.accumulation // plan.pp * plan.pp}, by global_batch or micro_batch",
+        )
+    if plan.global_batch % plan.data_ranks:
+        yield Problem(
+            given=f"pp {plan.pp} with global_batch {plan.global_batch} on {plan.data_ranks} data ranks",
+            rule="all pipelines run the same number of micro-batches: global_batch is a multiple of the data ranks",
+            consequence="the schedules would not fit together",
+            nearest=f"plan.global_batch={max(1, plan.global_batch // plan.data_ranks) * plan.data_ranks}",
+        )
+
+
+def _choices(plan: Plan, world: int) -> Iterator[Problem]:
+    for axis, what in (
+        ("tp", "sums inside a layer"),
+        ("cp", "gathering keys and values"),
+        ("pp", "passing between stages"),
+    ):
+        size: int = getattr(plan, axis)
+        if size > 1 and plan.compile != "off":
+            yield Problem(
+                given=f"{axis} {size} with compile {plan.compile!r}",
+                rule=f"{what} between ranks is not traced by the compiler",
+                consequence="the graph would break at each of them",
+                nearest="compile='off'",
+            )
+    if plan.ep > 1 and plan.compile != "off":
+        yield Problem(
+            given=f"ep {plan.ep} with compile {plan.compile!r}",
+            rule="sending tokens to experts on other ranks is not traced by the compiler",
+            consequence="the graph would break in every block",
+            nearest="compile='off'",
+        )
+    if plan.sequence_parallel and plan.tp == 1:
+        yield Problem(
+            given="sequence_parallel with tp 1",
+            rule="it cuts what lies between layers that tp cuts",
+            consequence="it would change nothing",
+            nearest="sequence_parallel=False, or cp to share sequences",
+        )
+    if plan.schedule == "zbv" and plan.pp > 1 and plan.sharded:
+        yield Problem(
+            given=f"schedule 'zbv' with dp_shard {plan.dp_shard} x cp {plan.cp}",
+            rule="zbv computes weight gradients after a block's backward pass, and sharded states reduce them at its end",
+            consequence="gradients would be missing",
+            nearest="schedule='interleaved', or dp_replicate in place of dp_shard",
+        )
+    if plan.sync == "local" and world > 1:
+        yield Problem(
+            given=f"sync 'local' on {world} ranks",
+            rule="the local store sums inside one process only",
+            consequence="ranks would train different models",
+            nearest="plan.sync='dist_sync' (or leave it at 'auto')",
+        )
+
+
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of ``number`` that is at most ``limit``."""
+    return max(n for n in range(1, min(number, limit) + 1) if number % n == 0)

@@ -1,0 +1,63 @@
+"""From what a user set to a whole plan."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from unisono.errors import PlanError, Problem
+from unisono.plan.check import check
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+
+LARGEST_AUTOMATIC_MICRO_BATCH = 32
+
+
+def read_plan(options: PlanOptions) -> Plan:
+    """The plan of ``options.file``. Raises PlanError where it cannot be read, or where other options are set beside it."""
+    unset = PlanOptions(file=options.file)
+    set_too = [f"plan.{f.name}" for f in fields(options) if getattr(options, f.name) != getattr(unset, f.name)]
+    if set_too:
+        raise PlanError(
+            Problem(
+                given=f"plan.file {options.file!r} with {', '.join(set_too)}",
+                rule="a strategy file holds the whole plan",
+                consequence="it would be unclear which of the two counts",
+                nearest="change the file, or leave it out and set options only",
+            )
+        )
+    return Plan.load(Path(options.file).expanduser())
+
+
+def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
+    """Fill in what the user left open. ``device`` is the device type in use; raises PlanError with all problems at once."""
+    ranks = max(1, world // (options.pp * options.cp * options.tp))
+    dp_shard = options.dp_shard or ranks
+    share = -(-options.global_batch // ranks)
+    micro_batch = options.micro_batch or min(share, LARGEST_AUTOMATIC_MICRO_BATCH)
+    plan = Plan(
+        device=device,
+        pp=options.pp,
+        dp_replicate=max(1, ranks // dp_shard),
+        dp_shard=dp_shard,
+        cp=options.cp,
+        tp=options.tp,
+        ep=options.ep,
+        zero=options.zero,
+        sequence_parallel=options.sequence_parallel,
+        schedule=options.schedule,
+        splits=(),
+        global_batch=options.global_batch,
+        micro_batch=micro_batch,
+        accumulation=-(-share // micro_batch),
+        precision=options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32"),
+        recompute=options.recompute,
+        compile=options.compile,
+        sync=options.sync if options.sync != "auto" else ("dist_sync" if world > 1 else "local"),
+        gradients="mean",
+        tf32=options.tf32,
+        autotune=options.autotune,
+        channels_last=options.channels_last,
+    )
+    check(plan, world)
+    return plan
