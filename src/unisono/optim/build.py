@@ -19,17 +19,21 @@ from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 
 
 def param_groups(
-    model: nn.Module, options: OptimOptions, pieces: Mapping[str, nn.Parameter] | None = None
+    model: nn.Module,
+    options: OptimOptions,
+    pieces: Mapping[str, nn.Parameter] | None = None,
+    named_roles: Mapping[str, Role] | None = None,
 ) -> list[dict[str, Any]]:
     """Up to three groups, ``decay``, ``no_decay`` and ``plain``, parameters in the order of their names.
 
     See ``groups`` for the rule, which looks at the model, and ``build_optimizer`` for ``pieces``. Raises ``ConfigError`` for
     a model without trainable parameters.
     """
-    by_name = dict(model.named_parameters(remove_duplicate=False)) | dict(pieces or {})
+    by_name = pieces if pieces is not None else dict(model.named_parameters(remove_duplicate=False))
     by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
-    for name, role in roles(model, options.decay_exclude).items():
-        by_role[role].append(by_name[name])
+    for name, role in (roles(model, options.decay_exclude) if named_roles is None else named_roles).items():
+        if name in by_name:
+            by_role[role].append(by_name[name])
     groups = [
         {
             "name": role.name.lower(),
@@ -57,6 +61,7 @@ def build_optimizer(
     options: OptimOptions,
     *,
     pieces: Mapping[str, nn.Parameter] | None = None,
+    named_roles: Mapping[str, Role] | None = None,
     whole_norms: WholeNorms | None = None,
 ) -> Optimizer:
     """The optimizer for this model, with all state in place and skippable on the device (see ``skipping``).
@@ -65,10 +70,11 @@ def build_optimizer(
     weight by ``lr * weight_decay`` beside them (decoupled, Loshchilov & Hutter 2019). torch's fused kernels are used
     where they take the model's device, dtype and layout; without them a skippable step costs a copy of the state.
 
-    ``pieces`` are updated in place of the model's parameters of the same names: what a rank holds of them. For LAMB and
-    LARS ``whole_norms(pieces, norms [n])`` then makes the norms of what is whole from those of the pieces.
+    ``pieces`` are updated in place of the model's parameters of the same names: what a rank holds of them, which may be a
+    part of each, and some of them only; ``named_roles`` then are those of the whole model. For LAMB and LARS
+    ``whole_norms(pieces, norms [n])`` makes the norms of what is whole from those of the pieces.
     """
-    groups = param_groups(model, options, pieces)
+    groups = param_groups(model, options, pieces, named_roles)
     betas = (options.beta1, options.beta2)
     params = [p for group in groups for p in group["params"]]
     fused = kernels.fused_supported(params, momentum_kernel=options.kind == "sgd")

@@ -58,9 +58,9 @@ class Grid:
         return self.index("dp_replicate") * self.plan.dp_shard + self.index("dp_shard")
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank is the first of those that compute the same samples."""
-        return not any(self.index(axis) for axis in ("pp", "cp", "tp"))
+    def draw_rank(self) -> int:
+        """Whose random numbers this rank draws: ranks along tp compute the same and draw the same, all others their own."""
+        return (self.index("pp") * self.plan.data_ranks + self.data_rank) * self.plan.cp + self.index("cp")
 
     def group(self, name: str) -> ProcessGroup:
         """The ranks that differ from this one along ``name`` only."""

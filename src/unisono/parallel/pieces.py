@@ -7,7 +7,8 @@ on one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from unisono.optim import global_norm
 from unisono.parallel.grid import Grid
 from unisono.parallel.parts import Part
 from unisono.parallel.tensor import cut_dims
+from unisono.parallel.whole import Whole
 
 
 class Pieces:
@@ -25,9 +27,10 @@ class Pieces:
     Along ``tp`` a rule cuts a parameter or leaves it whole and equal; along ``dp_shard`` FSDP2 cuts all of them, by rows.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid) -> None:
-        self._grid = grid
-        self._live = dict(model.named_parameters())
+    def __init__(self, model: nn.Module, grid: Grid, whole: Whole) -> None:
+        self._grid, self._whole = grid, whole
+        # a stage may have only a later name of a parameter that is used twice
+        self._live = {whole.first_names[name]: parameter for name, parameter in model.named_parameters()}
         self._dims = cut_dims(model) if grid.plan.tp > 1 else {}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
         self._cut = {self.parameters[name] for name in self._dims}
@@ -40,8 +43,7 @@ class Pieces:
     @property
     def count(self) -> int:
         """Number of parameters of the whole model."""
-        live = self._live.items()
-        return sum(parameter.numel() * (self._grid.plan.tp if name in self._dims else 1) for name, parameter in live)
+        return self._whole.count
 
     def part(self, name: str, tensor: Tensor) -> Part | None:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
@@ -85,6 +87,13 @@ class Pieces:
     def whole_norms(self, pieces: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """Norms [n] of whole parameters, or of anything of their shapes, from those of the pieces."""
         return self.sums(pieces, norms.square()).sqrt()
+
+    def of_all_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
+        if self._grid.plan.pp == 1:
+            return dict(values)
+        found = {name: value for each in self._grid.world.gather_json(values) for name, value in each.items()}
+        return {name: found[name] for name in self._whole.entries if name in found}
 
     def take_gradients(self) -> None:
         """Give each piece its gradient: that of its parameter, zeros where no sample used it."""

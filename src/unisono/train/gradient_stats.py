@@ -32,11 +32,8 @@ class GradientStats:
         )
         bad = self._pieces.sums(trained, torch.stack([(~g.isfinite()).sum() for g in gradients]))
         columns: list[list[float]] = [column.tolist() for column in (norms, largest / divisor, bad)]
-        self._events.emit(
-            "gradient_stats",
-            step=step + 1,
-            layers={
-                name: {"norm": norm, "max": largest, "nonfinite": int(bad)}
-                for name, norm, largest, bad in zip(self._names, *columns, strict=True)
-            },
-        )
+        layers = {
+            name: {"norm": norm, "max": largest, "nonfinite": int(bad)}
+            for name, norm, largest, bad in zip(self._names, *columns, strict=True)
+        }
+        self._events.emit("gradient_stats", step=step + 1, layers=self._pieces.of_all_stages(layers))

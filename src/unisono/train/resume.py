@@ -50,7 +50,7 @@ def resume(
 ) -> bool:
     """Restore ``state`` as ``mode`` says; True if a checkpoint was loaded. All ranks come to the same answer.
 
-    ``rank`` is this one's among those that compute different samples. ``order`` is what decides the samples of a step.
+    ``rank`` is whose random numbers this one draws. ``order`` is what decides the samples of a step.
     Raises CheckpointError.
     """
     path = _choose(root, mode, world, events)

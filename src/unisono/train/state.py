@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from unisono.errors import CheckpointError, Problem
 from unisono.optim import state_tensors
+from unisono.parallel.grid import Grid
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
@@ -37,6 +38,7 @@ class RunState:
     guard: Guard
     average: Average | None
     weight_total: Tensor
+    stages: Stages | None = None
     step: int = 0
     best_loss: float | None = None
     evaluations_without_gain: int = 0
@@ -46,6 +48,11 @@ class RunState:
 
         A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
         """
+        tensors = self.held() if self.stages is None else self.stages.complete(self.held())
+        return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+
+    def held(self) -> dict[str, Tensor | Part]:
+        """What this rank holds of the model, its optimizer and average."""
         parameters = self.pieces.parameters
         # a parameter with several names is saved under its first one
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -58,10 +65,11 @@ class RunState:
         for path, tensor in tensors.items():
             name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
             found[path] = (self.pieces.part(name, tensor) if name in parameters else None) or tensor
-        return found | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+        return found
 
     def own(self, rank: int) -> dict[str, Tensor]:
-        """The generators of data rank ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's global one."""
+        """The generators of ``Grid.draw_rank`` ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's
+        global one."""
         states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
         name, keys, *rest = np.random.get_state(legacy=True)
         states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
@@ -84,7 +92,8 @@ class RunState:
         _check_table(snapshot, mine)
         for name, here in sorted(mine.items()):
             if isinstance(here, Part):
-                snapshot.read_part(name, here.tensor, here.offset)
+                if here.tensor.numel():
+                    snapshot.read_part(name, here.tensor, here.offset)
             else:
                 snapshot.read_into(name, here)
         meta = snapshot.meta["state"]
@@ -109,6 +118,36 @@ class RunState:
             accelerator.set_rng_state(snapshot.tensor(f"{prefix}accelerator"))
 
 
+class Stages:
+    """The tensors of a pipeline, of which no rank holds all: what each stage has, by path."""
+
+    def __init__(self, mine: Mapping[str, Tensor | Part], grid: Grid) -> None:
+        """All ranks make it together."""
+        self._grid = grid
+        table = {path: [list(each.shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()}
+        tables: list[dict[str, Any]] = grid.world.gather_json(table)
+        self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
+        self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
+
+    def complete(self, mine: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
+        """The tensors of all stages as parts: empty where another stage has it, a replica where an earlier rank has it too."""
+        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world // self._grid.plan.pp
+        found: dict[str, Tensor | Part] = {}
+        for path, (shape, dtype) in sorted(self._table.items()):
+            here, first = mine.get(path), self._first[path]
+            if isinstance(here, Part):
+                again = first // ranks_of_stage != rank // ranks_of_stage  # as a tied embedding on the last stage
+                found[path] = replace(here, replica=max(here.replica, 1)) if again else here
+                continue
+            block = torch.empty([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
+            found[path] = Part(tensor=block, shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first))
+        return found
+
+
+def _dtype(tensor: Tensor | Part) -> torch.dtype:
+    return tensor.tensor.dtype if isinstance(tensor, Part) else tensor.dtype
+
+
 def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     """Seed torch (all devices), Python and numpy for dropout and user code: a function of (seed, rank, step)."""
     words = np.random.SeedSequence([seed, rank, step]).generate_state(2, dtype=np.uint64)
@@ -124,7 +163,7 @@ def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> None:
     differences += [f"{name} is only in this run" for name in sorted(mine.keys() - saved)]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(own.shape), own.tensor.dtype if isinstance(own, Part) else own.dtype
+        shape, dtype = tuple(own.shape), _dtype(own)
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:

@@ -38,6 +38,7 @@ from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
 from unisono.optim import schedule as schedule_of
+from unisono.optim.groups import roles
 from unisono.parallel.apply import apply
 from unisono.parallel.device import computes_bf16, find_device, set_backend
 from unisono.parallel.grid import Grid
@@ -45,6 +46,7 @@ from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.sharded import ShardedGradients, release
+from unisono.parallel.whole import Whole
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
 from unisono.plan.options import PlanOptions
@@ -60,7 +62,7 @@ from unisono.train.metrics import Metric
 from unisono.train.objectives import Objective
 from unisono.train.options import TrainOptions
 from unisono.train.readout import Readout
-from unisono.train.state import RunState, seed_generators
+from unisono.train.state import RunState, Stages, seed_generators
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -182,10 +184,15 @@ class Trainer:
         self.store = create(self.plan.sync, self.world)
         self.store.init(model.state_dict())
         self._grid = grid = Grid(self.plan, self.world)
+        whole, named_roles = Whole.of(model), roles(model, self._optim.decay_exclude)
         model = apply(self.plan, model, grid).train()
-        pieces = Pieces(model, grid)
+        pieces = Pieces(model, grid, whole)
         optimizer = build_optimizer(
-            model, self._optim, pieces=pieces.parameters, whole_norms=pieces.whole_norms if pieces.spread else None
+            model,
+            self._optim,
+            pieces=pieces.parameters,
+            named_roles=named_roles,
+            whole_norms=pieces.whole_norms if pieces.spread else None,
         )
         options = self.options
         self.state = RunState(
@@ -201,7 +208,9 @@ class Trainer:
                 (), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
             ),
         )
-        seed_generators(self._seed, grid.data_rank)
+        if self.plan.pp > 1:
+            self.state.stages = Stages(self.state.held(), grid)
+        seed_generators(self._seed, grid.draw_rank)
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
             world=self.world,
@@ -225,7 +234,7 @@ class Trainer:
             self.run_dir / "checkpoints",
             self._resume,
             world=self.world,
-            rank=grid.data_rank,
+            rank=grid.draw_rank,
             seed=self._seed,
             order=self._order,
             environment=self._environment,
@@ -473,8 +482,7 @@ class Trainer:
             }
             self._saved_step = self.state.step
             shared = self.state.shared()
-            # ranks that compute the same samples draw the same numbers
-            own = self.state.own(self._grid.data_rank) if self._grid.leads else {}
+            own = self.state.own(self._grid.draw_rank) if self._grid.index("tp") == 0 else {}
             parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
             whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
             self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)
