@@ -108,8 +108,9 @@ class Engine:
         state = self.state
         loss, weight = totals[0] / totals[1], totals[1] / self.plan.tp  # the ranks of a layer saw the same samples
         gradients = self.sync.gradients()
-        # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight)
-        divisor = (state.scale.scale * weight / self.plan.global_batch).float()
+        # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
+        share = weight if self.plan.gradients == "mean" else torch.ones_like(weight)
+        divisor = (state.scale.scale * share / self.plan.global_batch).float()
         norm = self.pieces.norm(gradients) / divisor
         good = state.guard.judge(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
