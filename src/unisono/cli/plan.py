@@ -29,7 +29,7 @@ def show(file: str, as_json: bool) -> None:
         return
     click.echo(f"{plan.describe()}\n")
     for name, value in plan.to_json().items():
-        click.echo(f"{name:<14}{value}")
+        click.echo(f"{name:<18}{value}")
 
 
 @command.command("check")

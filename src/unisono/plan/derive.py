@@ -58,6 +58,8 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         tf32=options.tf32,
         autotune=options.autotune,
         channels_last=options.channels_last,
+        pins=tuple(f.name for f in fields(options) if getattr(options, f.name) != getattr(PlanOptions(), f.name)),
+        provenance=f"derived from settings for {world} ranks",
     )
     check(plan, world)
     return plan

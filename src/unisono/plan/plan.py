@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_type_hints
 
@@ -53,6 +53,9 @@ class Plan:
     tf32: bool
     autotune: bool
     channels_last: bool
+    # who decided: fields that a user set, and how the rest came about; two plans that compute the same are equal
+    pins: tuple[str, ...] = field(default=(), compare=False)
+    provenance: str = field(default="", compare=False)
 
     @property
     def world(self) -> int:
@@ -86,7 +89,11 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in field order."""
-        return msgspec.to_builtins(self)
+        return msgspec.json.decode(msgspec.json.encode(self))
+
+    def decisions(self) -> dict[str, Any]:
+        """The same without pins and provenance: what decides the computation."""
+        return {name: value for name, value in self.to_json().items() if name not in ("pins", "provenance")}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
@@ -139,12 +146,12 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """Twelve hex digits over the canonical JSON."""
-        return hashlib.sha256(msgspec.json.encode(self.to_json(), order="sorted")).hexdigest()[:12]
+        """Twelve hex digits over the canonical JSON of the decisions."""
+        return hashlib.sha256(msgspec.json.encode(self.decisions(), order="sorted")).hexdigest()[:12]
 
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
-        """Fields whose values differ: name → (mine, theirs)."""
-        mine, theirs = self.to_json(), other.to_json()
+        """Decisions that differ: name → (mine, theirs)."""
+        mine, theirs = self.decisions(), other.decisions()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def describe(self) -> str:

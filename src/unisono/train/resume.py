@@ -26,7 +26,7 @@ def environment(world: World, plan: Plan) -> dict[str, Any]:
     """What a bit-exact resume depends on besides the state; recorded in every checkpoint."""
     return {
         "world": world.world,
-        "plan": plan.to_json(),
+        "plan": plan.decisions(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -177,7 +177,7 @@ class Trainer:
         return self
 
     def _open(self) -> None:
-        agree(self.world, "plan", self.plan.to_json())
+        agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
         model = self.model.to(self.device)

@@ -1,0 +1,248 @@
+"""Which plans are held equal to one process: models, cases, and how one case is run on its ranks.
+
+``docs/what-runs.md`` is written from ``CASES`` and ``REFUSED`` (``python tests/support/matrix.py``); a test holds the page to
+them, and ``tests/parallel/test_matrix.py`` runs every one of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny
+import torch
+
+from unisono.dist import World
+from unisono.errors import PlanError
+from unisono.parallel.parts import Part
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+from unisono.train.objectives import next_token
+
+STEPS = 20
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """``axes`` above 1 and what else the plan says; the rest is the same in all cases of a model."""
+
+    model: str
+    axes: Mapping[str, int]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return int(np.prod([size for axis, size in self.axes.items() if axis != "ep"]))
+
+    @property
+    def name(self) -> str:
+        axes = [f"{axis}{size}" for axis, size in self.axes.items()]
+        return "-".join([self.model, *axes, *(f"{key}={value}" for key, value in self.settings.items())])
+
+    def plan(self) -> dict[str, Any]:
+        """As settings of a run; what is left of the ranks is ``dp_replicate``."""
+        axes = {axis: size for axis, size in self.axes.items() if axis != "dp_replicate"}
+        return {**axes, **self.settings}
+
+
+def _gpt() -> tuple[torch.nn.Module, Any, Any]:
+    return tiny.model(layers=4, heads=4, kv_heads=2), tiny.RaggedTokens(), next_token
+
+
+MODELS: dict[str, Callable[[], tuple[torch.nn.Module, Any, Any]]] = {"gpt": _gpt}
+
+
+def reference_micro_batch(case: Case) -> int:
+    """Batch statistics are of one micro-batch on all ranks together; to the other models it is all the same."""
+    ranks = case.axes.get("dp_replicate", 1) if case.model == "resnet-batchnorm" else 1
+    return int(settings_of(case)["micro_batch"]) * ranks if ranks > 1 else 6
+
+
+def settings_of(case: Case) -> dict[str, Any]:
+    """The whole run's: a batch that every number of ranks here divides, in several micro-batches, with clipping."""
+    axes = case.axes
+    ranks = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
+    micro_batch = {1: 6, 2: 3, 3: 2, 4: 3, 6: 2, 8: 3}[ranks]
+    return {"steps": STEPS, "global_batch": 24, "micro_batch": micro_batch, "clip_norm": 0.5, **case.plan()}
+
+
+def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """Losses and gradient norms of all steps, and this rank's blocks of the first step's gradients of the mean loss."""
+    blocks: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        shared = str(world.broadcast_json(folder))
+        network, data, objective = MODELS[model]()
+        network = network.to(getattr(torch, dtype))
+        with tiny.trainer(shared, world=world, network=network, data=data, objective=objective, **settings) as run:
+            pieces = run.state.pieces
+            trained = {name: p for name, p in pieces.parameters.items() if p.requires_grad}
+
+            def spy(step: int, gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:
+                if step:
+                    return
+                for (name, _), gradient in zip(trained.items(), gradients, strict=True):
+                    whole = (gradient / divisor).detach()
+                    part = pieces.part(name, whole) or Part(
+                        tensor=whole, shape=tuple(whole.shape), offset=(0,) * whole.dim()
+                    )
+                    blocks.append((name, part.shape, part.offset, part.tensor.numpy().copy()))
+
+            object.__setattr__(run._engine, "observe_gradients", spy)
+            losses, norms = [], []
+            for step in run:
+                losses.append(step.loss)
+                norms.append(float(step.stats[1]))
+        world.barrier()
+    return {"losses": losses, "norms": norms, "blocks": blocks}
+
+
+def gradients(outcomes: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The whole tensors, from the blocks of all ranks; where ranks hold the same block they must agree on it."""
+    found: dict[str, np.ndarray] = {}
+    filled: dict[str, np.ndarray] = {}
+    for name, shape, offset, block in itertools.chain.from_iterable(outcome["blocks"] for outcome in outcomes):
+        whole = found.setdefault(name, np.zeros(shape, block.dtype))
+        known = filled.setdefault(name, np.zeros(shape, bool))
+        place = tuple(slice(start, start + size) for start, size in zip(offset, block.shape, strict=True))
+        again = known[place]
+        np.testing.assert_allclose(whole[place][again], block[again], rtol=1e-6, atol=1e-9, err_msg=name)
+        whole[place], known[place] = block, True
+    assert all(known.all() for known in filled.values()), "ranks do not hold every element"
+    return found
+
+
+def _axes(text: str) -> dict[str, int]:
+    """``"dp_shard2 tp2"`` → axes."""
+    return {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz_")) for word in text.split()}
+
+
+_ALONE = ("dp_replicate2", "dp_replicate3", "dp_shard2", "dp_shard3", "tp2", "tp4", "cp2", "cp3", "pp2", "pp4")
+_FOUR = (
+    "dp_replicate2 dp_shard2",
+    "dp_replicate2 tp2",
+    "dp_replicate2 cp2",
+    "pp2 dp_replicate2",
+    "dp_shard2 tp2",
+    "pp2 dp_shard2",
+    "dp_shard2 cp2",
+    "pp2 tp2",
+    "cp2 tp2",
+    "pp2 cp2",
+    "dp_shard3 tp2",
+)
+_EIGHT = (
+    "pp2 dp_shard2 tp2",
+    "dp_shard2 cp2 tp2",
+    "dp_replicate2 dp_shard2 tp2",
+    "pp2 cp2 tp2",
+    "pp2 dp_replicate2 dp_shard2",
+)
+_GPT_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dp_shard2", {"zero": 1}),
+    ("dp_shard2", {"zero": 2}),
+    ("dp_shard2", {"recompute": "full"}),
+    ("tp2", {"sequence_parallel": True}),
+    ("dp_shard2 tp2", {"sequence_parallel": True}),
+    ("pp2", {"schedule": "gpipe"}),
+    ("pp2", {"schedule": "interleaved"}),
+    ("pp2", {"schedule": "zbv"}),
+    ("pp2", {"recompute": "selective"}),
+    ("pp2 dp_shard2", {"schedule": "interleaved", "zero": 2}),
+    ("pp2 tp2", {"sequence_parallel": True, "schedule": "zbv"}),
+    ("cp2 tp2", {"sequence_parallel": True, "recompute": "full"}),
+)
+_MOE = (
+    *("dp_shard2 ep2", "cp2 ep2", "pp2", "tp2", "dp_shard4 ep2", "dp_shard4 ep4", "dp_replicate2 dp_shard2 ep2"),
+    *("pp2 dp_shard2 ep2", "dp_shard2 tp2 ep2", "dp_shard2 cp2 ep2", "dp_shard2 cp2 ep4"),
+    *("pp2 dp_shard4 ep2", "pp2 dp_shard2 tp2 ep2", "dp_shard2 cp2 tp2 ep2"),
+)
+_BERT = (
+    "dp_replicate2",
+    "dp_shard2",
+    "tp2",
+    "cp2",
+    "pp2",
+    "dp_shard2 tp2",
+    "pp2 dp_shard2",
+    "pp2 tp2",
+    "cp2 tp2",
+    "pp2 dp_shard2 tp2",
+)
+_RESNET = ("dp_replicate2", "dp_shard2", "pp2", "dp_replicate2 dp_shard2", "pp2 dp_shard2", "pp4 dp_shard2")
+
+
+def _cases() -> Iterator[Case]:
+    for axes in (*_ALONE, *_FOUR, *_EIGHT):
+        yield Case(model="gpt", axes=_axes(axes))
+    for axes, settings in _GPT_SETTINGS:
+        yield Case(model="gpt", axes=_axes(axes), settings=settings)
+    for model, several in (("gpt-moe", _MOE), ("bert", _BERT), ("resnet", _RESNET)):
+        for axes in several:
+            yield Case(model=model, axes=_axes(axes))
+    yield Case(model="resnet-batchnorm", axes=_axes("dp_replicate2"), settings={"micro_batch": 3})
+    yield Case(model="resnet-batchnorm", axes=_axes("dp_replicate3"), settings={"micro_batch": 2})
+
+
+CASES = tuple(_cases())
+
+# what no model can do; ``parallel`` refuses more when it sees the model
+REFUSED: tuple[tuple[dict[str, Any], int, str], ...] = (
+    (
+        {"pp": 2, "schedule": "zbv", "dp_shard": 2, "global_batch": 8, "micro_batch": 1},
+        4,
+        "zbv computes weight gradients after",
+    ),
+    ({"tp": 2, "compile": "regional"}, 2, "is not traced by the compiler"),
+    ({"pp": 2, "compile": "model", "global_batch": 8, "micro_batch": 2}, 2, "is not traced by the compiler"),
+    ({"cp": 2, "compile": "model"}, 2, "is not traced by the compiler"),
+    ({"dp_shard": 4, "ep": 3, "global_batch": 8}, 4, "ep divides dp_shard x cp"),
+    ({"dp_shard": 2, "ep": 2, "compile": "model"}, 2, "is not traced by the compiler"),
+    ({"sequence_parallel": True}, 1, "it would change nothing"),
+    ({"pp": 4, "global_batch": 8, "micro_batch": 4}, 4, "the schedule keeps 4 micro-batches under way at once"),
+    ({"pp": 2, "schedule": "interleaved", "global_batch": 9, "micro_batch": 3}, 2, "in groups of pp"),
+    ({"dp_shard": 3, "global_batch": 8}, 3, "global_batch is a multiple of the ranks"),
+    ({"tp": 2, "cp": 2}, 6, "the product of the mesh axes is the number of ranks"),
+)
+
+
+def page() -> str:
+    """The page of what runs with what, from the cases that the tests run."""
+    lines = [
+        "# What runs with what",
+        "",
+        "Written from the cases of the equality matrix (`python tests/support/matrix.py`); a test keeps this page and the cases the",
+        "same, and `make test-full` runs every line. A line says: on that many processes (Gloo, one thread each, tiny models), "
+        f"{STEPS} steps with",
+        "accumulation, clipping, samples of different length and tied embeddings have the losses of one process within 1e-5 and",
+        "its gradient norms within 1e-4, and the first step's gradients in float64 agree within 1e-5 per tensor.",
+        "",
+        "| model | processes | axes | other settings |",
+        "|---|---|---|---|",
+    ]
+    for case in CASES:
+        axes = " x ".join(f"{axis} {size}" for axis, size in case.axes.items())
+        settings = ", ".join(f"{name}={value}" for name, value in case.settings.items())
+        lines.append(f"| {case.model} | {case.ranks} | {axes} | {settings} |")
+    lines += ["", "Refused, whatever the model:", "", "| settings | processes | reason |", "|---|---|---|"]
+    for settings, ranks, _ in REFUSED:
+        shown = ", ".join(f"{name}={value}" for name, value in settings.items())
+        lines.append(f"| {shown} | {ranks} | {_reason(settings, ranks)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _reason(settings: Mapping[str, Any], ranks: int) -> str:
+    try:
+        derive(PlanOptions(**settings), world=ranks, device="cpu", native_bf16=False)
+    except PlanError as error:
+        return "; ".join(problem.rule for problem in error.problems)
+    raise AssertionError(f"{settings} is legal")
+
+
+if __name__ == "__main__":
+    (Path(__file__).parents[2] / "docs" / "what-runs.md").write_text(page())
