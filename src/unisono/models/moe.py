@@ -98,13 +98,13 @@ class Experts(nn.Module):
         order, counts = self._sort(choice.flatten())  # [N·k], [E]
         places = torch.empty_like(order)  # of each choice among the rows [N·k]
         places[order] = torch.arange(order.numel(), device=order.device)
-        rows = _gather(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
+        rows = gather(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
         if self._bounded:
             kept = int(counts.sum())
             made = F.pad(self.compute(rows[:kept], counts), (0, 0, 0, rows.shape[0] - kept))
         else:
             made = self.compute(rows, counts)  # [N·k, D]
-        made = _gather(made, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
+        made = gather(made, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
         return (made * weights[..., None]).sum(-2).to(made.dtype)
 
     @property
@@ -122,7 +122,7 @@ class Experts(nn.Module):
         place = torch.arange(order.numel(), device=order.device) - start[choice[order]]
         return torch.cat([order[place < limit], order[place >= limit]]), counts.clamp(max=limit)
 
-    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+    def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] sorted by expert, ``counts`` [E] of each → what their experts make of them, [M, D]."""
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
@@ -201,7 +201,7 @@ def _products(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)])
 
 
-def _gather(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+def gather(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
     """x[rows]. ``back`` says where each row of x went: [n], or [n, k] where it went to k places."""
     return _Gather.apply(x, rows, back)  # pyright: ignore[reportReturnType]
 
