@@ -14,6 +14,7 @@ from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
+from unisono.train.build import gpt_flops_per_token
 
 SMALL = {"layers": 2, "dim": 12, "heads": 2, "kv_heads": 1, "ffn_dim": 20, "vocab_size": 32, "experts": 5}
 
@@ -262,6 +263,13 @@ def test_names_shapes_and_state() -> None:
     extra = model.state_dict().keys() - dict(model.named_parameters()).keys()
     assert extra == {"blocks.0.ffn.router.bias", "blocks.1.ffn.router.bias"}
     assert not gpt(balance="loss").state_dict().keys() - dict(gpt().named_parameters()).keys()
+
+
+def test_only_the_experts_a_token_meets_count_as_work() -> None:
+    """A dense model whose feed-forward layer is two experts wide does the same work, but for the routers."""
+    wide = gpt(experts=0, ffn_dim=40)
+    assert gpt_flops_per_token(gpt(), 16) == gpt_flops_per_token(wide, 16) + 6 * 2 * 5 * 12
+    assert gpt_flops_per_token(gpt(experts_per_token=5), 16) > gpt_flops_per_token(gpt(), 16)
 
 
 def test_settings_that_do_not_fit() -> None:

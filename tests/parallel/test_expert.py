@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plans import like_one_process
 from pool import Pool
 from torch import Tensor
 
@@ -186,3 +188,12 @@ def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
         "  so:   the layer cannot be cut\n"
         "  try:  plan.ep=1, or model.experts=6"
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"), [(2, {"dp_shard": 2, "ep": 2}), (4, {"dp_shard": 4, "ep": 2, "micro_batch": 1})]
+)
+def test_a_run_trains_and_saves_like_one_process(pool: Pool, tmp_path: Path, ranks: int, plan: dict) -> None:
+    """Through the trainer: losses, norms and the saved state, whose experts are blocks of the whole stacks."""
+    together = like_one_process(pool, tmp_path, ranks, sizes={"experts": 4, "balance": "none"}, **plan)
+    assert sum(outcome["held"] for outcome in together) == pytest.approx(1)
