@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from plans import like_one_process
 from pool import Pool
 from torch import Tensor
 
-from unisono.dist import World
+from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.gpt import GPT
 from unisono.models.loss import cross_entropy_sum
-from unisono.models.moe import finish_step
+from unisono.models.moe import MoE, finish_step
 from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply
+from unisono.parallel.expert import count_whole_sequences
 from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.sharded import ShardedGradients
@@ -166,6 +168,29 @@ def test_experts_and_ranks_without_tokens(pool: Pool, balance: str) -> None:
     assert found[0]["idle"] >= 4
 
 
+def halves(world: World) -> tuple[list, list]:
+    """The router's gradient from half of each sequence per rank, summed over ranks, and that of one process."""
+    torch.manual_seed(0)
+    layer = MoE(ModelOptions(**SIZES, balance="loss")).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.5)
+    x = torch.randn(3, 8, 16, dtype=torch.float64)
+    layer(x).sum().backward()
+    whole = layer.router.weight.grad.clone()
+    layer.zero_grad()
+    options = PlanOptions(device="cpu", cp=2, global_batch=1)
+    grid = Grid(derive(options, world=2, device="cpu", native_bf16=False), world)
+    count_whole_sequences(layer, grid)
+    layer(x.chunk(2, dim=1)[world.rank]).sum().backward()
+    return grid.sum(layer.router.weight.grad, "cp").tolist(), whole.tolist()
+
+
+def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
+    for mine, whole in pool.run(halves, ranks=2):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(whole), rtol=1e-6, atol=1e-6)
+
+
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
     grid = Grid(chosen := derive(options, world=world.world, device="cpu", native_bf16=False), world)
@@ -188,6 +213,19 @@ def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
         "  so:   the layer cannot be cut\n"
         "  try:  plan.ep=1, or model.experts=6"
     )
+
+
+def rounded(world: World, run_dir: str, changes: dict) -> list[float]:
+    sizes = {"experts": 4, "balance": "none"}
+    with tiny.trainer(run_dir, world=world, steps=3, precision="bf16", recompute="full", sizes=sizes, **changes) as run:
+        return [step.loss for step in run]
+
+
+def test_rows_travel_in_bf16_too(pool: Pool, tmp_path: Path) -> None:
+    """And are sent again in the backward pass, where activations are computed again."""
+    alone = rounded(World(JobSpec()), str(tmp_path / "alone"), {})
+    together = pool.run(rounded, str(tmp_path / "run"), {"dp_shard": 2, "ep": 2}, ranks=2)
+    assert together[0] == pytest.approx(alone, rel=1e-3)  # bf16 has 8 bits; a choice between near ties may differ
 
 
 @pytest.mark.parametrize(

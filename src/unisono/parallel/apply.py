@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import PlanError, Problem
-from unisono.parallel.expert import cut_experts, expert_layers
+from unisono.parallel.expert import count_whole_sequences, cut_experts, expert_layers
 from unisono.parallel.grid import Grid
 from unisono.parallel.sharded import shard
 from unisono.parallel.tensor import cut
@@ -80,6 +80,9 @@ def apply(plan: Plan, model: nn.Module, grid: Grid | None = None) -> nn.Module:
     if plan.ep > 1:
         assert grid is not None
         cut_experts(model, grid)
+    if plan.cp > 1:
+        assert grid is not None
+        count_whole_sequences(model, grid)
     if plan.recompute != "none":
         for block in blocks:
             _recompute(block, selective=plan.recompute == "selective")

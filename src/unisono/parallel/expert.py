@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError, Problem
-from unisono.models.moe import Experts, gather
+from unisono.models.moe import Experts, Router, gather
 from unisono.parallel.grid import Grid
 
 
@@ -47,6 +47,13 @@ def cut_experts(model: nn.Module, grid: Grid) -> None:
             part = stack.detach().chunk(ep)[grid.index("ep")].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(part, requires_grad=stack.requires_grad))
         layer.compute = _elsewhere(layer.compute, group)
+
+
+def count_whole_sequences(model: nn.Module, grid: Grid) -> None:
+    """Where ranks of ``cp`` share sequences, let balance losses see the loads of whole sequences."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.sum_over_sequence = lambda counts: grid.sum(counts, "cp")
 
 
 def _check(model: nn.Module, layers: list[tuple[str, Experts]], ep: int) -> None:
