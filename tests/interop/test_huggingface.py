@@ -55,6 +55,42 @@ def test_llama_of_transformers_gives_the_same_logits(tmp_path: Path, tied: bool,
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-4), (ours - theirs).abs().max()
 
 
+@pytest.mark.parametrize(("balance", "kind"), [("loss", "Mixtral"), ("none", "Mixtral"), ("bias", "Ernie4_5_Moe")])
+def test_experts_open_as_a_class_that_chooses_alike(tmp_path: Path, balance: str, kind: str) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
+    )
+    model = gpt(experts=6, experts_per_token=3, ffn_dim=24, balance=balance, tied=False)
+    biases = [block.ffn.router.bias for block in model.blocks if balance == "bias"]
+    for bias in biases:
+        bias += 0.2 * torch.randn(6)
+    folder = export(model, tmp_path / "out", max_length=64, end_of_document=5, tokenizer=None)
+    theirs, loading = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert not loading["mismatched_keys"]
+    tokens = torch.randint(0, 96, (3, 48))
+    with torch.no_grad():
+        ours = model(tokens).logits()
+        assert torch.allclose(ours, theirs.eval()(tokens).logits, rtol=0, atol=1e-4)
+        for bias in biases:
+            bias.zero_()
+        assert torch.equal(ours, model(tokens).logits()) == (balance != "bias")
+    assert isinstance(transformers.AutoModelForCausalLM.from_pretrained(folder), type(theirs))
+
+
+def test_one_expert_per_token_has_no_class_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        export(gpt(experts=4, experts_per_token=1), tmp_path / "out", max_length=8, end_of_document=5, tokenizer=None)
+    assert str(raised.value) == (
+        "a model with experts_per_token 1\n"
+        "  rule: it weighs its expert with the score; Mixtral and its like would weigh it with 1\n"
+        "  so:   the export would compute something else, and nothing was exported\n"
+        "  try:  experts_per_token=2 or more, or the checkpoint itself"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_files_say_what_they_hold(tmp_path: Path) -> None:
     tokenizer = tmp_path / "mine.json"
     tokenizer.write_text("{}")

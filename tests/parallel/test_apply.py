@@ -102,6 +102,18 @@ def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:
     )
 
 
+def test_experts_are_not_compiled() -> None:
+    model = GPT(ModelOptions(layers=2, dim=16, heads=2, kv_heads=1, vocab_size=64, experts=4))
+    with pytest.raises(PlanError) as raised:
+        apply(plan(compile="regional"), model)
+    assert str(raised.value) == (
+        "plan.compile='regional' for GPT with experts\n"
+        "  rule: how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes\n"
+        "  so:   the graph would break in every block\n"
+        "  try:  compile='off', or model.experts=0"
+    )
+
+
 def test_repeated_blocks_are_found_in_a_users_model() -> None:
     class Block(nn.Module):
         pass

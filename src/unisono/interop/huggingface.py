@@ -1,8 +1,8 @@
 """Export to the Hugging Face folder layout: ``model.safetensors``, ``config.json`` and, where there is one, the tokenizer.
 
-The reference GPT is a Llama, so its export opens with ``LlamaForCausalLM.from_pretrained``. Any other model gets its own
-parameter names and no ``config.json``: its class is known to its author only. Of several names for one tensor the file
-holds one and lists the others, as ``safetensors.torch.load_model`` expects.
+The reference GPT is a Llama, so its export opens with ``LlamaForCausalLM.from_pretrained``; with experts another class there
+opens it (see ``architectures``). Any other model gets its own parameter names and no ``config.json``: its class is known to its
+author only. Of several names for one tensor the file holds one and lists the others, as ``safetensors.torch.load_model`` expects.
 """
 
 from __future__ import annotations
@@ -11,29 +11,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.errors import CheckpointError, Problem
+from unisono.interop import architectures
 from unisono.models.gpt import GPT
 
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _FORMAT = {"format": "pt"}
-_BLOCK_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate": "mlp.gate_proj",
-    "ffn.up": "mlp.up_proj",
-    "ffn.down": "mlp.down_proj",
-}
 
 
 def export(
@@ -42,7 +31,8 @@ def export(
     """Write the model to ``folder`` and return it; an export that was there is replaced only when the new one is complete.
 
     ``max_length`` in tokens is what the model was trained on; ``tokenizer`` is a Hugging Face tokenizer.json to copy.
-    Raises CheckpointError where ``folder`` holds anything but an earlier export, or cannot be written.
+    Raises CheckpointError where ``folder`` holds anything but an earlier export or cannot be written, or where no class there
+    computes what a model with experts does.
     """
     target = Path(os.path.abspath(folder))
     _refuse_other_contents(target, folder)
@@ -92,47 +82,11 @@ def _write(
 ) -> None:
     library: Any = safetensors.torch  # its functions are typed in part only
     if isinstance(model, GPT):
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in _llama_tensors(model)}
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in architectures.tensors(model)}
         library.save_file(tensors, folder / _WEIGHTS, _FORMAT)
-        config = _llama_config(model, max_length, end_of_document)
+        config = architectures.config(model, max_length, end_of_document)
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
         library.save_model(model, str(folder / _WEIGHTS), dict(_FORMAT))
     if tokenizer is not None:
         shutil.copyfile(tokenizer, folder / _TOKENIZER)
-
-
-def _llama_tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
-    yield "model.embed_tokens.weight", model.embedding.weight.detach()
-    for name, parameter in model.blocks.named_parameters():
-        number, _, rest = name.partition(".")
-        inner = rest.removesuffix(".weight")
-        yield f"model.layers.{number}.{_BLOCK_NAMES[inner]}.weight", parameter.detach()
-    yield "model.norm.weight", model.norm.weight.detach()
-    if model.head is not None:
-        yield "lm_head.weight", model.head.weight.detach()
-
-
-def _llama_config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:
-    options = model.options
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": options.vocab_size,
-        "hidden_size": options.dim,
-        "intermediate_size": options.hidden_ffn,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "head_dim": options.dim // options.heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": max_length,
-        "rms_norm_eps": options.norm_eps,
-        "rope_theta": options.rope_theta,
-        "tie_word_embeddings": options.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": end_of_document,
-        "eos_token_id": end_of_document,
-        "torch_dtype": "float32",
-    }

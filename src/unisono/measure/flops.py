@@ -2,9 +2,9 @@
 
 Convention, stated wherever a number made with it is shown: model FLOPs per token = 6 N + 12 L h s (Chowdhery et al.
 2022, PaLM, appendix B). N counts parameters that enter a matrix product: no embedding table, but the output head, also
-when it is tied to the table. L layers attend over s positions with h = heads x head size; the s x s score matrix is
-counted in full, although a causal kernel may compute half of it. Backward counts as twice forward. Recomputed
-activations do not count: this is model FLOPs utilisation (MFU), not hardware FLOPs utilisation.
+when it is tied to the table; of experts, those that a token goes to. L layers attend over s positions with h = heads x
+head size; the s x s score matrix is counted in full, although a causal kernel may compute half of it. Backward counts as
+twice forward. Recomputed activations do not count: this is model FLOPs utilisation (MFU), not hardware FLOPs utilisation.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
     from unisono.measure.ceiling import Peak
 
-CONVENTION: Final = "6N + 12Lhs per token (PaLM, appendix B), N without embedding tables, recompute not counted"
+CONVENTION: Final = (
+    "6N + 12Lhs per token (PaLM, appendix B), N without embedding tables and idle experts, recompute not counted"
+)
 
 
 def transformer_flops_per_token(*, matmul_params: int, layers: int, attention_dim: int, seq_len: int) -> int:
     """FLOPs of forward and backward per trained token.
 
-    ``matmul_params`` is N of the convention (see ``matmul_params``), ``attention_dim`` = query heads x head size,
-    ``seq_len`` the length of the window attention spans.
+    ``matmul_params`` is N of the convention (see ``matmul_params``, which counts all experts), ``attention_dim`` = query
+    heads x head size, ``seq_len`` the length of the window attention spans.
     """
     return 6 * matmul_params + 12 * layers * attention_dim * seq_len
 
@@ -31,7 +33,8 @@ def transformer_flops_per_token(*, matmul_params: int, layers: int, attention_di
 def matmul_params(model: nn.Module) -> int:
     """Number of parameters that enter matrix products: all but embedding tables; a table shared with another layer counts once.
 
-    Gains and biases are included; beside the matrices they do not matter. Parameters may live on the meta device.
+    All experts of a mixture are in it: which are idle, its module knows. Gains and biases are included; beside the matrices
+    they do not matter. Parameters may live on the meta device.
     """
     from torch import nn
 

@@ -1,6 +1,7 @@
 """A decoder-only transformer, as plain as it gets: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The layout is Llama's (Touvron et al. 2023), so an export loads as ``LlamaForCausalLM``. Shape letters in comments:
+The layout is Llama's (Touvron et al. 2023), so an export loads as ``LlamaForCausalLM``; with experts (``models.moe``) it is
+Mixtral's. Shape letters in comments:
 B batch, T tokens, D dim, H query heads, K key/value heads, E width of a head, F feed-forward width, V vocabulary.
 Left out on purpose: key/value cache, biases, learned positions, anything a config flag would have to turn on.
 """
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.models.loss import Head
+from unisono.models.moe import MoE
 from unisono.models.norm import RMSNorm
 from unisono.models.options import ModelOptions
 
 LOSS_CHUNK = 1024  # rows of logits that exist at once
+WRITES_RESIDUAL = ("out.weight", "down.weight", "experts.down")
 
 
 def rotary_angles(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -79,7 +82,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.attention = Attention(options)
         self.ffn_norm = RMSNorm(options.dim, options.norm_eps)
-        self.ffn = FeedForward(options)
+        self.ffn = MoE(options) if options.experts else FeedForward(options)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -113,7 +116,7 @@ class GPT(nn.Module):
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(parameter, std=residual_std if name.endswith(("out.weight", "down.weight")) else 0.02)
+                nn.init.normal_(parameter, std=residual_std if name.endswith(WRITES_RESIDUAL) else 0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Head:
         """tokens [B, T] int64; positions [B, T] restart in each document; documents [B, T] keep attention inside one."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from unisono.config import option
 from unisono.errors import Problem
+
+Balance = Literal["bias", "loss", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +22,20 @@ class ModelOptions:
     kv_heads: int = option(2, "Number of key/value heads (grouped-query attention); divides heads.", ge=1)
     ffn_dim: int = option(0, "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32.", ge=0)
     vocab_size: int = option(0, "Size of the vocabulary; 0 = the tokenizer's, rounded up to a multiple of 64.", ge=0)
+    experts: int = option(
+        0,
+        "Experts in each feed-forward layer, of which a token goes to a few; ffn_dim is the width of one. 0 = none.",
+        ge=0,
+    )
+    experts_per_token: int = option(2, "Experts that each token goes to.", ge=1)
+    capacity_factor: float = option(
+        0.0,
+        "In training an expert takes at most this times its equal share of a micro-batch; 0 = no token is dropped.",
+        ge=0.0,
+    )
+    balance: Balance = option(
+        "bias", "How tokens are spread over experts: a bias on the choice, an extra loss, or not at all."
+    )
     dropout: float = option(0.0, "Dropout probability after attention and feed-forward.", ge=0.0, lt=1.0)
     tied: bool = option(True, "Share the token embedding with the output head.")
     norm_eps: float = option(1e-5, "Epsilon inside RMSNorm.", gt=0.0)
@@ -54,3 +71,28 @@ class ModelOptions:
                     nearest=f"kv_heads in {{{', '.join(map(str, legal))}}}",
                 ),
             )
+        yield from self._expert_problems()
+
+    def _expert_problems(self) -> Iterator[tuple[str, Problem]]:
+        if self.experts and self.experts_per_token > self.experts:
+            yield (
+                "experts_per_token",
+                Problem(
+                    given=f"experts_per_token {self.experts_per_token} with experts {self.experts}",
+                    rule="a token goes to different experts",
+                    consequence="there are not enough to choose from",
+                    nearest=f"experts_per_token={self.experts}, or experts={self.experts_per_token}",
+                ),
+            )
+        unset = ModelOptions()
+        for name in ("experts_per_token", "capacity_factor", "balance"):
+            if not self.experts and getattr(self, name) != getattr(unset, name):
+                yield (
+                    name,
+                    Problem(
+                        given=f"{name} {getattr(self, name)!r} with experts 0",
+                        rule="it says how tokens find their experts",
+                        consequence="it would change nothing",
+                        nearest=f"experts=8, or leave {name} out",
+                    ),
+                )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import PlanError, Problem
+from unisono.parallel.expert import count_whole_sequences, cut_experts, expert_layers
 from unisono.parallel.grid import Grid
 from unisono.parallel.sharded import shard
 from unisono.parallel.tensor import cut
@@ -22,6 +23,7 @@ _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
+    _aten._grouped_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
@@ -63,9 +65,24 @@ def apply(plan: Plan, model: nn.Module, grid: Grid | None = None) -> nn.Module:
                     "or keep the blocks in a ModuleList",
                 )
             )
+    if plan.compile != "off" and any(expert_layers(model)):
+        raise PlanError(
+            Problem(
+                given=f"plan.compile={plan.compile!r} for {type(model).__name__} with experts",
+                rule="how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes",
+                consequence="the graph would break in every block",
+                nearest="compile='off', or model.experts=0",
+            )
+        )
     if plan.tp > 1:
         assert grid is not None
         cut(model, grid)
+    if plan.ep > 1:
+        assert grid is not None
+        cut_experts(model, grid)
+    if plan.cp > 1:
+        assert grid is not None
+        count_whole_sequences(model, grid)
     if plan.recompute != "none":
         for block in blocks:
             _recompute(block, selective=plan.recompute == "selective")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from unisono.optim import global_norm
+from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
 from unisono.parallel.parts import Part
 from unisono.parallel.tensor import cut_dims
@@ -24,7 +25,8 @@ from unisono.parallel.whole import Whole
 class Pieces:
     """``parameters``: by first name, the model's own where they are whole, else this rank's piece of them.
 
-    Along ``tp`` a rule cuts a parameter or leaves it whole and equal; along ``dp_shard`` FSDP2 cuts all of them, by rows.
+    Along ``tp`` a rule cuts a parameter or leaves it whole and equal; ``ep`` cuts the experts; FSDP2 then cuts all of them over
+    the other ranks that share a copy of the state, mostly by rows.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, whole: Whole) -> None:
@@ -32,6 +34,7 @@ class Pieces:
         # a stage may have only a later name of a parameter that is used twice
         self._live = {whole.first_names[name]: parameter for name, parameter in model.named_parameters()}
         self._dims = cut_dims(model) if grid.plan.tp > 1 else {}
+        self._experts = expert_dims(model) if grid.plan.ep > 1 else {}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
         self._cut = {self.parameters[name] for name in self._dims}
 
@@ -52,12 +55,16 @@ class Pieces:
         if not (sharded or dim is not None) or tensor.shape != self.parameters[name].shape:
             return None
         shape, offset = list(live.shape), [0] * live.ndim
+        experts = self._experts.get(name)
         if sharded:
-            rows = -(-shape[0] // sizes["shard"])
-            offset[0] = min(self._grid.index("shard") * rows, shape[0])
-        if dim is not None:
-            offset[dim] += self._grid.index("tp") * shape[dim]
-            shape[dim] *= sizes["tp"]
+            line, (*_, placed) = "shard" if experts is None else "experts", live.placements
+            along = placed.dim if isinstance(placed, Shard) else 0
+            size = -(-shape[along] // sizes[line])
+            offset[along] = min(self._grid.index(line) * size, shape[along])
+        for axis, cut in (("ep", experts), ("tp", dim)):
+            if cut is not None:
+                offset[cut] += self._grid.index(axis) * shape[cut]
+                shape[cut] *= sizes[axis]
         replica = 0
         for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", dim is not None)):
             replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)

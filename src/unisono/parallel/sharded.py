@@ -6,13 +6,16 @@ A block's parameters are gathered before its forward pass; its gradients leave b
     2   parameters stay gathered likewise, each micro-batch's gradients are reduced at once
     3   parameters go after use and are gathered again for the backward pass
 
+Experts that ``ep`` has spread already are a unit of their own, over the ranks that hold the same ones. A stack whose experts do
+not divide among the ranks is cut along its next dimension, where that divides: else some ranks would hold nothing.
+
 With ``dp_replicate`` above 1 (hybrid sharding) the reduced pieces are summed over the replicas in the last micro-batch only.
 Gradients are summed, never averaged. All ranks must run the same number of passes: the plan sees to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +23,9 @@ import torch.distributed as dist
 import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
+from unisono.parallel.expert import expert_layers
 from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
 
@@ -28,16 +33,32 @@ from unisono.parallel.pieces import Pieces
 def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
     """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another."""
     mesh, plan = grid.state_mesh, grid.plan
+    if plan.ep > 1:
+        placed = _placed(model, grid.sizes["experts"])
+        for _, experts in expert_layers(model):
+            fully_shard(experts, mesh=grid.expert_mesh, reshard_after_forward=plan.zero == 3, shard_placement_fn=placed)
+    placed = _placed(model, grid.sizes["shard"])
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=plan.zero == 3)
+        fully_shard(block, mesh=mesh, reshard_after_forward=plan.zero == 3, shard_placement_fn=placed)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, shard_placement_fn=placed)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
         unit.set_reduce_scatter_unused_params(True)
         # else the collective is asked to multiply a factor in, which gloo cannot
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _placed(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """Along which dimension a parameter is cut over ``ranks``: by rows, but see above for experts."""
+    stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
+
+    def dim(parameter: nn.Parameter) -> Shard:
+        experts, units, *_ = *parameter.shape, 1
+        return Shard(1 if parameter in stacks and experts % ranks and units % ranks == 0 else 0)
+
+    return dim
 
 
 def release(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from unisono.dist import World
 from unisono.errors import ConfigError, DataError, Problem, nearest_name
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
+from unisono.models.moe import idle_parameters
 from unisono.models.options import ModelOptions
 from unisono.observe.events import EventLog
 from unisono.train.config import RunConfig
@@ -155,11 +156,14 @@ def build_trainer(
 
 
 def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
-    """FLOPs of forward and backward per token; a tied table is the head's matrix too."""
+    """FLOPs of forward and backward per token; a tied table is the head's matrix too, and experts count that a token goes to."""
     options = model.options
     tied = options.vocab_size * options.dim if options.tied else 0
     return transformer_flops_per_token(
-        matmul_params=matmul_params(model) + tied, layers=options.layers, attention_dim=options.dim, seq_len=seq_len
+        matmul_params=matmul_params(model) - idle_parameters(model) + tied,
+        layers=options.layers,
+        attention_dim=options.dim,
+        seq_len=seq_len,
     )
 
 

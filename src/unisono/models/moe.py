@@ -1,0 +1,248 @@
+"""A feed-forward layer as a mixture of experts: each token goes through the few that its router chooses (Shazeer et al. 2017).
+
+Scores are a softmax over all experts in float32; the k largest choose, and weigh what their experts make (Mixtral, Jiang et al.
+2024). With k = 1 the weight is the score itself, else the router would have no gradient (Switch, Fedus et al. 2022). No token is
+dropped, so a token's output depends on the token alone, in any split of the batch. With a capacity an expert takes the first
+tokens of a micro-batch only, in training; the others pass by on the residual stream, and the result depends on the split.
+
+That all experts are used is seen to in one of two ways:
+
+    bias   moved up for experts with few tokens and down for the others, once per step, and added to the scores for the
+           choice only (Wang et al. 2024, DeepSeek-V3). It changes no gradient.
+    loss   per sequence, tokens · Σ_e share of tokens_e · mean score_e (DeepSeek-V3), which the backward pass adds; the reported
+           loss is without it.
+
+Both act while gradients flow back through the router, once per pass, also when activations are computed again.
+
+Letters: B samples, T tokens of each, N = B·T, D dim, E experts, F hidden units of one, k chosen per token, M rows = tokens x
+choices. Rows are sorted by expert. They are moved by gathers only, forward and backward: adding at an index has no fixed order on
+an accelerator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unisono.models.options import ModelOptions
+
+BIAS_RATE = 1e-3  # DeepSeek-V3, section 4.2
+LOSS_RATE = 1e-2  # Fedus et al. 2022, section 2.2
+
+
+class Router(nn.Module):
+    """Which experts a token goes to, and their weights. ``sum_over_sequence`` sums over ranks that share sequences, if any do."""
+
+    bias: Tensor  # [E]; added to the scores for the choice
+    load: Tensor  # [E] int64; tokens that chose each expert in the backward passes since the last step
+    upstream: Tensor  # []; the gradient of the balance loss, which is that of the loss sum
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.chosen, self.balance = options.experts_per_token, options.balance
+        self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
+        self.weight = nn.Parameter(torch.empty(options.experts, options.dim))
+        if self.balance == "bias":
+            self.register_buffer("bias", torch.zeros(options.experts))
+            self.register_buffer("load", torch.zeros(options.experts, dtype=torch.int64), persistent=False)
+        elif self.balance == "loss":
+            self.register_buffer("upstream", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, D] → weights [B, T, k] in float32 or better, and the experts chosen [B, T, k], largest score first."""
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            scores = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(-1)  # [B, T, E]
+            preferred = scores.detach()
+            choice = (preferred + self.bias if self.balance == "bias" else preferred).topk(self.chosen).indices
+            weights = scores.gather(-1, choice)  # [B, T, k]
+            if self.chosen > 1:
+                weights = weights / weights.sum(-1, keepdim=True)
+            if self.balance == "bias":
+                weights = _AddLoad.apply(weights, self.load, _count(choice.flatten(), scores.shape[-1]))
+            elif self.balance == "loss":
+                weights = _AddLoss.apply(weights, self._loss(scores, choice), self.upstream)
+        return weights, choice  # pyright: ignore[reportReturnType]
+
+    def _loss(self, scores: Tensor, choice: Tensor) -> Tensor:
+        """The balance loss [] of these samples: summed over samples and tokens, so that it adds up like the loss sum."""
+        counts = _count(choice.flatten(1), scores.shape[-1])  # [B, E]
+        if self.sum_over_sequence is not None:
+            counts = self.sum_over_sequence(counts)
+        share = (
+            counts * scores.shape[-1] / counts.sum(-1, keepdim=True)
+        )  # [B, E]; 1 where all experts have equally many
+        return LOSS_RATE * (share * scores.sum(1)).sum()
+
+
+class Experts(nn.Module):
+    """E SwiGLU layers, stacked: gate, up [E, F, D], down [E, D, F]. What is here may be some of the experts, or some of the
+    hidden units of each (the output is then one term of a sum)."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.count, self.capacity_factor = options.experts, options.capacity_factor
+        self.gate = nn.Parameter(torch.empty(self.count, options.hidden_ffn, options.dim))
+        self.up = nn.Parameter(torch.empty(self.count, options.hidden_ffn, options.dim))
+        self.down = nn.Parameter(torch.empty(self.count, options.dim, options.hidden_ffn))
+
+    def forward(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
+        """x [B, T, D], weights and choice [B, T, k] → Σ over the chosen of weight · expert(x), [B, T, D]."""
+        k = choice.shape[-1]
+        order, counts = self._sort(choice.flatten())  # [N·k], [E]
+        places = torch.empty_like(order)  # of each choice among the rows [N·k]
+        places[order] = torch.arange(order.numel(), device=order.device)
+        rows = gather(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
+        if self._bounded:
+            kept = int(counts.sum())
+            made = F.pad(self.compute(rows[:kept], counts), (0, 0, 0, rows.shape[0] - kept))
+        else:
+            made = self.compute(rows, counts)  # [N·k, D]
+        made = gather(made, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
+        return (made * weights[..., None]).sum(-2).to(made.dtype)
+
+    @property
+    def _bounded(self) -> bool:
+        return self.training and self.capacity_factor > 0
+
+    def _sort(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """The order that puts choices [N·k] by expert, then by position, those without a place last; rows per expert [E]."""
+        counts = _count(choice, self.count)
+        order = choice.argsort(stable=True)
+        if not self._bounded:
+            return order, counts
+        limit = math.ceil(Fraction(str(self.capacity_factor)) * choice.numel() / self.count)
+        start = counts.cumsum(0) - counts  # [E]
+        place = torch.arange(order.numel(), device=order.device) - start[choice[order]]
+        return torch.cat([order[place < limit], order[place >= limit]]), counts.clamp(max=limit)
+
+    def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
+        """rows [M, D] sorted by expert, ``counts`` [E] of each → what their experts make of them, [M, D]."""
+        kind = rows.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+        rows, gate, up, down = (each.to(dtype) for each in (rows, self.gate, self.up, self.down))
+        hidden = F.silu(_products(rows, gate, counts)) * _products(rows, up, counts)  # [M, F]
+        return _products(hidden, down, counts)
+
+
+class MoE(nn.Module):
+    """A router and its experts, in the place of a feed-forward layer."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self.router = Router(options)
+        self.experts = Experts(options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] → [B, T, D]."""
+        return self.experts(x, *self.router(x))
+
+
+@torch.no_grad()
+def finish_step(model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor], good: Tensor) -> None:
+    """Move the routers' biases by the load of a whole step, once after it; a step that is not ``good`` [] changes nothing.
+
+    ``sum_over_ranks`` sums counts [layers, E] over the ranks that computed different tokens of the step with these layers.
+    """
+    routers = list(_routers(model, "bias"))
+    if not routers:
+        return
+    loads = sum_over_ranks(torch.stack([router.load for router in routers]))  # [layers, E]
+    moves = BIAS_RATE * (loads.sum(-1, keepdim=True) - loads.shape[-1] * loads).sign()
+    for router, move in zip(routers, torch.where(good, moves, 0), strict=True):
+        router.bias += move
+        router.load.zero_()
+
+
+@torch.no_grad()
+def weigh_balance(model: nn.Module, factor: Tensor | float) -> None:
+    """Tell the routers what the loss sum is multiplied by before the backward pass: balance losses are too. 1 unless said."""
+    for router in _routers(model, "loss"):
+        router.upstream.fill_(factor)
+
+
+def idle_parameters(model: nn.Module) -> int:
+    """How many parameters of ``model`` a token does not meet: those of the experts that it does not go to."""
+    layers = (module for module in model.modules() if isinstance(module, MoE))
+    return sum(
+        sum(p.numel() for p in layer.experts.parameters())
+        * (layer.experts.count - layer.router.chosen)
+        // layer.experts.count
+        for layer in layers
+    )
+
+
+def _routers(model: nn.Module, balance: str) -> Iterator[Router]:
+    return (module for module in model.modules() if isinstance(module, Router) and module.balance == balance)
+
+
+def _count(choice: Tensor, experts: int) -> Tensor:
+    """choice [..., n] → how often each expert is in it, int64 [..., E]."""
+    counts = torch.zeros(*choice.shape[:-1], experts, dtype=torch.int64, device=choice.device)
+    return counts.scatter_add_(-1, choice, torch.ones_like(choice))
+
+
+def _products(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
+    """rows [M, I] sorted by expert, stack [E, O, I] → each row with its expert's matrix, [M, O].
+
+    ``grouped_mm`` asks for rows, for a dtype it knows and for rows of whole 16 bytes; where it has them it is up to three times
+    faster than a product per expert, and the host need not know the counts.
+    """
+    whole = all(width * rows.element_size() % 16 == 0 for width in stack.shape[1:])
+    if rows.shape[0] and whole and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return F.grouped_mm(rows, stack.mT, offs=counts.cumsum(0, dtype=torch.int32))
+    parts = rows.split(counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)])
+
+
+def gather(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+    """x[rows]. ``back`` says where each row of x went: [n], or [n, k] where it went to k places."""
+    return _Gather.apply(x, rows, back)  # pyright: ignore[reportReturnType]
+
+
+class _Gather(torch.autograd.Function):
+    """Forward a gather, backward one too, and a sum in fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        found = gradients[0][back]
+        return (found.sum(1) if back.dim() == 2 else found), None, None
+
+
+class _AddLoad(torch.autograd.Function):
+    """The identity; backward adds ``counts`` to ``load``. A pass that is computed again still has one backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, load: Tensor, counts: Tensor) -> Tensor:
+        ctx.load, ctx.counts = load, counts
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.load.add_(ctx.counts)
+        return gradients[0], None, None
+
+
+class _AddLoss(torch.autograd.Function):
+    """The identity; backward gives ``loss`` the gradient ``upstream``. So a stage of a pipeline needs no way to hand it on."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, upstream: Tensor) -> Tensor:
+        ctx.upstream, ctx.dtype = upstream, loss.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], ctx.upstream.to(ctx.dtype, copy=True), None

@@ -1,0 +1,120 @@
+"""Expert parallelism (Lepikhin et al. 2021, GShard): the ranks of ``ep`` share the experts of each layer, and send them tokens.
+
+Each rank routes its own tokens. Rows go to the rank that holds their expert and come back by all-to-all; what they are weighed
+with stays at home, so all else is as on one process. Backward, gradients take the same way in reverse: those of an expert are
+sums over the tokens of all ``ep`` ranks, and sharding sums them over the rest.
+
+    counts    how many rows each rank sends to each expert here                       all-to-all of [ep, E/ep] numbers
+    out       rows, sorted by expert, so by rank too, to their experts                all-to-all of uneven parts
+    products  rows of all ranks, sorted again by expert
+    back      the way they came
+
+The host must know the sizes, so it waits for the router once per layer and pass. All ranks of ``ep`` take part in every pass,
+also with no row to send or none to receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from unisono.errors import PlanError, Problem
+from unisono.models.moe import Experts, Router, gather
+from unisono.parallel.grid import Grid
+
+
+def expert_layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    """Names and modules of the stacks of experts in ``model``."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
+
+
+def expert_dims(model: nn.Module) -> dict[str, int]:
+    """The dimension along which ``ep`` cuts, by parameter name."""
+    return {f"{path}.{name}": 0 for path, layer in expert_layers(model) for name, _ in layer.named_parameters()}
+
+
+def cut_experts(model: nn.Module, grid: Grid) -> None:
+    """Keep this rank's experts of every layer, in place. Raises PlanError before anything is changed."""
+    layers, ep, group = list(expert_layers(model)), grid.plan.ep, grid.group("ep")
+    _check(model, layers, ep)
+    for _, layer in layers:
+        for name, stack in list(layer.named_parameters()):
+            part = stack.detach().chunk(ep)[grid.index("ep")].clone(memory_format=torch.contiguous_format)
+            setattr(layer, name, nn.Parameter(part, requires_grad=stack.requires_grad))
+        layer.compute = _elsewhere(layer.compute, group)
+
+
+def count_whole_sequences(model: nn.Module, grid: Grid) -> None:
+    """Where ranks of ``cp`` share sequences, let balance losses see the loads of whole sequences."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.sum_over_sequence = lambda counts: grid.sum(counts, "cp")
+
+
+def _check(model: nn.Module, layers: list[tuple[str, Experts]], ep: int) -> None:
+    if not layers:
+        raise PlanError(
+            Problem(
+                given=f"plan.ep={ep} for {type(model).__name__}, which has no experts",
+                rule="ep spreads the experts of models.moe.Experts over ranks",
+                consequence="it would change nothing",
+                nearest="plan.ep=1, or model.experts",
+            )
+        )
+    for path, layer in layers:
+        if layer.count % ep:
+            near = max(n for n in range(1, ep + 1) if layer.count % n == 0)
+            raise PlanError(
+                Problem(
+                    given=f"plan.ep={ep} for {path} with {layer.count} experts",
+                    rule="each rank has equally many experts",
+                    consequence="the layer cannot be cut",
+                    nearest=f"plan.ep={near}, or model.experts={-(-layer.count // ep) * ep}",
+                )
+            )
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+def _elsewhere(compute: Compute, group: ProcessGroup) -> Compute:
+    """``Experts.compute`` for rows [M, D] and counts [E] of all experts, of which each rank of ``group`` has an equal part."""
+
+    def exchanged(rows: Tensor, counts: Tensor) -> Tensor:
+        mine = counts.view(group.size(), -1)  # [ep, E/ep]; how many rows of mine go to each expert
+        theirs = torch.empty_like(mine)  # [ep, E/ep]; how many rows each rank has for each expert here
+        dist.all_to_all_single(theirs, mine, group=group)
+        send, receive = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        arrived = _AllToAll.apply(rows, send, receive, group)  # [R, D], by rank, then by expert
+        experts = torch.arange(theirs.shape[1], device=rows.device).repeat(group.size())
+        order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        made = compute(gather(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
+        return _AllToAll.apply(gather(made, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
+
+    return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows [Σ send, D], in order of the ranks they are for → [Σ receive, D], in order of the ranks they are from."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+    return arrived
