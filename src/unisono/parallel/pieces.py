@@ -7,6 +7,7 @@ on one process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -14,23 +15,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.optim import global_norm
+from unisono.parallel.blocks import blocks
 from unisono.parallel.grid import Grid
 from unisono.parallel.parts import Part
-from unisono.parallel.tensor import cut_dims
 
 
 class Pieces:
     """``parameters``: by first name, the model's own where they are whole, else this rank's piece of them.
 
-    Along ``tp`` a rule cuts a parameter or leaves it whole and equal; along ``dp_shard`` FSDP2 cuts all of them, by rows.
+    Along ``tp`` a rule cuts a parameter or leaves it whole and equal; along ``shard`` FSDP2 cuts what is there then, by rows.
     """
 
     def __init__(self, model: nn.Module, grid: Grid) -> None:
         self._grid = grid
         self._live = dict(model.named_parameters())
-        self._dims = cut_dims(model) if grid.plan.tp > 1 else {}
+        self._blocks = {name: block for name, block in blocks(model).items() if name in self._live}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
-        self._cut = {self.parameters[name] for name in self._dims}
+        self._cut = {self.parameters[name]: block for name, block in self._blocks.items()}
 
     @property
     def spread(self) -> bool:
@@ -40,26 +41,31 @@ class Pieces:
     @property
     def count(self) -> int:
         """Number of parameters of the whole model."""
-        live = self._live.items()
-        return sum(parameter.numel() * (self._grid.plan.tp if name in self._dims else 1) for name, parameter in live)
+        return sum(math.prod(self._whole(name)) for name in self._live)
+
+    def _whole(self, name: str) -> list[int]:
+        shape, block = list(self._live[name].shape), self._blocks.get(name)
+        if block is not None:
+            shape[block.dim] = block.size
+        return shape
 
     def part(self, name: str, tensor: Tensor) -> Part | None:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
-        live, dim, sizes = self._live[name], self._dims.get(name), self._grid.sizes
+        live, block, sizes = self._live[name], self._blocks.get(name), self._grid.sizes
         sharded = isinstance(live, DTensor)
-        if not (sharded or dim is not None) or tensor.shape != self.parameters[name].shape:
+        if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None
-        shape, offset = list(live.shape), [0] * live.ndim
+        offset = [0] * live.ndim
         if sharded:
-            rows = -(-shape[0] // sizes["shard"])
-            offset[0] = min(self._grid.index("shard") * rows, shape[0])
-        if dim is not None:
-            offset[dim] += self._grid.index("tp") * shape[dim]
-            shape[dim] *= sizes["tp"]
+            rows = -(-live.shape[0] // sizes["shard"])
+            offset[0] = min(self._grid.index("shard") * rows, live.shape[0])
         replica = 0
-        for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", dim is not None)):
+        for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", block is not None)):
             replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)
-        return Part(tensor=tensor, shape=tuple(shape), offset=tuple(offset), replica=replica)
+        if block is not None:
+            replica = replica * sizes["tp"] + block.replica
+            offset[block.dim] += block.runs[0][0]
+        return Part(tensor=tensor, shape=tuple(self._whole(name)), offset=tuple(offset), replica=replica)
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm of all gradients together, whose pieces here are ``gradients``, in order of the trained parameters."""
@@ -67,15 +73,17 @@ class Pieces:
         if not self.spread:
             return global_norm(list(gradients))
         pairs = list(zip(trained, gradients, strict=True))
-        cut = global_norm([g for p, g in pairs if p in self._cut]).square()
+        cut = global_norm([g for p, g in pairs if p in self._cut and not self._cut[p].replica]).square()
         rest = global_norm([g for p, g in pairs if p not in self._cut]).square()
         return self._grid.sum(self._grid.sum(cut, "tp") + rest, "shard").sqrt()
 
     def sums(self, pieces: Sequence[nn.Parameter], values: Tensor) -> Tensor:
         """``values`` [n], one of each piece, summed over the pieces of the same parameters."""
         if self._cut:
-            mine = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
-            values = torch.where(mine, self._grid.sum(torch.where(mine, values, 0), "tp"), values)
+            cut = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
+            counted = torch.tensor([piece in self._cut and not self._cut[piece].replica for piece in pieces])
+            total = self._grid.sum(torch.where(counted.to(values.device), values, 0), "tp")
+            values = torch.where(cut, total, values)
         return self._grid.sum(values, "shard")
 
     def largest(self, values: Tensor) -> Tensor:

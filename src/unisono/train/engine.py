@@ -26,6 +26,7 @@ from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient
 from unisono.parallel.device import autocast
 from unisono.parallel.pieces import Pieces
+from unisono.parallel.shared import SharedGradients
 from unisono.plan.plan import Plan
 from unisono.train.objectives import Objective
 from unisono.train.state import RunState
@@ -72,6 +73,7 @@ class Engine:
     state: RunState
     pieces: Pieces
     sync: GradientSync
+    shared: SharedGradients
     timers: StepTimers
     stop: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
@@ -96,6 +98,7 @@ class Engine:
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
             self.sync.finish(totals)
+            self.shared.finish(self.pieces)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
