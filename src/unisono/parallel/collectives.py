@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _Exchange = Callable[[Tensor], Tensor]
+# torch 2.13 calls them so, and warns of the names that 2.11 and 2.12 have
+_torch: Any = dist
+_all_gather = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
+_scatter_sum = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 
 
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -84,24 +87,20 @@ def _sum(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ()) -> Tensor:
-    part = x.movedim(dim, 0)
-    longest = max(sizes, default=part.shape[0])
-    if part.shape[0] < longest:  # the collective wants parts of one size
-        part = F.pad(part.flatten(1) if part.dim() > 1 else part[:, None], (0, 0, 0, longest - part.shape[0])).view(
-            longest, *part.shape[1:]
-        )
-    whole = part.new_empty(group.size() * longest, *part.shape[1:])
-    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    if sizes:
-        whole = torch.cat([each[:size] for each, size in zip(whole.split(longest), sizes, strict=True)])
-    return whole.movedim(0, dim)
+    part, sizes = x.movedim(dim, 0), sizes or [x.shape[dim]] * group.size()
+    room = part.new_zeros(max(sizes), *part.shape[1:])  # the collective wants parts of one size
+    room[: part.shape[0]] = part
+    whole = room.new_empty(group.size() * room.shape[0], *room.shape[1:])
+    _all_gather(whole, room, group=group)
+    parts = zip(whole.split(room.shape[0]), sizes, strict=True)
+    return torch.cat([each[:size].movedim(0, dim) for each, size in parts], dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     whole = x.movedim(dim, 0).contiguous()
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-    dist.reduce_scatter_tensor(part, whole, group=group)
-    return part.movedim(0, dim)
+    _scatter_sum(part, whole, group=group)
+    return part.movedim(0, dim).contiguous()
 
 
 def _own(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ()) -> Tensor:

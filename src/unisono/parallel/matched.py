@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +24,10 @@ class Matched:
 
 
 def match(model: nn.Module, plan: Plan) -> list[Matched]:
-    """What the rules of ``plan``, or the built-in ones that fit, name in ``model``. Raises PlanError with all that cannot be cut."""
+    """What the rules of ``plan``, or the built-in ones that fit, name in ``model``.
+
+    Raises PlanError with all that cannot be cut as they say.
+    """
     modules = {path: module for path, module in model.named_modules() if path}
     rules = plan.rules or built_in(modules)
     if not rules:
@@ -128,10 +130,11 @@ def _wrong_layers(found: list[Matched], model: nn.Module, modules: Mapping[str, 
                 )
             claims[path] = each.rule, cut
     cut_of = {path: cut for path, (_, cut) in claims.items()}
-    holders: dict[Any, list[str]] = {}
+    holders: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
-        if (weight := module._parameters.get("weight")) is not None:
-            holders.setdefault(weight, []).append(path)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if name == "weight":
+                holders.setdefault(parameter, []).append(path)
     for paths in holders.values():
         if len({cut_of.get(path, "whole") for path in paths}) > 1:
             yield Problem(

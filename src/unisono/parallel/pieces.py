@@ -62,10 +62,18 @@ class Pieces:
         replica = 0
         for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", block is not None)):
             replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)
-        if block is not None:
-            replica = replica * sizes["tp"] + block.replica
-            offset[block.dim] += block.runs[0][0]
-        return Part(tensor=tensor, shape=tuple(self._whole(name)), offset=tuple(offset), replica=replica)
+        if block is None:
+            return Part(tensor=tensor, shape=tuple(live.shape), offset=tuple(offset), replica=replica)
+        runs = _within(block.runs, offset[block.dim], tensor.shape[block.dim])
+        offset[block.dim] = runs[0][0]
+        return Part(
+            tensor=tensor,
+            shape=tuple(self._whole(name)),
+            offset=tuple(offset),
+            replica=replica + block.replica,
+            dim=block.dim,
+            runs=runs if len(runs) > 1 else (),
+        )
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm of all gradients together, whose pieces here are ``gradients``, in order of the trained parameters."""
@@ -114,3 +122,14 @@ def _piece(parameter: nn.Parameter) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
         return parameter
     return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+
+
+def _within(runs: tuple[tuple[int, int], ...], start: int, length: int) -> tuple[tuple[int, int], ...]:
+    """What ``runs`` (offset, length), laid one behind the other, are from ``start`` on for ``length``."""
+    found: list[tuple[int, int]] = []
+    for offset, size in runs:
+        begin, end = max(start, 0), min(start + length, size)
+        if begin < end:
+            found.append((offset + begin, end - begin))
+        start -= size
+    return tuple(found) or ((runs[-1][0] + runs[-1][1], 0),)

@@ -11,6 +11,8 @@ equal, and a layer drops what it would without sequence parallelism. (Draws cost
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -61,7 +63,7 @@ def _divisible(x: Tensor, group: ProcessGroup) -> Tensor:
     return x
 
 
-def _draw_for_whole(layer: nn.Dropout, group: ProcessGroup) -> None:
+def _draw_for_whole(layer: Any, group: ProcessGroup) -> None:
     count, index = group.size(), group.rank()
 
     def forward(x: Tensor) -> Tensor:

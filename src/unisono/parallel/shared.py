@@ -20,8 +20,8 @@ from unisono.parallel.pieces import Pieces
 class SharedGradients:
     """``groups``: ranks, and the names of parameters whose pieces' gradients are summed over them, once per step.
 
-    All ranks of a group pass the same names, and hold equal pieces of them. Names that have no piece here, or are not trained, are
-    left out.
+    All ranks of a group pass the same names, and hold equal pieces of them. What is not trained, or has no piece here, is left
+    out.
     """
 
     def __init__(self, groups: Sequence[tuple[ProcessGroup, Sequence[str]]], world: World) -> None:

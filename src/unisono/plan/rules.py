@@ -16,7 +16,9 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 
 
-class Pair(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="pair"):
+class Pair(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="pair"
+):
     """``column`` layers of ``module`` are cut by output features, ``row`` by input features.
 
     ``units`` is the attribute that says into how many equal parts (heads) the columns may be cut. ``shared`` layers have
@@ -51,7 +53,7 @@ class Embedding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
 
 
 class Output(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="output"):
-    """``module`` makes logits. Where the model returns a ``models.loss.Head`` no rank ever has all of them, else they are gathered."""
+    """``module`` makes logits: all of them are gathered on every rank, unless the model returns a ``models.loss.Head``."""
 
     module: str
 
@@ -142,7 +144,7 @@ _PIECES = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
 
 
 def built_in(names: Collection[str]) -> tuple[Rule, ...]:
-    """The built-in rules for a model with modules of these ``names``, without those that name nothing in it; () if there are none."""
+    """The built-in rules for a model with modules of these ``names``, without those that name nothing in it; or ()."""
     for rules in BUILT_IN.values():
         pairs = [rule for rule in rules if isinstance(rule, Pair)]
         if all(_names_layers(pair, names) for pair in pairs):

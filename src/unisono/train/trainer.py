@@ -45,8 +45,8 @@ from unisono.parallel.grid import Grid
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
-from unisono.parallel.shared import SharedGradients
 from unisono.parallel.sharded import ShardedGradients, release
+from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
 from unisono.plan.options import PlanOptions
