@@ -100,7 +100,7 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
         ),
         Pair(module="**.layers.*.mlp", column=("gate_proj", "up_proj"), row="down_proj"),
         Embedding(module="**.embed_tokens"),
-        Output(module="lm_head"),
+        Output(module="**.lm_head"),
         Sequence(modules=("**.layers.*", "**.norm")),
     ),
     "gpt2": (
@@ -114,7 +114,7 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
         ),
         Pair(module="**.h.*.mlp", column=("c_fc",), row="c_proj", enter="c_fc"),
         Embedding(module="**.wte"),
-        Output(module="lm_head"),
+        Output(module="**.lm_head"),
         Sequence(modules=("**.h.*", "**.ln_f")),
     ),
     "bert": (
@@ -128,7 +128,7 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
         ),
         Pair(module="**.encoder.layer.*", column=("intermediate.dense",), row="output.dense", enter="intermediate"),
         Embedding(module="**.embeddings.word_embeddings"),
-        Output(module="cls.predictions.decoder"),
+        Output(module="**.cls.predictions.decoder"),
         Sequence(modules=("**.encoder.layer.*",)),
     ),
 }
