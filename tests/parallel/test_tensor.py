@@ -1,4 +1,4 @@
-"""Tensor parallelism: equal to one process alone and with sharded data, cut by whole heads, refused where it cannot be."""
+"""Tensor and sequence parallelism: equal to one process alone and with sharded data, refused where it cannot be."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ WIDE = {"heads": 4, "kv_heads": 2}
         (4, {"tp": 2}),
         (4, {"tp": 2, "dp_shard": 2}),
         (4, {"tp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 2}),
+        (2, {"tp": 2, "sequence_parallel": True, "micro_batch": 2}),
     ],
 )
 def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: dict) -> None:
@@ -33,6 +34,40 @@ def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: d
     # embedding and norms are on every rank along tp
     assert 1 / spread < together[0]["held"] < 1 / axes.get("dp_shard", 1)
     assert len({str(outcome["losses"]) for outcome in together}) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes", "sizes"),
+    [
+        (2, {"tp": 2}, {"kv_heads": 1, "tied": False, "vocab_size": 49}),
+        pytest.param(4, {"tp": 4}, {"kv_heads": 1, "vocab_size": 51}, marks=pytest.mark.full),
+        (4, {"tp": 4, "sequence_parallel": True}, {"kv_heads": 2, "vocab_size": 51, "tied": False}),
+        pytest.param(8, {"tp": 4, "dp_shard": 2, "sequence_parallel": True}, {"kv_heads": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_shared_key_value_heads_and_odd_vocabularies(
+    pool: Pool, tmp_path: Path, ranks: int, axes: dict, sizes: dict
+) -> None:
+    together = like_one_process(pool, tmp_path, ranks, sizes={**WIDE, **sizes}, **axes)
+    assert together[0]["held"] < 1 / axes["tp"] + 0.2  # tables are cut too
+
+
+def test_sequence_parallel_drops_what_a_whole_layer_would(pool: Pool, tmp_path: Path) -> None:
+    changes = {"tp": 2, "dropout": 0.2, "sizes": WIDE}
+    plain = pool.run(on_ranks, str(tmp_path / "plain"), changes, ranks=2)[0]
+    cut = {**changes, "sequence_parallel": True}
+    found = pool.run(on_ranks, str(tmp_path / "cut"), cut, ranks=2)
+    assert found[0]["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    again = pool.run(on_ranks, str(tmp_path / "again"), {**cut, "recompute": "full"}, ranks=2)
+    assert [o["digest"] for o in again] == [o["digest"] for o in found]
+
+
+def test_bf16_follows_fp32(pool: Pool, tmp_path: Path) -> None:
+    changes = {"tp": 2, "sizes": WIDE, "sequence_parallel": True}
+    exact = pool.run(on_ranks, str(tmp_path / "exact"), changes, ranks=2)[0]
+    rounded = pool.run(on_ranks, str(tmp_path / "rounded"), {**changes, "precision": "bf16"}, ranks=2)[0]
+    assert rounded["losses"] != exact["losses"]
+    assert rounded["losses"] == pytest.approx(exact["losses"], rel=1e-2)
 
 
 @pytest.mark.full
@@ -62,6 +97,7 @@ def test_resumes_bit_by_bit_with_dropout(pool: Pool, tmp_path: Path, recompute: 
         ((1, {}), (4, {"tp": 2, "dp_shard": 2})),
         ((4, {"tp": 2, "dp_shard": 2}), (2, {"dp_shard": 2})),
         ((2, {"dp_shard": 2}), (2, {"tp": 2})),
+        ((4, {"tp": 4, "sequence_parallel": True}), (2, {})),
     ],
 )
 def test_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: tuple, after: tuple) -> None:
@@ -109,16 +145,19 @@ def refused_stack(world: World, run_dir: str) -> str:
 
 
 def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None:
-    text = pool.run(refused, str(tmp_path / "one"), {"tp": 2}, ranks=2)[0]
-    assert "plan.tp=2 for blocks.0.attention, whose kv_heads is 1" in text
-    assert "plan.tp=1" in text
+    text = pool.run(
+        refused, str(tmp_path / "one"), {"tp": 3, "sizes": {"dim": 24, "heads": 6, "kv_heads": 2}}, ranks=3
+    )[0]
+    assert "plan.tp=3 for blocks.0.attention, whose kv_heads is 2" in text
+    assert "or ranks share whole key/value heads" in text
+    assert "plan.tp=2" in text
     text = pool.run(
         refused, str(tmp_path / "two"), {"tp": 3, "sizes": {**WIDE, "dim": 24, "heads": 6, "kv_heads": 6}}, ranks=3
     )[0]
     assert "blocks.0.ffn, whose width of down is 64" in text
     text = pool.run(refused_stack, str(tmp_path / "three"), ranks=2)[0]
     assert "plan.tp=2 for Sequential" in text
-    assert "which name blocks.*.attention, blocks.*.ffn" in text
+    assert "the built-in ones (unisono gpt, unisono bert, llama, gpt2, bert) do not name its modules" in text
     with pytest.raises(PlanError, match="the graph would break"):
         derive(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):

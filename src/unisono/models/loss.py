@@ -2,40 +2,69 @@
 
 For N tokens and a vocabulary of V the logits and their gradient take N·V·(2+4) bytes, often the peak of a training step. Here
 each chunk's logits are made, reduced to its loss, turned into gradients at once and dropped: three matrix products per chunk, as
-in the plain way, and max(chunk)·V floats of extra memory.
+in the plain way, and max(chunk)·V floats of extra memory. Where ranks have parts of the vocabulary, two numbers per token are
+exchanged, and no rank ever has all of its logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+class Part(Protocol):
+    """The rows of a vocabulary that one rank has, where the output matrix is cut over ranks (``parallel.vocabulary``)."""
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """``hidden`` as it is; its gradient is summed over the ranks."""
+        ...
+
+    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where ``tokens`` lie among the rows here, 0 for those that do not, and whether they do."""
+        ...
+
+    def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logsumexps over parts the one over the whole, and the sum of ``chosen`` over the ranks."""
+        ...
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """All logits [..., vocab] of those of the parts."""
+        ...
+
+
 class Head(NamedTuple):
     """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
 
     ``hidden`` [..., dim], in autocast's precision where it was on, ``weight`` [vocab, dim], ``chunk`` rows of logits at a
-    time. Logits have the weight's precision.
+    time. Logits have the weight's precision. With ``part`` the matrix is this rank's rows of it only; everything else here is
+    as without, on every rank alike.
     """
 
     hidden: Tensor
     weight: Tensor
     chunk: int
+    part: Part | None = None
 
     def logits(self) -> Tensor:
         """All logits [..., vocab], for generation and small evaluations."""
-        return F.linear(self.hidden.to(self.weight.dtype), self.weight)
+        return self._times_weight(self.hidden)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, logits [rows, vocab]) over the flattened tokens, never all at once."""
         flat = self.hidden.flatten(0, -2)  # [N, dim]
         for start in range(0, flat.shape[0], self.chunk):
             rows = slice(start, min(start + self.chunk, flat.shape[0]))
-            yield rows, F.linear(flat[rows].to(self.weight.dtype), self.weight)
+            yield rows, self._times_weight(flat[rows])
+
+    def _times_weight(self, hidden: Tensor) -> Tensor:
+        hidden = hidden.to(self.weight.dtype)
+        if self.part is None:
+            return F.linear(hidden, self.weight)
+        return self.part.gather(F.linear(self.part.enter(hidden), self.weight))
 
 
 def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,8 +76,10 @@ def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Ten
     if torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(compute), weight.to(compute)
+    if head.part is not None:
+        hidden = head.part.enter(hidden)
     flat_weights = weights.flatten().float()
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets.flatten(), flat_weights, head.chunk)  # pyright: ignore[reportAssignmentType]
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets.flatten(), flat_weights, head.chunk, head.part)  # pyright: ignore[reportAssignmentType]
     return loss, flat_weights.sum()
 
 
@@ -56,7 +87,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Forward computes the loss and, where asked for, the gradients for an upstream gradient of 1; backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, chunk: int, part: Part | None
+    ) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -66,11 +99,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 x, y, w = hidden[rows], targets[rows, None], weights[rows, None]  # [n, dim], [n, 1], [n, 1]
                 logits = F.linear(x, weight).float()  # [n, vocab]
                 log_norm = logits.logsumexp(-1, keepdim=True)  # [n, 1]
-                loss += ((log_norm - logits.gather(-1, y)) * w).sum()
+                if part is None:
+                    chosen, hit = logits.gather(-1, y), torch.ones_like(w)  # [n, 1], [n, 1]
+                else:
+                    y, here = part.place(y)
+                    log_norm, chosen = part.combine(log_norm, logits.gather(-1, y).where(here, 0))
+                    hit = here.to(w.dtype)
+                loss += ((log_norm - chosen) * w).sum()
                 if not (need_hidden or need_weight):
                     continue
                 # d loss / d logits = w · (softmax − onehot), made in place of the logits
-                grad = logits.sub_(log_norm).exp_().scatter_add_(-1, y, torch.full_like(w, -1.0)).mul_(w).to(x.dtype)
+                grad = logits.sub_(log_norm).exp_().scatter_add_(-1, y, -hit).mul_(w).to(x.dtype)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[rows])
                 if grad_weight is not None:
@@ -80,12 +119,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         (upstream,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
             None if grad_hidden is None else grad_hidden * upstream.to(grad_hidden.dtype),
             None if grad_weight is None else (grad_weight * upstream).to(ctx.weight_dtype),
+            None,
             None,
             None,
             None,

@@ -41,6 +41,8 @@ class Grid:
             sums = {"dp_replicate", "shard"} | ({"experts"} if plan.ep > 1 else set())
             wanted = [name for name in LINES if self.sizes[name] > 1 or name in sums]
             self._groups = world.groups({name: self._lines[name].tolist() for name in wanted})
+        elif world.group is not None:
+            self._groups = {"dp_replicate": world.group}
 
     def line(self, name: str) -> list[int]:
         """The ranks along ``name`` with this one among them, in order."""

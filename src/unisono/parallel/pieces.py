@@ -7,7 +7,7 @@ on one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,28 +15,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.optim import global_norm
+from unisono.parallel.blocks import blocks
 from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
 from unisono.parallel.parts import Part
-from unisono.parallel.tensor import cut_dims
 from unisono.parallel.whole import Whole
 
 
 class Pieces:
     """``parameters``: by first name, the model's own where they are whole, else this rank's piece of them.
 
-    Along ``tp`` a rule cuts a parameter or leaves it whole and equal; ``ep`` cuts the experts; FSDP2 then cuts all of them over
-    the other ranks that share a copy of the state, mostly by rows.
+    Along ``pp`` each rank has some of them; along ``tp`` a rule cuts a parameter or leaves it whole and equal; ``ep`` cuts the
+    experts; FSDP2 then cuts what is there over the other ranks that share a copy of the state, mostly by rows. ``repeated`` are
+    names of what an earlier stage has too.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid, whole: Whole) -> None:
+    def __init__(self, model: nn.Module, grid: Grid, whole: Whole, repeated: Collection[str] = ()) -> None:
         self._grid, self._whole = grid, whole
         # a stage may have only a later name of a parameter that is used twice
         self._live = {whole.first_names[name]: parameter for name, parameter in model.named_parameters()}
-        self._dims = cut_dims(model) if grid.plan.tp > 1 else {}
+        self._blocks = {whole.first_names[name]: block for name, block in blocks(model).items()}
         self._experts = expert_dims(model) if grid.plan.ep > 1 else {}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
-        self._cut = {self.parameters[name] for name in self._dims}
+        self._cut = {self.parameters[name]: block for name, block in self._blocks.items()}
+        self._repeated = {self.parameters[name] for name in repeated if name in self.parameters}
 
     @property
     def spread(self) -> bool:
@@ -50,42 +52,58 @@ class Pieces:
 
     def part(self, name: str, tensor: Tensor) -> Part | None:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
-        live, dim, sizes = self._live[name], self._dims.get(name), self._grid.sizes
-        sharded = isinstance(live, DTensor)
-        if not (sharded or dim is not None) or tensor.shape != self.parameters[name].shape:
+        live, block, experts = self._live[name], self._blocks.get(name), self._experts.get(name)
+        placements, sizes = live.placements if isinstance(live, DTensor) else (), self._grid.sizes
+        sharded = bool(placements)
+        if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None
-        shape, offset = list(live.shape), [0] * live.ndim
-        experts = self._experts.get(name)
+        shape, offset = self._whole.entries[name].shape, [0] * live.ndim
         if sharded:
-            line, (*_, placed) = "shard" if experts is None else "experts", live.placements
+            line, placed = "shard" if experts is None else "experts", placements[-1]
             along = placed.dim if isinstance(placed, Shard) else 0
-            size = -(-shape[along] // sizes[line])
-            offset[along] = min(self._grid.index(line) * size, shape[along])
-        for axis, cut in (("ep", experts), ("tp", dim)):
-            if cut is not None:
-                offset[cut] += self._grid.index(axis) * shape[cut]
-                shape[cut] *= sizes[axis]
+            size = -(-live.shape[along] // sizes[line])
+            offset[along] = min(self._grid.index(line) * size, live.shape[along])
+        if experts is not None:
+            offset[experts] += self._grid.index("ep") * live.shape[experts]
         replica = 0
-        for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", dim is not None)):
+        for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", block is not None)):
             replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)
-        return Part(tensor=tensor, shape=tuple(shape), offset=tuple(offset), replica=replica)
+        if block is None:
+            return Part(tensor=tensor, shape=shape, offset=tuple(offset), replica=replica)
+        runs = _within(block.runs, offset[block.dim], tensor.shape[block.dim])
+        offset[block.dim] = runs[0][0]
+        return Part(
+            tensor=tensor,
+            shape=shape,
+            offset=tuple(offset),
+            replica=replica + block.replica,
+            dim=block.dim,
+            runs=runs if len(runs) > 1 else (),
+        )
 
     def norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm of all gradients together, whose pieces here are ``gradients``, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
-        if not self.spread:
-            return global_norm(list(gradients))
-        pairs = list(zip(trained, gradients, strict=True))
-        cut = global_norm([g for p, g in pairs if p in self._cut]).square()
+        pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._repeated]
+        if not self.spread and self._grid.plan.pp == 1:
+            return global_norm([g for _, g in pairs])
+        cut = global_norm([g for p, g in pairs if p in self._cut and not self._cut[p].replica]).square()
         rest = global_norm([g for p, g in pairs if p not in self._cut]).square()
-        return self._grid.sum(self._grid.sum(cut, "tp") + rest, "shard").sqrt()
+        of_stage = self._grid.sum(self._grid.sum(cut, "tp") + rest, "shard")
+        return self._grid.sum(of_stage, "pp").sqrt()
 
     def sums(self, pieces: Sequence[nn.Parameter], values: Tensor) -> Tensor:
         """``values`` [n], one of each piece, summed over the pieces of the same parameters."""
         if self._cut:
-            mine = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
-            values = torch.where(mine, self._grid.sum(torch.where(mine, values, 0), "tp"), values)
+            cut = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
+            counted = torch.tensor([piece in self._cut and not self._cut[piece].replica for piece in pieces])
+            total = self._grid.sum(torch.where(counted.to(values.device), values, 0), "tp")
+            values = torch.where(cut, total, values)
         return self._grid.sum(values, "shard")
+
+    def sum_over_data(self, values: Tensor) -> Tensor:
+        """``values`` of this rank's samples, summed over all samples of the step, in place."""
+        return self._grid.sum(self._grid.sum(values, "dp_replicate"), "shard")
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold pieces; NaN where one has it."""
@@ -122,3 +140,14 @@ def _piece(parameter: nn.Parameter) -> nn.Parameter:
     if not isinstance(parameter, DTensor):
         return parameter
     return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+
+
+def _within(runs: tuple[tuple[int, int], ...], start: int, length: int) -> tuple[tuple[int, int], ...]:
+    """What ``runs`` (offset, length), laid one behind the other, are from ``start`` on for ``length``."""
+    found: list[tuple[int, int]] = []
+    for offset, size in runs:
+        begin, end = max(start, 0), min(start + length, size)
+        if begin < end:
+            found.append((offset + begin, end - begin))
+        start -= size
+    return tuple(found) or ((runs[-1][0] + runs[-1][1], 0),)

@@ -1,152 +1,141 @@
-"""Tensor parallelism by pairs of linear layers (Shoeybi et al. 2019, Megatron-LM).
+"""Tensor parallelism: cuts the layers that rules name (``plan.rules``), with plain local tensors in place of whole ones.
 
-In a pair the first layers are cut by columns (output features: whole attention heads, or some of the hidden units of a
-feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum over the ranks ends it.
-Forward that is one all-reduce behind the last layer, backward one before the first. Embeddings, norms, the output head and what
-no rule names stay whole on every rank, and are computed by each. Layers of a pair have no bias.
+In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
+of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
+over the ranks ends it. Forward that is one all-reduce behind the last layer, backward one before the first.
 
     pair        input x, the same on all ranks         ∂x summed over ranks
-    column      y_r = x W_rᵀ
-    row         z = Σ_r y_r V_rᵀ                        ∂z the same on all ranks
+    column      y_r = x W_rᵀ + b_r
+    row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
+
+Where a layer has fewer key/value heads than there are ranks, several ranks hold the same one, and their gradients are summed
+(``SharedGradients``); so are those of whole parameters that lie between the layers of a pair, such as norms of single heads.
+What no rule names stays whole on every rank and is computed by each. Dropout outside of pairs drops the same everywhere.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from unisono.errors import PlanError, Problem
+from unisono.parallel.blocks import note_summed
+from unisono.parallel.collectives import enter, gather, leave, scatter
+from unisono.parallel.cutter import Cutter
 from unisono.parallel.grid import Grid
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """A module, by name pattern, whose forward goes through ``column`` layers and ends in ``row``; ``units`` are its attributes
-    that say into how many equal parts the columns may be cut."""
-
-    module: str
-    column: tuple[str, ...]
-    row: str
-    units: tuple[str, ...] = ()
-
-
-RULES = (
-    Pair(module="blocks.*.attention", column=("q", "k", "v"), row="out", units=("heads", "kv_heads")),
-    Pair(module="blocks.*.ffn", column=("gate", "up"), row="down"),
-)
-
-
-def cut_dims(model: nn.Module) -> dict[str, int]:
-    """The dimension that the rules cut, by parameter name."""
-    found: dict[str, int] = {}
-    for path, pair, _ in _pairs(model):
-        found |= {f"{path}.{name}.weight": 0 for name in pair.column} | {f"{path}.{pair.row}.weight": 1}
-    return found
+from unisono.parallel.hooks import before
+from unisono.parallel.matched import Matched, count_of, features, match
+from unisono.parallel.sequence import TOKENS, cut_sequence
+from unisono.parallel.vocabulary import VocabularyPart, cut_embedding, cut_output, return_cut_heads
+from unisono.plan.rules import Embedding, Output, Pair
 
 
 def cut(model: nn.Module, grid: Grid) -> None:
-    """Keep this rank's part of every layer that a rule names, in place. Raises PlanError before anything is changed."""
-    count, index, group = grid.plan.tp, grid.index("tp"), grid.group("tp")
-    pairs = _pairs(model)
-    _check(model, pairs, count)
-    for _, pair, module in pairs:
-        for name in pair.column:
-            _keep(module.get_submodule(name), 0, index, count)
-        last = module.get_submodule(pair.row)
-        _keep(last, 1, index, count)
-        _sum_behind(last, group)
-        module.register_forward_pre_hook(_sum_gradients_before(group), with_kwargs=True)
+    """Keep this rank's part of every layer that a rule names, in place. All ranks call it, with equal models.
+
+    Raises PlanError, before anything is changed, with all that keeps the rules from being followed.
+    """
+    matched = match(model, grid.plan)
+    replicas = _groups_of_replicas(matched, grid)
+    cutter = Cutter(model, grid)
+    tables: dict[nn.Module, VocabularyPart] = {}
+    for each in matched:
+        match each.rule:
+            case Pair():
+                _cut_pair(each, each.rule, cutter, replicas, along_sequence=grid.plan.sequence_parallel)
+            case Embedding():
+                tables[each.module] = cut_embedding(each.module, cutter)
+            case Output():
+                tables[each.module] = cut_output(each.module, cutter)
+            case _:
+                pass
+    return_cut_heads(model, tables)
+    if grid.plan.sequence_parallel:
+        cut_sequence(matched, cutter)
 
 
-def _pairs(model: nn.Module) -> list[tuple[str, Pair, nn.Module]]:
-    return [(p, pair, m) for p, m in model.named_modules() for pair in RULES if fnmatchcase(p, pair.module)]
+def _groups_of_replicas(matched: list[Matched], grid: Grid) -> dict[int, ProcessGroup]:
+    """This rank's group of ranks next to each other that hold the same block, by their number."""
+    count, counts = grid.plan.tp, set[int]()
+    for each in matched:
+        if isinstance(each.rule, Pair) and each.rule.shared_units:
+            counts.add(count // min(count, count_of(each, each.rule.shared_units)))
+    lines = {
+        str(n): torch.arange(grid.plan.world).view(-1, n).tolist()  # the ranks along tp are neighbours
+        for n in sorted(counts)
+        if 1 < n < count
+    }
+    groups = {int(n): group for n, group in grid.world.groups(lines).items()} if lines else {}
+    return {**groups, count: grid.group("tp")}
 
 
-def _check(model: nn.Module, pairs: list[tuple[str, Pair, nn.Module]], count: int) -> None:
-    problems: dict[str, Problem] = {}
-    if not pairs:
-        problems[""] = Problem(
-            given=f"plan.tp={count} for {type(model).__name__}",
-            rule="layers are cut by rules, which name " + ", ".join(pair.module for pair in RULES),
-            consequence="every rank would compute the same",
-            nearest="plan.tp=1, with plan.dp_shard to spread the state",
-        )
-    for path, pair, module in pairs:
-        sizes = {name: int(getattr(module, name)) for name in pair.units}
-        sizes |= {f"width of {pair.row}": int(module.get_submodule(pair.row).weight.shape[1])}  # pyright: ignore[reportArgumentType, reportIndexIssue, reportCallIssue]
-        for name, size in sizes.items():
-            if size % count:
-                near = max(n for n in range(1, count + 1) if size % n == 0)
-                problems.setdefault(
-                    f"{pair.module} {name}",
-                    Problem(
-                        given=f"plan.tp={count} for {path}, whose {name} is {size}",
-                        rule="each rank has equally many heads and hidden units",
-                        consequence="the layer cannot be cut",
-                        nearest=f"plan.tp={near}",
-                    ),
-                )
-    if problems:
-        raise PlanError(*problems.values())
+def _cut_pair(
+    each: Matched, pair: Pair, cutter: Cutter, replicas: dict[int, ProcessGroup], *, along_sequence: bool
+) -> None:
+    module, group = each.module, cutter.group
+    parts = count_of(each, pair.shared_units) if pair.shared_units else 0
+    for name in (*pair.column, *pair.shared, *pair.fused):
+        layer = module.get_submodule(name)
+        held = parts if name in pair.shared else 0
+        fused = 3 if name in pair.fused else 1
+        cutter.keep(layer, "weight", features(layer)[0], parts=held, fused=fused)
+        cutter.keep(layer, "bias", 0, parts=held, fused=fused)
+        if 0 < held < cutter.count:
+            for parameter, _ in layer.named_parameters(recurse=False):
+                note_summed(layer, parameter, replicas[cutter.count // held])
+    last = module.get_submodule(pair.row)
+    cutter.keep(last, "weight", features(last)[1])
+    for layer in map(module.get_submodule, pair.layers):
+        _tell_sizes(layer)
+    _tell_counts(module, pair, cutter.count)
+    first = module.get_submodule(pair.enter)
+    _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
+    before(first, lambda x: gather(x, TOKENS, group) if along_sequence else enter(x, group))
+    _leave_behind(last, group, along_sequence=along_sequence)
 
 
-def _keep(layer: nn.Module, dim: int, index: int, count: int) -> None:
-    weight: Any = layer.weight
-    part = weight.detach().chunk(count, dim)[index].clone(memory_format=torch.contiguous_format)
-    layer.weight = nn.Parameter(part, requires_grad=weight.requires_grad)
+def _tell_sizes(layer: Any) -> None:
+    out, into = (layer.weight.shape[dim] for dim in features(layer))
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = out, into
+    else:
+        layer.nf, layer.nx = out, into
 
 
-def _sum_behind(layer: nn.Module, group: ProcessGroup) -> None:
-    inner = layer.forward
+def _tell_counts(module: nn.Module, pair: Pair, count: int) -> None:
+    """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
+    local: dict[str, int] = {}
+    for name in (pair.units, pair.shared_units, *pair.divided):
+        if name:
+            local[name] = max(1, int(attrgetter(name)(module)) // count)
+    if pair.ratio:
+        local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+    for name, number in local.items():
+        path, _, attribute = name.rpartition(".")
+        owner = attrgetter(path)(module) if path else module
+        if isinstance(owner, nn.Module):  # a configuration belongs to the whole model
+            setattr(owner, attribute, number)
+
+
+def _sum_between(first: nn.Module, layers: list[nn.Module], group: ProcessGroup) -> None:
+    """Whole parameters between the layers of a pair see this rank's heads only."""
+    for module in first.modules():
+        if module not in layers:
+            for name, _ in module.named_parameters(recurse=False):
+                note_summed(module, name, group)
+
+
+def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> None:
+    """Sum what the layer computes over the ranks; its bias is added once, to the sum."""
+    out, _ = features(layer)
 
     def forward(x: Tensor) -> Tensor:
-        return _Sum.apply(inner(x), group)  # pyright: ignore[reportReturnType]
+        part = F.linear(x, layer.weight if out == 0 else layer.weight.T)
+        whole = scatter(part, TOKENS, group) if along_sequence else leave(part, group)
+        return whole if layer.bias is None else whole + layer.bias.to(whole.dtype)
 
     layer.forward = forward
-
-
-def _sum_gradients_before(group: ProcessGroup) -> Any:
-    def hook(
-        _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (_SumGradient.apply(args[0], group), *args[1:]), kwargs
-        name = next(iter(kwargs))
-        return args, kwargs | {name: _SumGradient.apply(kwargs[name], group)}
-
-    return hook
-
-
-class _Sum(torch.autograd.Function):
-    """Forward the sum over ranks, backward the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
-        whole = part.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _SumGradient(torch.autograd.Function):
-    """Forward the identity, backward the sum over ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = gradients[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole, group=ctx.group)
-        return whole, None

@@ -47,6 +47,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         sequence_parallel=options.sequence_parallel,
         schedule=options.schedule,
         splits=(),
+        rules=(),
         global_batch=options.global_batch,
         micro_batch=micro_batch,
         accumulation=-(-share // micro_batch),

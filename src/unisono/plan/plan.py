@@ -19,6 +19,7 @@ import msgspec
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.files import write_atomically
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Zero
+from unisono.plan.rules import Rule
 
 _MAX_FILE_BYTES = 1 << 20
 VERSION = 2
@@ -42,6 +43,7 @@ class Plan:
     sequence_parallel: bool
     schedule: Schedule
     splits: tuple[int, ...]
+    rules: tuple[Rule, ...]
     global_batch: int
     micro_batch: int
     accumulation: int

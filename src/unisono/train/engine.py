@@ -22,10 +22,12 @@ from unisono.data.loader import StepBatch
 from unisono.dist import StopNotice, World, fault_point
 from unisono.errors import PlanError, Problem
 from unisono.kvstore import GradientSync
+from unisono.models.moe import finish_step, weigh_balance
 from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient
 from unisono.parallel.device import autocast
 from unisono.parallel.pieces import Pieces
+from unisono.parallel.shared import SharedGradients
 from unisono.plan.plan import Plan
 from unisono.train.objectives import Objective
 from unisono.train.state import RunState
@@ -72,6 +74,7 @@ class Engine:
     state: RunState
     pieces: Pieces
     sync: GradientSync
+    shared: SharedGradients
     timers: StepTimers
     stop: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
@@ -79,6 +82,7 @@ class Engine:
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; returns with ``state.step`` one higher."""
         state, timers = self.state, self.timers
+        weigh_balance(self.model, state.scale.scale / self.plan.global_batch)
         totals = torch.zeros(3, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
         for number, host_batch in enumerate(batch.micro_batches, start=1):
             with timers.phase("h2d"):
@@ -96,6 +100,7 @@ class Engine:
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
             self.sync.finish(totals)
+            self.shared.finish(self.pieces)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
@@ -121,6 +126,7 @@ class Engine:
         state.optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.found_inf = (~good).float()  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.step()
+        finish_step(self.model, self.pieces.sum_over_data, good)
         state.scale.update(~norm.isfinite())
         if state.average is not None:
             state.average.update(good)

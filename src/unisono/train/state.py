@@ -92,8 +92,9 @@ class RunState:
         _check_table(snapshot, mine)
         for name, here in sorted(mine.items()):
             if isinstance(here, Part):
-                if here.tensor.numel():
-                    snapshot.read_part(name, here.tensor, here.offset)
+                for index, offset in here.boxes():
+                    if here.tensor[index].numel():
+                        snapshot.read_part(name, here.tensor[index], offset)
             else:
                 snapshot.read_into(name, here)
         meta = snapshot.meta["state"]

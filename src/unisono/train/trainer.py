@@ -40,12 +40,14 @@ from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
 from unisono.optim import schedule as schedule_of
 from unisono.optim.groups import roles
 from unisono.parallel.apply import apply
+from unisono.parallel.blocks import summed
 from unisono.parallel.device import computes_bf16, find_device, set_backend
 from unisono.parallel.grid import Grid
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.sharded import ShardedGradients, release
+from unisono.parallel.shared import SharedGradients
 from unisono.parallel.whole import Whole
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
@@ -262,6 +264,7 @@ class Trainer:
             state=self.state,
             pieces=pieces,
             sync=self._sync,
+            shared=SharedGradients(summed(model), self.world),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),

@@ -198,7 +198,16 @@ class Checkpointer:
             for each in (replicated, own)
         ]
         blocks = [
-            (name, part.shape, part.offset, part.replica, part.tensor.shape, part.tensor.dtype, part.tensor.layout)
+            (
+                name,
+                part.shape,
+                part.offset,
+                part.replica,
+                part.runs,
+                part.tensor.shape,
+                part.tensor.dtype,
+                part.tensor.layout,
+            )
             for name, part in parts.items()
         ]
         if self._layout is None or self._layout[0] != (wholes, blocks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -38,7 +38,7 @@ class Rows:
 class Block:
     """What this rank writes of a tensor: ``extent`` elements at ``offset`` of the whole, of ``shape``.
 
-    ``rows`` is the range of dim 0 to take of the tensor this rank holds, None where the block is all of that.
+    ``rows`` is what to take of the tensor this rank holds: a range of dim 0, an index, or None where the block is all of it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Block:
     dtype: torch.dtype
     offset: tuple[int, ...]
     extent: tuple[int, ...]
-    rows: slice | None
+    rows: slice | tuple[slice, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Piece:
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     key: str
-    rows: slice | None
+    rows: slice | tuple[slice, ...] | None
     begin: int
     end: int
 
@@ -86,7 +86,7 @@ def lay_out(shared: Table, own: Table, parts: Mapping[str, Part], *, rank: int, 
     dealt += [Rows(name=name, start=0, stop=_num_rows(shape)) for name, (shape, _) in own.items()]
     table = {**shared, **own}
     blocks = [_block_of_rows(rows, *table[rows.name]) for rows in dealt]
-    blocks += [block for name, part in parts.items() if (block := _block_of_part(name, part, rank)) is not None]
+    blocks += [block for name, part in parts.items() for block in _blocks_of_part(name, part, rank)]
     # wide elements first, as safetensors orders them: every tensor then lies aligned in its file
     blocks.sort(key=lambda block: (-block.dtype.itemsize, block.name))
     keys = _keys(blocks)
@@ -134,17 +134,20 @@ def _block_of_rows(rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> Bl
     )
 
 
-def _block_of_part(name: str, part: Part, rank: int) -> Block | None:
-    """The block as it was passed, right or wrong: whether those of all ranks fit together is seen when all are known."""
-    shape, offset, extent = tuple(part.shape), tuple(part.offset), tuple(part.tensor.shape)
+def _blocks_of_part(name: str, part: Part, rank: int) -> Iterator[Block]:
+    """The blocks as they were passed, right or wrong: whether those of all ranks fit together is seen when all are known."""
+    shape, extent = tuple(part.shape), tuple(part.tensor.shape)
     if 0 in extent:
-        if 0 not in shape or rank != 0:
-            return None
-        # a tensor without elements has one owner too
-        offset, extent = (0,) * len(shape), shape
-    elif part.replica:
-        return None
-    return Block(name=name, shape=shape, dtype=part.tensor.dtype, offset=offset, extent=extent, rows=None)
+        if 0 in shape and rank == 0:  # a tensor without elements has one owner too
+            yield Block(
+                name=name, shape=shape, dtype=part.tensor.dtype, offset=(0,) * len(shape), extent=shape, rows=None
+            )
+    elif not part.replica:
+        for index, offset in part.boxes():
+            extent = tuple(part.tensor[index].shape)
+            yield Block(
+                name=name, shape=shape, dtype=part.tensor.dtype, offset=offset, extent=extent, rows=index or None
+            )
 
 
 def _keys(blocks: Sequence[Block]) -> list[str]:

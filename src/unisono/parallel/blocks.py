@@ -1,0 +1,60 @@
+"""What is kept on a module about its parameters that are not simply whole and equal along ``tp``.
+
+A cut layer's parameter is a plain tensor that holds this rank's block. Where that block lies, and with which ranks a gradient
+still has to be summed, is noted on the layer itself: the notes go where the layer goes (into a pipeline's stage, under FSDP2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+_BLOCKS, _SUMMED = "_unisono_blocks", "_unisono_summed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Along ``dim`` this rank holds ``runs`` (offset, length) of the whole, which has ``size`` there, one run behind the other.
+
+    ``replica`` counts the ranks before this one along ``tp`` that hold the same block.
+    """
+
+    dim: int
+    size: int
+    runs: tuple[tuple[int, int], ...]
+    replica: int = 0
+
+
+def note_block(module: nn.Module, name: str, block: Block) -> None:
+    """``module``'s own parameter ``name`` is ``block`` of the whole."""
+    module.__dict__.setdefault(_BLOCKS, {})[name] = block
+
+
+def note_summed(module: nn.Module, name: str, group: ProcessGroup) -> None:
+    """The gradient of ``module``'s own parameter ``name`` is the sum of those on the ranks of ``group``."""
+    module.__dict__.setdefault(_SUMMED, {})[name] = group
+
+
+def blocks(model: nn.Module) -> dict[str, Block]:
+    """The blocks of ``model``, by parameter name; a parameter with several names has all of them."""
+    return _noted(model, _BLOCKS)
+
+
+def summed(model: nn.Module) -> list[tuple[ProcessGroup, Sequence[str]]]:
+    """Groups of ranks, and the parameters of ``model`` whose gradients are summed over them."""
+    groups: dict[ProcessGroup, list[str]] = {}
+    for name, group in _noted(model, _SUMMED).items():
+        groups.setdefault(group, []).append(name)
+    return list(groups.items())
+
+
+def _noted(model: nn.Module, kind: str) -> dict[str, Any]:
+    return {
+        f"{path}.{name}" if path else name: note
+        for path, module in model.named_modules()
+        for name, note in module.__dict__.get(kind, {}).items()
+    }

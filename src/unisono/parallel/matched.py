@@ -1,0 +1,196 @@
+"""Rules of tensor parallelism against a model: what they name in it, and whether it can be cut that way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+from torch import Tensor, nn
+
+from unisono.errors import PlanError, Problem, nearest_name
+from unisono.plan.plan import Plan
+from unisono.plan.rules import BUILT_IN, Embedding, Output, Pair, Rule, Sequence, built_in, matching, patterns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matched:
+    """A module that a rule names."""
+
+    rule: Rule
+    path: str
+    module: nn.Module
+
+
+def match(model: nn.Module, plan: Plan) -> list[Matched]:
+    """What the rules of ``plan``, or the built-in ones that fit, name in ``model``.
+
+    Raises PlanError with all that cannot be cut as they say.
+    """
+    modules = {path: module for path, module in model.named_modules() if path}
+    rules = plan.rules or built_in(modules)
+    if not rules:
+        raise PlanError(
+            Problem(
+                given=f"plan.tp={plan.tp} for {type(model).__name__}",
+                rule=f"layers are cut by rules, and the built-in ones ({', '.join(BUILT_IN)}) do not name its modules",
+                consequence="every rank would compute the same",
+                nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
+            )
+        )
+    problems = list(_nothing_named(rules, modules))
+    if not problems:
+        found = [
+            Matched(rule=rule, path=path, module=modules[path])
+            for rule in rules
+            for pattern in patterns(rule)
+            for path in matching(pattern, modules)
+        ]
+        problems = list(_wrong_layers(found, model, modules)) or list(_sizes(found, plan.tp))
+        if plan.sequence_parallel and not any(isinstance(rule, Sequence) for rule in rules):
+            problems.append(
+                Problem(
+                    given=f"sequence_parallel for {type(model).__name__}",
+                    rule="a rule says between which modules activations may be cut along the sequence",
+                    consequence="it would change nothing",
+                    nearest='{"rule": "sequence", "modules": […]} among plan.rules, or sequence_parallel=False',
+                )
+            )
+        if not problems:
+            return found
+    raise PlanError(*problems)
+
+
+def features(layer: nn.Module) -> tuple[int, int]:
+    """The dims of output and of input features in a layer's weight; GPT-2's layers have them the other way round."""
+    return (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
+
+
+def count_of(matched: Matched, path: str) -> int:
+    """The number that an attribute, named relative to the module, holds."""
+    return int(attrgetter(path)(matched.module))
+
+
+def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in modules}
+    for rule in rules:
+        for pattern in patterns(rule):
+            found = matching(pattern, modules)
+            if not found:
+                yield Problem(
+                    given=f"a rule for {pattern!r}",
+                    rule="a rule names modules of the model",
+                    consequence="it would change nothing",
+                    nearest=nearest_name(pattern, kinds),
+                )
+            if isinstance(rule, Pair) and found:
+                missing = [layer for layer in rule.layers if f"{found[0]}.{layer}" not in modules]
+                absent = [name for name in _attributes(rule) if not _holds(modules[found[0]], name)]
+                if missing or absent:
+                    inside = [path.removeprefix(found[0] + ".") for path in modules if path.startswith(found[0] + ".")]
+                    yield Problem(
+                        given=f"a rule for {pattern!r} with {', '.join(missing + absent)}",
+                        rule=f"the layers and attributes it names are in each of those modules, as in {found[0]}",
+                        consequence="there is nothing to cut there",
+                        nearest=nearest_name(missing[0], inside) if missing else "the attribute that counts heads",
+                    )
+
+
+def _attributes(rule: Pair) -> list[str]:
+    return [name for name in (rule.units, rule.shared_units, rule.ratio, *rule.divided) if name]
+
+
+def _holds(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(attrgetter(path)(module), int)
+    except AttributeError:
+        return False
+
+
+def _wrong_layers(found: list[Matched], model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    """Layers of a kind that cannot be cut, claimed twice, or that share a parameter with one that is not cut alike."""
+    claims: dict[str, tuple[Rule, str]] = {}
+    for each in found:
+        for path, cut in _claimed(each):
+            if path in claims:
+                yield Problem(
+                    given=f"{path}, which is named by {_said(claims[path][0])} and by {_said(each.rule)}",
+                    rule="a layer is cut in one way",
+                    consequence="it would be unclear which of the two counts",
+                    nearest="leave one of them out",
+                )
+            elif not _fits(modules[path], cut):
+                yield Problem(
+                    given=f"{path}, a {type(modules[path]).__name__}, as {cut}",
+                    rule="pairs and outputs are linear layers; embeddings are nn.Embedding without max_norm, sparse "
+                    "and scale_grad_by_freq",
+                    consequence="it cannot be cut",
+                    nearest="leave it out: what no rule names stays whole",
+                )
+            claims[path] = each.rule, cut
+    cut_of = {path: cut for path, (_, cut) in claims.items()}
+    holders: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if name == "weight":
+                holders.setdefault(parameter, []).append(path)
+    for paths in holders.values():
+        if len({cut_of.get(path, "whole") for path in paths}) > 1:
+            yield Problem(
+                given=f"{' and '.join(paths)}, which share a weight",
+                rule="both uses of a parameter are cut alike",
+                consequence="one of them would compute with a part",
+                nearest="a rule for each (embedding, output), or for none",
+            )
+
+
+def _claimed(each: Matched) -> Iterator[tuple[str, str]]:
+    match each.rule:
+        case Pair() as pair:
+            for layer in pair.layers:
+                yield f"{each.path}.{layer}", "row" if layer == pair.row else "column"
+        case Embedding() | Output():
+            yield each.path, "vocabulary"
+        case Sequence():
+            pass
+
+
+def _fits(layer: nn.Module, cut: str) -> bool:
+    if cut == "vocabulary" and isinstance(layer, nn.Embedding):
+        return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
+    # GPT-2's layers of transformers, linear with the weight turned round, know their width as nf
+    return isinstance(layer, nn.Linear) or (cut != "vocabulary" and hasattr(layer, "nf"))
+
+
+def _said(rule: Rule) -> str:
+    return f"the {type(rule).__name__.lower()} rule for {', '.join(map(repr, patterns(rule)))}"
+
+
+def _sizes(found: list[Matched], count: int) -> Iterator[Problem]:
+    said: set[tuple[str, ...]] = set()
+    for each in found:
+        for name, size, shared in _counts(each):
+            legal = [n for n in range(1, count + 1) if size % n == 0 or (shared and n % size == 0)]
+            if count not in legal and (key := (*patterns(each.rule), name)) not in said:
+                said.add(key)
+                yield Problem(
+                    given=f"plan.tp={count} for {each.path}, whose {name} is {size}",
+                    rule="each rank has equally many heads and hidden units"
+                    + (", or ranks share whole key/value heads" if shared else ""),
+                    consequence="the layer cannot be cut",
+                    nearest=f"plan.tp={max(legal)}",
+                )
+
+
+def _counts(each: Matched) -> Iterator[tuple[str, int, bool]]:
+    """(name, size, whether several ranks may hold the same one): what ``tp`` has to divide."""
+    if not isinstance(each.rule, Pair):
+        return
+    pair = each.rule
+    if pair.units:
+        yield pair.units, count_of(each, pair.units), False
+    if pair.shared_units:
+        yield pair.shared_units, count_of(each, pair.shared_units), True
+    weight: Tensor = each.module.get_submodule(pair.row).weight  # pyright: ignore[reportAssignmentType]
+    yield f"width of {pair.row}", weight.shape[features(each.module.get_submodule(pair.row))[1]], False

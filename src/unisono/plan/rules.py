@@ -1,0 +1,162 @@
+"""Rules of tensor parallelism as data: which layers of a model are cut, and how. They are part of a strategy file.
+
+    pair        layers cut by output features, and behind them one cut by input features (Shoeybi et al. 2019)
+    embedding   a table cut by vocabulary
+    output      the matrix that makes logits, cut by vocabulary
+    sequence    modules between whose cut layers activations are cut along the sequence (Korthikanti et al. 2022)
+
+What no rule names stays whole. Modules are named by pattern: ``*`` stands for one part of a name, ``**`` for any number of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from msgspec import Struct
+
+
+class Pair(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="pair"
+):
+    """``column`` layers of ``module`` are cut by output features, ``row`` by input features.
+
+    ``units`` is the attribute that says into how many equal parts (heads) the columns may be cut. ``shared`` layers have
+    ``shared_units`` parts (key/value heads); where those are fewer than ranks, several ranks hold the same one. ``fused``
+    layers are column layers that hold three side by side. Attributes in ``divided`` count output features of this rank's
+    part; ``ratio`` is set to units per shared unit. ``enter`` is the submodule whose input the columns read, ``module``
+    itself if empty. Names are relative to ``module``; where the owner of an attribute is no module (a configuration) it is
+    read and left as it is.
+    """
+
+    module: str
+    column: tuple[str, ...] = ()
+    row: str
+    units: str = ""
+    shared: tuple[str, ...] = ()
+    shared_units: str = ""
+    fused: tuple[str, ...] = ()
+    divided: tuple[str, ...] = ()
+    ratio: str = ""
+    enter: str = ""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All that are cut."""
+        return (*self.column, *self.shared, *self.fused, self.row)
+
+
+class Embedding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="embedding"):
+    """``module`` is an ``nn.Embedding``; every rank looks up the tokens it has, and the sum is everyone's."""
+
+    module: str
+
+
+class Output(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="output"):
+    """``module`` makes logits: all of them are gathered on every rank, unless the model returns a ``models.loss.Head``."""
+
+    module: str
+
+
+class Sequence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="sequence"):
+    """With ``plan.sequence_parallel`` the input of the first of ``modules`` is cut along the sequence, and the output of the
+    last is joined again."""
+
+    modules: tuple[str, ...]
+
+
+Rule = Pair | Embedding | Output | Sequence
+
+# In order: the first set all of whose pairs name something is taken.
+BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
+    "unisono gpt": (
+        Pair(
+            module="blocks.*.attention",
+            column=("q",),
+            shared=("k", "v"),
+            row="out",
+            units="heads",
+            shared_units="kv_heads",
+        ),
+        Pair(module="blocks.*.ffn", column=("gate", "up"), row="down"),
+        Embedding(module="embedding"),
+        Output(module="head"),
+        Sequence(modules=("blocks.*", "norm")),
+    ),
+    "unisono bert": (
+        Pair(module="blocks.*.attention", column=("q", "k", "v"), row="out", units="heads"),
+        Pair(module="blocks.*.ffn", column=("up",), row="down"),
+        Sequence(modules=("blocks.*",)),
+    ),
+    "llama": (
+        Pair(
+            module="**.layers.*.self_attn",
+            column=("q_proj",),
+            shared=("k_proj", "v_proj"),
+            row="o_proj",
+            units="config.num_attention_heads",
+            shared_units="config.num_key_value_heads",
+            ratio="num_key_value_groups",
+        ),
+        Pair(module="**.layers.*.mlp", column=("gate_proj", "up_proj"), row="down_proj"),
+        Embedding(module="**.embed_tokens"),
+        Output(module="**.lm_head"),
+        Sequence(modules=("**.layers.*", "**.norm")),
+    ),
+    "gpt2": (
+        Pair(
+            module="**.h.*.attn",
+            fused=("c_attn",),
+            row="c_proj",
+            units="num_heads",
+            divided=("split_size",),
+            enter="c_attn",
+        ),
+        Pair(module="**.h.*.mlp", column=("c_fc",), row="c_proj", enter="c_fc"),
+        Embedding(module="**.wte"),
+        Output(module="**.lm_head"),
+        Sequence(modules=("**.h.*", "**.ln_f")),
+    ),
+    "bert": (
+        Pair(
+            module="**.encoder.layer.*.attention",
+            column=("self.query", "self.key", "self.value"),
+            row="output.dense",
+            units="self.num_attention_heads",
+            divided=("self.all_head_size",),
+            enter="self",
+        ),
+        Pair(module="**.encoder.layer.*", column=("intermediate.dense",), row="output.dense", enter="intermediate"),
+        Embedding(module="**.embeddings.word_embeddings"),
+        Output(module="**.cls.predictions.decoder"),
+        Sequence(modules=("**.encoder.layer.*",)),
+    ),
+}
+
+
+def matching(pattern: str, names: Collection[str]) -> list[str]:
+    """The module names that ``pattern`` stands for, in order."""
+    regular = "".join(_PIECES.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*\.|\*)", pattern))
+    return [name for name in names if re.fullmatch(regular, name)]
+
+
+_PIECES = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
+
+
+def built_in(names: Collection[str]) -> tuple[Rule, ...]:
+    """The built-in rules for a model with modules of these ``names``, without those that name nothing in it; or ()."""
+    for rules in BUILT_IN.values():
+        pairs = [rule for rule in rules if isinstance(rule, Pair)]
+        if all(_names_layers(pair, names) for pair in pairs):
+            return tuple(rule for rule in rules if any(matching(pattern, names) for pattern in patterns(rule)))
+    return ()
+
+
+def patterns(rule: Rule) -> tuple[str, ...]:
+    """The patterns of modules in a rule."""
+    return rule.modules if isinstance(rule, Sequence) else (rule.module,)
+
+
+def _names_layers(pair: Pair, names: Collection[str]) -> bool:
+    found = matching(pair.module, names)
+    return bool(found) and all(f"{path}.{layer}" in names for path in found for layer in pair.layers)
