@@ -1,0 +1,204 @@
+"""Context parallelism: attention over cut sequences, and whole models, are those of one process; what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import Pool
+from torch import Tensor, nn
+
+from unisono.dist import World
+from unisono.errors import PlanError
+from unisono.models.gpt import GPT
+from unisono.models.options import ModelOptions
+from unisono.parallel.apply import apply, repeated_blocks
+from unisono.parallel.context import Context
+from unisono.parallel.grid import Grid
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+from unisono.train.objectives import next_token
+
+B, T, VOCAB = 2, 24, 48
+
+
+def grid_of(world: World, **axes: Any) -> Grid:
+    options = PlanOptions(device="cpu", precision="fp32", global_batch=4, **axes)
+    return Grid(derive(options, world=world.world, device="cpu", native_bf16=False), world)
+
+
+def documents() -> Tensor:
+    """Borders inside runs and at their ends, others in each sample."""
+    return torch.stack([torch.arange(T) // 5, (torch.arange(T) >= 12).long()])
+
+
+def near(found: Tensor | np.ndarray, expected: Tensor, what: str) -> None:
+    found = torch.as_tensor(found)
+    difference = float((found - expected).norm() / expected.norm())
+    assert difference < 1e-5, f"{what}: {difference}"
+
+
+# --- attention alone -------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Projections around one call of attention, as ``case`` says."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        self.q, self.k, self.v = (nn.Linear(16, width, bias=False) for width in (16, 8 if "gqa" in case else 16, 8))
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        heads = 2 if "gqa" in self.case else 4
+        q = self.q(x).unflatten(-1, (4, -1)).transpose(1, 2)  # [B, 4, T, 4]
+        k = self.k(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+        arguments: dict[str, Any] = {"enable_gqa": True} if "gqa" in self.case else {}
+        if "scale" in self.case:
+            arguments["scale"] = 0.9
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal="causal" in self.case and mask is None, **arguments
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Stack(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.case, self.blocks = case, nn.ModuleList([Attention(case)])
+
+    def forward(self, tokens: Tensor, padding: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """tokens [B, T, 16], taken as they are."""
+        mask = None
+        if "padding" in self.case:
+            assert padding is not None
+            mask = padding[:, None, None]
+            if "float" in self.case:
+                mask = torch.where(mask, 0.0, -torch.inf).to(tokens.dtype)
+        if documents is not None:
+            mask = documents[:, None, :, None] == documents[:, None, None]
+            mask = mask.tril() if "causal" in self.case else mask
+        return self.blocks[0](tokens, mask)
+
+
+def attention_batch(case: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "tokens": torch.randn(B, T, 16, generator=generator, dtype=torch.float64),
+        "padding": torch.arange(T) < torch.tensor([[T], [T - 7]]),
+        "upstream": torch.randn(B, T, 8 if "gqa" not in case else 16, generator=generator, dtype=torch.float64),
+    }
+    return batch | ({"documents": documents()} if "documents" in case else {})
+
+
+def attention(batch: dict[str, Tensor], context: Context | None, model: Stack) -> tuple[Tensor, list[Tensor]]:
+    tokens = batch["tokens"].clone().requires_grad_()
+    whole = batch | {"tokens": tokens}
+    with context.of(whole) if context else nullcontext():
+        part = context.cut(whole) if context else whole
+        upstream = part.pop("upstream")
+        outputs = model(**part)
+        (outputs * upstream).sum().backward()
+    assert tokens.grad is not None
+    return outputs.detach(), [tokens.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+ATTENTIONS = ["causal", "full", "causal gqa scale", "causal documents", "documents", "padding", "padding float gqa"]
+
+
+def attentions(world: World, cases: list[str]) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
+    grid = grid_of(world, cp=world.world)
+    found = {}
+    for case in cases:
+        model = Stack(case).double()
+        context = Context(grid, model)
+        context.wrap(model.blocks)
+        outputs, gradients = attention(attention_batch(case), context, model)
+        found[case] = (outputs.numpy(), [grid.sum(gradient, "cp").numpy() for gradient in gradients])
+    return found
+
+
+def joined(parts: list[np.ndarray]) -> Tensor:
+    """[B, T, ...] of the ranks' parts, by the two runs of each."""
+    halves = [torch.as_tensor(part).chunk(2, dim=1) for part in parts]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_attention_alone(pool: Pool, ranks: int) -> None:
+    found = pool.run(attentions, ATTENTIONS, ranks=ranks)
+    for case in ATTENTIONS:
+        outputs, gradients = attention(attention_batch(case), None, Stack(case).double())
+        near(joined([rank[case][0] for rank in found]), outputs, case)
+        for mine, expected in zip(found[0][case][1], gradients, strict=True):
+            near(mine, expected, f"gradient, {case}")
+
+
+# --- GPT whole -------------------------------------------------------------------------------------------------------
+
+
+def gpt(dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
+    return GPT(ModelOptions(**sizes)).double()
+
+
+def tokens_batch(*, packed: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (B, T + 1), generator=generator)
+    batch = {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": (torch.arange(T) < torch.tensor([[T], [T - 5]])).float(),
+    }
+    if packed:
+        number = documents()
+        starts = number.diff(dim=1, prepend=number[:, :1] - 1) != 0
+        places = torch.arange(T)
+        batch |= {"documents": number, "positions": places - torch.where(starts, places, 0).cummax(1).values}
+    return batch
+
+
+def of_forward(model: nn.Module, batch: dict[str, Tensor], names: tuple[str, ...]) -> Any:
+    return model(**{name: batch[name] for name in names if name in batch})
+
+
+FORWARD = ("tokens", "positions", "documents")
+
+
+def loss_and_gradients(model: GPT, *, packed: bool, context: Context | None = None) -> tuple[float, dict[str, Tensor]]:
+    micro = tokens_batch(packed=packed)
+    with context.of(micro) if context else nullcontext():
+        part = context.cut(micro) if context else micro
+        loss, _ = next_token(of_forward(model, part, FORWARD), part)
+        loss.backward()
+    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gpts(world: World, axes: dict[str, Any], recomputes: list[str], dropout: float) -> dict:
+    """(recompute, packed): this rank's loss and, summed over cp, its gradients."""
+    grid = grid_of(world, **axes)
+    found = {}
+    for recompute in recomputes:
+        for packed in (False, True):
+            plan = derive(
+                PlanOptions(device="cpu", precision="fp32", global_batch=4, recompute=recompute, **axes),
+                world=world.world, device="cpu", native_bf16=False,
+            )  # fmt: skip
+            model = gpt(dropout)
+            context = Context(grid, model)
+            if grid.plan.tp > 1:
+                cut(model, grid)
+            arrange(plan, model, context)
+            torch.manual_seed(1)
+            loss, gradients = loss_and_gradients(model, packed=packed, context=context)
+            summed = {name: grid.sum(gradient, "cp").numpy() for name, gradient in gradients.items()}
+            found[recompute, packed] = (float(grid.sum(torch.tensor(loss), "cp")), summed)
+    return found
