@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +16,10 @@ from unisono.dist import World
 from unisono.errors import PlanError
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
-from unisono.parallel.apply import apply, repeated_blocks
+from unisono.parallel.apply import apply
 from unisono.parallel.context import Context
 from unisono.parallel.grid import Grid
+from unisono.parallel.pieces import Pieces
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import next_token
@@ -28,7 +28,7 @@ B, T, VOCAB = 2, 24, 48
 
 
 def grid_of(world: World, **axes: Any) -> Grid:
-    options = PlanOptions(device="cpu", precision="fp32", global_batch=4, **axes)
+    options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
     return Grid(derive(options, world=world.world, device="cpu", native_bf16=False), world)
 
 
@@ -166,39 +166,60 @@ def tokens_batch(*, packed: bool) -> dict[str, Tensor]:
     return batch
 
 
-def of_forward(model: nn.Module, batch: dict[str, Tensor], names: tuple[str, ...]) -> Any:
-    return model(**{name: batch[name] for name in names if name in batch})
-
-
-FORWARD = ("tokens", "positions", "documents")
-
-
-def loss_and_gradients(model: GPT, *, packed: bool, context: Context | None = None) -> tuple[float, dict[str, Tensor]]:
+def loss_of(model: GPT, packed: bool, context: Context | None = None) -> Tensor:
     micro = tokens_batch(packed=packed)
     with context.of(micro) if context else nullcontext():
         part = context.cut(micro) if context else micro
-        loss, _ = next_token(of_forward(model, part, FORWARD), part)
+        head = model(**{name: part[name] for name in ("tokens", "positions", "documents") if name in part})
+        loss, _ = next_token(head, part)
         loss.backward()
-    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach()
 
 
-def gpts(world: World, axes: dict[str, Any], recomputes: list[str], dropout: float) -> dict:
-    """(recompute, packed): this rank's loss and, summed over cp, its gradients."""
-    grid = grid_of(world, **axes)
-    found = {}
-    for recompute in recomputes:
-        for packed in (False, True):
-            plan = derive(
-                PlanOptions(device="cpu", precision="fp32", global_batch=4, recompute=recompute, **axes),
-                world=world.world, device="cpu", native_bf16=False,
-            )  # fmt: skip
-            model = gpt(dropout)
-            context = Context(grid, model)
-            if grid.plan.tp > 1:
-                cut(model, grid)
-            arrange(plan, model, context)
-            torch.manual_seed(1)
-            loss, gradients = loss_and_gradients(model, packed=packed, context=context)
-            summed = {name: grid.sum(gradient, "cp").numpy() for name, gradient in gradients.items()}
-            found[recompute, packed] = (float(grid.sum(torch.tensor(loss), "cp")), summed)
+def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], dropout: float = 0.0) -> list[dict]:
+    """For each (recompute, packed): the loss summed over cp, and this rank's blocks of the gradients with their offsets."""
+    found = []
+    for recompute, packed in cases:
+        grid = grid_of(world, recompute=recompute, **axes)
+        model = gpt(dropout)
+        context = Context(grid, model)
+        apply(grid.plan, model, grid, context)
+        pieces = Pieces(model, grid)
+        torch.manual_seed(1)
+        loss = grid.sum(loss_of(model, packed, context), "cp")
+        pieces.take_gradients()
+        blocks = {}
+        for name, piece in pieces.parameters.items():
+            part = pieces.part(name, piece.grad)
+            blocks[name] = (part.offset if part else (0,) * piece.ndim, piece.grad.clone().numpy())
+        found.append({"loss": float(loss), "blocks": blocks})
     return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"),
+    [(2, {"cp": 2}), (3, {"cp": 3, "global_batch": 3}), (4, {"cp": 2, "tp": 2}), (4, {"cp": 2, "dp_shard": 2})],
+)
+def test_gpt_whole(pool: Pool, ranks: int, axes: dict[str, Any]) -> None:
+    """Both samples are on every rank of dp_shard, so its sums are twice those of one process."""
+    cases = [("none", False), ("none", True), ("full", True), ("selective", False)]
+    outcomes = pool.run(gpts, axes, cases, ranks=ranks)
+    for number, (recompute, packed) in enumerate(cases):
+        model = gpt()
+        loss = loss_of(model, packed)
+        for rank in outcomes:
+            assert rank[number]["loss"] == pytest.approx(float(loss), rel=1e-6), (recompute, packed)
+            for name, (offset, block) in rank[number]["blocks"].items():
+                whole = model.get_parameter(name).grad * axes.get("dp_shard", 1)
+                where = tuple(slice(start, start + size) for start, size in zip(offset, block.shape, strict=True))
+                near(block, whole[where], f"{name}, recompute {recompute}, packed {packed}")
+
+
+def test_recompute_changes_no_bit(pool: Pool) -> None:
+    cases = [(recompute, packed) for packed in (False, True) for recompute in ("none", "full", "selective")]
+    for rank in pool.run(gpts, {"cp": 2}, cases, 0.1, ranks=2):
+        for first in (0, 3):
+            for again in rank[first + 1 : first + 3]:
+                assert again["loss"] == rank[first]["loss"]
+                for name, (_, block) in again["blocks"].items():
+                    assert np.array_equal(block, rank[first]["blocks"][name][1]), name

@@ -48,12 +48,13 @@ _POSITIONS = ("positions", "position_ids")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Current:
-    """What attention must know of the micro-batch that is computed: T, the places in it of this rank's tokens [T/cp], and the whole
-    [B, T] documents where there are any."""
+    """What attention must know of the micro-batch that is computed: T, the places in it of this rank's tokens [T/cp], the whole
+    [B, T] documents where there are any, and a causal mask for each run."""
 
     length: int
     order: Tensor
     documents: Tensor | None
+    causal: tuple[Tensor, ...]
 
 
 class Context:
@@ -98,7 +99,11 @@ class Context:
         before, length = self._current, self._length(micro)
         documents = micro.get("documents") if "documents" in self._takes else self._transformers.documents(micro)
         order = self._order(length, next(iter(micro.values())).device)
-        self._current = _Current(length=length, order=order, documents=documents)
+        size = length // (2 * self._count)
+        # no memory: kernels that can align a causal mask to the last key are told to. Made here, as it is a kind of tensor that
+        # cannot be made in a block whose selective recompute looks on
+        causal = tuple(causal_lower_right(size, (run + 1) * size) for run in self._runs)
+        self._current = _Current(length=length, order=order, documents=documents, causal=causal)
         try:
             with self._transformers.masks(order, micro.get("attention_mask"), length):
                 yield
@@ -182,10 +187,10 @@ class Context:
             mask = None if attn_mask is None else self._whole_keys(attn_mask, own, length, order)
             return attend(query, key, value, attn_mask=_both(mask, same), is_causal=is_causal)
         mixed: list[Tensor] = []
+        size = own // 2
         for place, (run, queries) in enumerate(zip(self._runs, query.chunk(2, -2), strict=True)):
-            size = own // 2
             end = (run + 1) * size  # what lies behind the run is not looked at
-            mask: Tensor = causal_lower_right(size, end)
+            mask = current.causal[place]
             if same is not None:
                 mask = same[:, :, place * size : (place + 1) * size, :end].tril(end - size)
             mixed.append(attend(queries, key[..., :end, :], value[..., :end, :], attn_mask=mask))
