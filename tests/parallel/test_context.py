@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -223,3 +224,89 @@ def test_recompute_changes_no_bit(pool: Pool) -> None:
                 assert again["loss"] == rank[first]["loss"]
                 for name, (_, block) in again["blocks"].items():
                     assert np.array_equal(block, rank[first]["blocks"][name][1]), name
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 16}
+LLAMA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "qwen2": ("Qwen2", {**LLAMA, "use_cache": False}),
+    "mistral": ("Mistral", {**LLAMA, "sliding_window": 7, "use_cache": False}),
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_layer": 2, "n_head": 4, "n_embd": 16, "use_cache": False}),
+    "bert": ("Bert", {**SIZES, "intermediate_size": 32}),
+}
+HEADS = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
+
+
+def of_transformers(name: str) -> Any:
+    import transformers
+
+    family, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes, attn_implementation="sdpa")
+    for dropout in ("attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob"):
+        setattr(config, dropout, 0.0)
+    torch.manual_seed(0)
+    return getattr(transformers, HEADS.get(family, f"{family}ForCausalLM"))(config).double().train()
+
+
+def transformers_batch(kind: str) -> dict[str, Tensor]:
+    batch = tokens_batch(packed=True)
+    batch["input_ids"] = batch.pop("tokens")
+    positions = batch.pop("positions")
+    if kind == "packed":
+        batch["position_ids"] = positions
+    if kind == "padded":
+        batch["attention_mask"] = (torch.arange(T) < torch.tensor([[T], [T - 5]])).long()
+    return batch
+
+
+def loss_of_logits(model: nn.Module, batch: dict[str, Tensor], context: Context | None = None) -> Tensor:
+    with context.of(batch) if context else nullcontext():
+        part = context.cut(batch) if context else batch
+        names = ("input_ids", "position_ids", "attention_mask")
+        logits = model(**{name: part[name] for name in names if name in part}).logits
+        losses = F.cross_entropy(logits.flatten(0, 1), part["targets"].flatten(), reduction="none")
+        loss = (losses * part["weights"].flatten()).sum()
+        loss.backward()
+    return loss.detach()
+
+
+# the sequences that a model was given, and what its masks must then be
+TRANSFORMERS = [
+    *[("llama", kind) for kind in ("plain", "padded", "packed")],
+    *[("qwen2", kind) for kind in ("plain", "packed")],
+    *[("mistral", kind) for kind in ("plain", "padded", "packed")],
+    *[("gpt2", kind) for kind in ("plain", "padded", "packed")],
+    *[("bert", kind) for kind in ("plain", "padded")],
+]
+
+
+def in_transformers(world: World, cases: list[tuple[str, str]], recompute: str) -> list[tuple[float, dict]]:
+    found = []
+    for name, kind in cases:
+        grid = grid_of(world, cp=world.world, recompute=recompute)
+        model = of_transformers(name)
+        context = Context(grid, model)
+        apply(replace(grid.plan, cp=1), model, grid, context)
+        loss = grid.sum(loss_of_logits(model, transformers_batch(kind), context), "cp")
+        gradients = {n: grid.sum(p.grad, "cp").numpy() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((float(loss), gradients))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_transformers(pool: Pool, ranks: int) -> None:
+    """Their masks, too, are of the whole sequence: causal, windows, padding, samples packed by position_ids, none."""
+    pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
+    outcomes = pool.run(in_transformers, TRANSFORMERS, "none", ranks=ranks, timeout_s=120)
+    for (name, kind), (found, gradients) in zip(TRANSFORMERS, outcomes[0], strict=True):
+        model = of_transformers(name)
+        loss = loss_of_logits(model, transformers_batch(kind))
+        assert found == pytest.approx(float(loss), rel=1e-6), (name, kind)
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == expected.keys()
+        for parameter, gradient in expected.items():
+            if gradient.norm() > 1e-12:  # a key's bias moves nothing
+                near(gradients[parameter], gradient, f"{name}, {kind}: {parameter}")
