@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from pool import Pool
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.dist import World
 from unisono.errors import PlanError
@@ -39,7 +40,7 @@ def documents() -> Tensor:
 
 
 def near(found: Tensor | np.ndarray, expected: Tensor, what: str) -> None:
-    found = torch.as_tensor(found)
+    found, expected = torch.as_tensor(found).detach(), expected.detach()
     difference = float((found - expected).norm() / expected.norm())
     assert difference < 1e-5, f"{what}: {difference}"
 
@@ -283,30 +284,192 @@ TRANSFORMERS = [
 ]
 
 
-def in_transformers(world: World, cases: list[tuple[str, str]], recompute: str) -> list[tuple[float, dict]]:
-    found = []
-    for name, kind in cases:
+def in_transformers(world: World, recompute: str) -> int:
+    compared = 0
+    for name, kind in TRANSFORMERS:
+        batch = transformers_batch(kind)
+        alone, model = of_transformers(name), of_transformers(name)
         grid = grid_of(world, cp=world.world, recompute=recompute)
-        model = of_transformers(name)
         context = Context(grid, model)
         apply(replace(grid.plan, cp=1), model, grid, context)
-        loss = grid.sum(loss_of_logits(model, transformers_batch(kind), context), "cp")
-        gradients = {n: grid.sum(p.grad, "cp").numpy() for n, p in model.named_parameters() if p.grad is not None}
-        found.append((float(loss), gradients))
+        loss = grid.sum(loss_of_logits(model, batch, context), "cp")
+        assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
+        for parameter, mine in alone.named_parameters():
+            assert mine.grad is not None
+            if mine.grad.norm() > 1e-12:  # a key's bias moves nothing
+                near(grid.sum(model.get_parameter(parameter).grad, "cp"), mine.grad, f"{name}, {kind}: {parameter}")
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recompute"),
+    [(2, "none"), *(pytest.param(*case, marks=pytest.mark.full) for case in [(3, "none"), (2, "full")])],
+)
+def test_transformers(pool: Pool, ranks: int, recompute: str) -> None:
+    """Their masks, too, are of the whole sequence: causal, windows, padding, samples packed by position_ids, none."""
+    pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
+    assert min(pool.run(in_transformers, recompute, ranks=ranks, timeout_s=120)) > 200
+
+
+# --- what each rank computes, and what is refused ---------------------------------------------------------------------
+
+
+class Pairs(TorchDispatchMode):
+    """Counts pairs of query and key that attention kernels are given."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.count += args[0].shape[-2] * args[1].shape[-2]
+        return func(*args, **(kwargs or {}))
+
+
+def pairs(world: World) -> list[int]:
+    grid = grid_of(world, cp=world.world)
+    found = []
+    for case in ("causal", "full"):
+        model = Stack(case).double()
+        context = Context(grid, model)
+        context.wrap(model.blocks)
+        with Pairs() as counted:
+            attention(attention_batch(case), context, model)
+        found.append(counted.count)
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_transformers(pool: Pool, ranks: int) -> None:
-    """Their masks, too, are of the whole sequence: causal, windows, padding, samples packed by position_ids, none."""
+def test_ranks_compute_equally_many_pairs(pool: Pool) -> None:
+    """Of 6 runs of 4 tokens a rank looks at 7 squares under a causal mask, else at 12."""
+    assert pool.run(pairs, ranks=3) == [[7 * 16, 12 * 16]] * 3
+
+
+class Masked(Stack):
+    """Makes its mask of what it is given, and of another shape if asked."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, rows: int = 0) -> Tensor:  # type: ignore[override]
+        size = tokens.shape[1]
+        return self.blocks[0](tokens, torch.ones(size, size, dtype=torch.bool).tril() if mask is None else mask)
+
+
+def whole_masks(world: World) -> list[float]:
+    """Masks that are in the batch are cut where they are needed."""
+    grid = grid_of(world, cp=2)
+    model = Masked("full").double()
+    tokens = torch.randn(B, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mask = (torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(2)) > 0.5) | torch.eye(T, dtype=torch.bool)
+    expected = model(tokens, mask)
+    context = Context(grid, model)
+    context.wrap(model.blocks)
+    found = []
+    for batch in ({"tokens": tokens, "mask": mask}, {"tokens": tokens, "mask": mask.float().log().double()}):
+        with context.of(batch):
+            outputs = model(**context.cut(batch))
+        mine = expected.view(B, 4, -1, 8)[:, [0, 3] if world.rank == 0 else [1, 2]].flatten(1, 2)
+        near(outputs, mine, "a whole mask")
+        found.append(outputs.shape[1])
+    return found
+
+
+def test_a_whole_mask_in_the_batch(pool: Pool) -> None:
+    assert pool.run(whole_masks, ranks=2) == [[T // 2] * 2] * 2
+
+
+class Eager(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.MultiheadAttention(16, 4, batch_first=True) for _ in range(2)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        for block in self.blocks:
+            tokens = block(tokens, tokens, tokens)[0]
+        return tokens
+
+
+class Crossed(Stack):
+    """Looks at its first token only."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return self.blocks[0](tokens)
+
+
+class Narrow(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x[:, :1], x[:, :1])
+
+
+def refusals(world: World) -> dict[str, str]:
+    grid = grid_of(world, cp=2)
+    tokens = torch.randn(B, T, 16)
+    crossed = Crossed("full")
+    crossed.blocks = nn.ModuleList([Narrow()])
+    cases: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
+        "length": (Stack("causal"), {"tokens": torch.randn(B, 22, 16), "weights": torch.ones(B)}),
+        "nothing": (Stack("causal"), {"weights": torch.ones(B)}),
+        "mask": (Masked("causal"), {"tokens": tokens}),
+        "own products": (Eager(), {"tokens": tokens}),
+        "first": (crossed, {"tokens": tokens}),
+    }
+    found = {}
+    for name, (model, batch) in cases.items():
+        context = Context(grid, model)
+        context.wrap(model.blocks)  # type: ignore[arg-type]
+        with pytest.raises(PlanError) as caught, context.of(batch):
+            model(**context.cut(batch))
+        found[name] = str(caught.value)
+    with pytest.raises(PlanError) as caught:
+        apply(grid.plan, nn.Linear(2, 2), grid, context)
+    found["no blocks"] = str(caught.value)
+    return found
+
+
+def test_what_cannot_be_is_refused(pool: Pool) -> None:
+    texts = pool.run(refusals, ranks=2)[0]
+    assert texts["length"] == (
+        "plan.cp=2 for a batch of tokens [2, 22, 16], weights [2]\n"
+        "  rule: dim 1 is the sequence, which is cut into 4 equal runs\n"
+        "  so:   22 tokens cannot be shared equally\n"
+        "  try:  sequences of 20 or sequences of 24, or plan.cp=1"
+    )
+    assert "0 tokens cannot be shared" in texts["nothing"]
+    assert "sequences of 4" in texts["nothing"]
+    assert "an attention mask [12, 12] under plan.cp=2, with sequences of 24" in texts["mask"]
+    assert "a whole mask [B, 1, T, T] in the batch" in texts["mask"]
+    assert (
+        "plan.cp=2 for MultiheadAttention, which does not call F.scaled_dot_product_attention" in texts["own products"]
+    )
+    assert "attention of 12 queries with 1 keys under plan.cp=2" in texts["first"]
+    assert "plan.cp=2 for Linear" in texts["no blocks"]
+
+
+def transformers_refusals(world: World) -> dict[str, str]:
+    grid = grid_of(world, cp=2)
+    model = of_transformers("llama")
+    context = Context(grid, model)
+    context.wrap(model.model.layers)
+    found = {}
+    batch = transformers_batch("plain")
+    with pytest.raises(PlanError) as caught:
+        context.cut(batch | {"labels": batch["targets"]})
+    found["labels"] = str(caught.value)
+    before = model(input_ids=batch["input_ids"]).logits
+    near(
+        before,
+        of_transformers("llama")(input_ids=batch["input_ids"]).logits,
+        "whole sequences outside of a micro-batch",
+    )
+    model = of_transformers("llama")
+    model.set_attn_implementation("eager")
+    with pytest.raises(PlanError) as caught:
+        Context(grid, model)
+    found["eager"] = str(caught.value)
+    return found
+
+
+def test_what_transformers_cannot_be_asked(pool: Pool) -> None:
     pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
-    outcomes = pool.run(in_transformers, TRANSFORMERS, "none", ranks=ranks, timeout_s=120)
-    for (name, kind), (found, gradients) in zip(TRANSFORMERS, outcomes[0], strict=True):
-        model = of_transformers(name)
-        loss = loss_of_logits(model, transformers_batch(kind))
-        assert found == pytest.approx(float(loss), rel=1e-6), (name, kind)
-        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert gradients.keys() == expected.keys()
-        for parameter, gradient in expected.items():
-            if gradient.norm() > 1e-12:  # a key's bias moves nothing
-                near(gradients[parameter], gradient, f"{name}, {kind}: {parameter}")
+    texts = pool.run(transformers_refusals, ranks=2, timeout_s=120)[0]
+    assert "labels for LlamaForCausalLM" in texts["labels"]
+    assert "shifted targets under another name" in texts["labels"]
+    assert "LlamaForCausalLM with attention 'eager'" in texts["eager"]
+    assert "model.set_attn_implementation('sdpa')" in texts["eager"]

@@ -1,6 +1,6 @@
 """Context parallelism: the ranks of ``cp`` share each sequence, and all keys and values are gathered (Dubey et al. 2024, §3.3.2).
 
-All that a transformer does token by token needs nothing of other ranks; only attention looks across. A sequence of T tokens is cut
+What a transformer does token by token needs nothing of other ranks; only attention looks across. A sequence of T tokens is cut
 into 2·cp runs of r = T / (2·cp), and rank i takes runs i and 2·cp - 1 - i. Under a causal mask run n needs the first (n + 1)·r
 keys, no more are looked at, so every rank computes equally many pairs of query and key:
 
@@ -8,9 +8,9 @@ keys, no more are looked at, so every rank computes equally many pairs of query 
                 rank       0        1        1        0
                 keys       r       2r       3r       4r
 
-Keys and values [B, K, T/cp, E] are gathered once per attention in the forward pass; their gradients are summed over the ranks by one
-reduce-scatter in the backward pass. Compared with a ring this holds a layer's whole keys and values for as long as the layer
-needs them, and takes any mask and any attention kernel.
+Keys and values [B, K, T/cp, E] are gathered once per attention in the forward pass; one reduce-scatter in the backward pass sums
+their gradients over the ranks. Compared with a ring this holds a layer's whole keys and values for as long as the layer needs
+them, and takes any mask and any attention kernel.
 
 Attention is found where it happens: in each block ``F.scaled_dot_product_attention`` is replaced, whoever calls it.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +94,7 @@ class Context:
         return self._transformers.complete(part, micro, length)
 
     @contextmanager
-    def of(self, micro: Mapping[str, Tensor]) -> Iterator[None]:
+    def of(self, micro: Mapping[str, Tensor]) -> Generator[None]:
         """Inside, attention is that of the whole ``micro``. Recompute needs it around the backward pass too."""
         before, length = self._current, self._length(micro)
         documents = micro.get("documents") if "documents" in self._takes else self._transformers.documents(micro)
@@ -181,8 +181,12 @@ class Context:
             )
         widths = [key.shape[-1], value.shape[-1]]
         key, value = _gather(torch.cat([key, value], -1), self._group).split(widths, -1)  # [B, K, T, E]
-        attend = functools.partial(F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
-        same = None if documents is None else documents[:, None, order, None] == documents[:, None, None]  # [B, 1, T/cp, T]
+        attend = functools.partial(
+            F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+        same = (
+            None if documents is None else documents[:, None, order, None] == documents[:, None, None]
+        )  # [B, 1, T/cp, T]
         if attn_mask is not None or not is_causal:
             mask = None if attn_mask is None else self._whole_keys(attn_mask, own, length, order)
             return attend(query, key, value, attn_mask=_both(mask, same), is_causal=is_causal)

@@ -1,15 +1,15 @@
 """Context parallelism of models from transformers, by its registries of attention and mask functions.
 
-transformers makes masks once, before the blocks, from what it takes for the sequence: cut to a rank's tokens this would be wrong, and
-the jump in their positions would read as the border of two packed samples. So its models get the whole ``attention_mask``, and their
-masks come from here: functions of places are asked for this rank's places and all keys. Where plain causal or plain full attention
-is all, there is no mask.
+transformers makes masks once, before the blocks, from what it takes for the sequence. Of a rank's tokens alone they would be wrong,
+and the jump in their positions would read as the border of two packed samples. So its models get the whole ``attention_mask``,
+and their masks come from here: functions of places are asked for this rank's places and all keys. Where plain causal or plain
+full attention is all, there is no mask.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,8 +87,8 @@ class Models:
         return starts.cumsum(1)
 
     @contextmanager
-    def masks(self, order: Tensor, padding: Tensor | None, length: int) -> Iterator[None]:
-        """Inside, masks are those of queries at the places ``order`` [T/cp] and all T keys, of which ``padding`` [B, T] counts."""
+    def masks(self, order: Tensor, padding: Tensor | None, length: int) -> Generator[None]:
+        """Inside, masks are of queries at the places ``order`` [T/cp] and of all T keys that ``padding`` [B, T] counts."""
         if not self._models:
             yield
             return
