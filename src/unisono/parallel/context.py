@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from unisono.errors import PlanError, Problem
 from unisono.parallel import context_transformers
@@ -100,9 +101,10 @@ class Context:
         documents = micro.get("documents") if "documents" in self._takes else self._transformers.documents(micro)
         order = self._order(length, next(iter(micro.values())).device)
         size = length // (2 * self._count)
-        # no memory: kernels that can align a causal mask to the last key are told to. Made here, as it is a kind of tensor that
-        # cannot be made in a block whose selective recompute looks on
-        causal = tuple(causal_lower_right(size, (run + 1) * size) for run in self._runs)
+        # They take no memory: kernels that can align a causal mask to the last key are told to. As a kind of tensor they cannot
+        # be made while anything watches operators (selective recompute, a count of FLOPs), which only this name turns off.
+        with _disable_current_modes():
+            causal = tuple(causal_lower_right(size, (run + 1) * size) for run in self._runs)
         self._current = _Current(length=length, order=order, documents=documents, causal=causal)
         try:
             with self._transformers.masks(order, micro.get("attention_mask"), length):

@@ -1,9 +1,9 @@
 """Context parallelism of models from transformers, by its registries of attention and mask functions.
 
-transformers makes masks once, before the blocks, from what it takes for the sequence. Of a rank's tokens alone they would be wrong,
-and the jump in their positions would read as the border of two packed samples. So its models get the whole ``attention_mask``,
-and their masks come from here: functions of places are asked for this rank's places and all keys. Where plain causal or plain
-full attention is all, there is no mask.
+transformers makes masks once, before the blocks, from what it takes for the sequence. Of a rank's tokens alone they would be
+wrong, and the jump in their positions would read as the border of two packed samples. So its models get the whole
+``attention_mask``, and their masks come from here: functions of places are asked for this rank's places and all keys. Where plain
+causal or plain full attention is all, there is no mask.
 """
 
 from __future__ import annotations
