@@ -289,6 +289,8 @@ def in_transformers(world: World, recompute: str) -> int:
     for name, kind in TRANSFORMERS:
         batch = transformers_batch(kind)
         alone, model = of_transformers(name), of_transformers(name)
+        if recompute != "none":  # a cache would get a block's keys twice
+            alone.config.use_cache = model.config.use_cache = False
         grid = grid_of(world, cp=world.world, recompute=recompute)
         context = Context(grid, model)
         apply(replace(grid.plan, cp=1), model, grid, context)
