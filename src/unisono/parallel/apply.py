@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from unisono.errors import PlanError, Problem
 from unisono.parallel.expert import count_whole_sequences, cut_experts, expert_layers
+from unisono.parallel.context import Context
 from unisono.parallel.grid import Grid
 from unisono.parallel.sharded import shard
 from unisono.parallel.tensor import cut
@@ -46,23 +47,27 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-def apply(plan: Plan, model: nn.Module, grid: Grid | None = None) -> nn.Module:
+def apply(plan: Plan, model: nn.Module, grid: Grid | None = None, context: Context | None = None) -> nn.Module:
     """Return ``model`` arranged as the plan says. Raises PlanError where a choice would act on nothing.
 
-    Where parameters are spread over ranks, all of them call it, with equal models and the ``grid`` they are in.
+    Where parameters are spread over ranks, all of them call it, with equal models and the ``grid`` they are in, and with a
+    ``context`` of that model where they share sequences.
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     blocks = repeated_blocks(model)
-    for choice, acts in (("recompute", plan.recompute != "none"), ("compile", plan.compile == "regional")):
+    for choice, acts, near in (
+        ("recompute", plan.recompute != "none", "'none'"),
+        ("compile", plan.compile == "regional", "'model'"),
+        ("cp", context is not None, "1"),
+    ):
         if acts and not blocks:
             raise PlanError(
                 Problem(
                     given=f"plan.{choice}={getattr(plan, choice)!r} for {type(model).__name__}",
                     rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
                     consequence="it would change nothing",
-                    nearest=f"plan.{choice}={('none' if choice == 'recompute' else 'model')!r}, "
-                    "or keep the blocks in a ModuleList",
+                    nearest=f"plan.{choice}={near}, or keep the blocks in a ModuleList",
                 )
             )
     if plan.compile != "off" and any(expert_layers(model)):
@@ -83,6 +88,8 @@ def apply(plan: Plan, model: nn.Module, grid: Grid | None = None) -> nn.Module:
     if plan.cp > 1:
         assert grid is not None
         count_whole_sequences(model, grid)
+    if context is not None:
+        context.wrap(blocks)
     if plan.recompute != "none":
         for block in blocks:
             _recompute(block, selective=plan.recompute == "selective")

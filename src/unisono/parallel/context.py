@@ -1,0 +1,276 @@
+"""Context parallelism: the ranks of ``cp`` share each sequence, and all keys and values are gathered (Dubey et al. 2024, §3.3.2).
+
+What a transformer does token by token needs nothing of other ranks; only attention looks across. A sequence of T tokens is cut
+into 2·cp runs of r = T / (2·cp), and rank i takes runs i and 2·cp - 1 - i. Under a causal mask run n needs the first (n + 1)·r
+keys, no more are looked at, so every rank computes equally many pairs of query and key:
+
+    cp = 2      run        0        1        2        3
+                rank       0        1        1        0
+                keys       r       2r       3r       4r
+
+Keys and values [B, K, T/cp, E] are gathered once per attention in the forward pass; one reduce-scatter in the backward pass sums
+their gradients over the ranks. Compared with a ring this holds a layer's whole keys and values for as long as the layer needs
+them, and takes any mask and any attention kernel.
+
+Attention is found where it happens: in each block ``F.scaled_dot_product_attention`` is replaced, whoever calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from unisono.errors import PlanError, Problem
+from unisono.parallel import context_transformers
+from unisono.parallel.grid import Grid
+
+# torch 2.13 has new names for them, and warns of the old ones, which 2.11 has only
+_collectives: Any = dist
+_all_gather = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_into_tensor
+_reduce_scatter = getattr(_collectives, "reduce_scatter_single", None) or _collectives.reduce_scatter_tensor
+# entries that say how long a sequence is, and what a model may call the place of a token
+_TOKENS = ("tokens", "input_ids")
+_POSITIONS = ("positions", "position_ids")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Current:
+    """What attention must know of the micro-batch that is computed: T, the places in it of this rank's tokens [T/cp], the whole
+    [B, T] documents where there are any, and a causal mask for each run."""
+
+    length: int
+    order: Tensor
+    documents: Tensor | None
+    causal: tuple[Tensor, ...]
+
+
+class Context:
+    """This rank's part of sequences, and the attention that joins the parts. ``model`` is the whole model, before it is cut or
+    wrapped. Raises PlanError where transformers would not go through torch's attention.
+
+        context.wrap(blocks)                    # once, before recompute is wrapped around them
+        with context.of(micro):                 # the forward pass of a micro-batch, and its backward pass
+            outputs = model(**inputs(context.cut(micro)))
+
+    Outside ``of`` a model computes whole sequences by itself, as if it had not been wrapped.
+    """
+
+    def __init__(self, grid: Grid, model: nn.Module) -> None:
+        index = grid.index("cp")
+        self._group, self._count = grid.group("cp"), grid.plan.cp
+        self._runs = (index, 2 * self._count - 1 - index)
+        self._takes = set(inspect.signature(model.forward).parameters)
+        self._transformers = context_transformers.Models(model)
+        self._current: _Current | None = None
+
+    def cut(self, micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's T/cp tokens of every entry whose dim 1 is the sequence; other entries as they are.
+
+        T is dim 1 of ``tokens`` or ``input_ids``, else the size of dim 1 that most entries share. A model that takes
+        ``positions`` or ``position_ids`` gets them ([1, T/cp], places in the whole sequence) where the batch has none.
+        ``documents`` are left out: attention knows them. Raises PlanError where T is no multiple of 2·cp.
+        """
+        length = self._length(micro)
+        order = self._order(length, next(iter(micro.values())).device)
+        part = {
+            name: entry[:, order] if entry.dim() > 1 and entry.shape[1] == length else entry
+            for name, entry in micro.items()
+            if name != "documents"
+        }
+        part |= {name: order[None] for name in _POSITIONS if name in self._takes and name not in micro}
+        return self._transformers.complete(part, micro, length)
+
+    @contextmanager
+    def of(self, micro: Mapping[str, Tensor]) -> Generator[None]:
+        """Inside, attention is that of the whole ``micro``. Recompute needs it around the backward pass too."""
+        before, length = self._current, self._length(micro)
+        documents = micro.get("documents") if "documents" in self._takes else self._transformers.documents(micro)
+        order = self._order(length, next(iter(micro.values())).device)
+        size = length // (2 * self._count)
+        # They take no memory: kernels that can align a causal mask to the last key are told to. As a kind of tensor they cannot
+        # be made while anything watches operators (selective recompute, a count of FLOPs), which only this name turns off.
+        with _disable_current_modes():
+            causal = tuple(causal_lower_right(size, (run + 1) * size) for run in self._runs)
+        self._current = _Current(length=length, order=order, documents=documents, causal=causal)
+        try:
+            with self._transformers.masks(order, micro.get("attention_mask"), length):
+                yield
+        finally:
+            self._current = before
+
+    def wrap(self, blocks: Iterable[nn.Module]) -> None:
+        """Put the attention into each block's forward, in place, and so into what recompute runs again."""
+        for block in blocks:
+            block.forward = self._with_attention(block.forward, type(block).__name__)
+        self._transformers.install()
+
+    def _with_attention(self, inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._current is None:
+                return inner(*args, **kwargs)
+            with _Replaced(self._attend) as replaced:
+                outputs = inner(*args, **kwargs)
+            if not replaced.calls:
+                raise PlanError(
+                    Problem(
+                        given=f"plan.cp={self._count} for {name}, which does not call F.scaled_dot_product_attention",
+                        rule="that call is where the ranks of a sequence join their parts",
+                        consequence="each token would see a part of its sequence only",
+                        nearest="that function in place of own products or of nn.MultiheadAttention, or plan.cp=1",
+                    )
+                )
+            return outputs
+
+        return forward
+
+    def _length(self, micro: Mapping[str, Tensor]) -> int:
+        named = [micro[name].shape[1] for name in _TOKENS if name in micro and micro[name].dim() > 1]
+        sizes = Counter(entry.shape[1] for entry in micro.values() if entry.dim() > 1)
+        length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
+        runs = 2 * self._count
+        if length == 0 or length % runs:
+            near = [each for each in (length // runs * runs, -(-length // runs) * runs) if each] or [runs]
+            raise PlanError(
+                Problem(
+                    given=f"plan.cp={self._count} for a batch of {', '.join(f'{n} {list(e.shape)}' for n, e in micro.items())}",
+                    rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
+                    consequence=f"{length} tokens cannot be shared equally",
+                    nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
+                )
+            )
+        return length
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """F.scaled_dot_product_attention of this rank's queries [B, H, T/cp, E] and everyone's keys and values."""
+        current = self._current
+        assert current is not None
+        length, order, documents = current.length, current.order, current.documents
+        own = length // self._count
+        if not query.shape[-2] == key.shape[-2] == value.shape[-2] == own:
+            sizes = f"{query.shape[-2]} queries with {key.shape[-2]} keys"
+            raise PlanError(
+                Problem(
+                    given=f"attention of {sizes} under plan.cp={self._count}, with sequences of {length}",
+                    rule=f"it is attention of a sequence to itself, of which each rank has {own} tokens",
+                    consequence="it is not known which keys are whose",
+                    nearest="plan.cp=1 (transformers: model.config.use_cache=False keeps no earlier keys)",
+                )
+            )
+        widths = [key.shape[-1], value.shape[-1]]
+        key, value = _gather(torch.cat([key, value], -1), self._group).split(widths, -1)  # [B, K, T, E]
+        attend = functools.partial(
+            F.scaled_dot_product_attention, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+        )
+        same = (
+            None if documents is None else documents[:, None, order, None] == documents[:, None, None]
+        )  # [B, 1, T/cp, T]
+        if attn_mask is not None or not is_causal:
+            mask = None if attn_mask is None else self._whole_keys(attn_mask, own, length, order)
+            return attend(query, key, value, attn_mask=_both(mask, same), is_causal=is_causal)
+        mixed: list[Tensor] = []
+        size = own // 2
+        for place, (run, queries) in enumerate(zip(self._runs, query.chunk(2, -2), strict=True)):
+            end = (run + 1) * size  # what lies behind the run is not looked at
+            mask = current.causal[place]
+            if same is not None:
+                mask = same[:, :, place * size : (place + 1) * size, :end].tril(end - size)
+            mixed.append(attend(queries, key[..., :end, :], value[..., :end, :], attn_mask=mask))
+        return torch.cat(mixed, -2)
+
+    def _order(self, length: int, device: torch.device) -> Tensor:
+        """Places in the sequence [T/cp] of this rank's tokens."""
+        return torch.arange(length, device=device).view(2 * self._count, -1)[list(self._runs)].flatten()
+
+    def _whole_keys(self, mask: Tensor, own: int, length: int, order: Tensor) -> Tensor:
+        """``mask`` of this rank's queries (or of all alike) and all keys [..., T/cp or 1, T]."""
+        queries, keys = mask.shape[-2:]
+        if keys == own and queries == 1:
+            gathered = _gather(mask.to(torch.uint8 if mask.dtype == torch.bool else mask.dtype).mT, self._group).mT
+            return gathered.to(mask.dtype)
+        if keys == length and queries in (1, own):
+            return mask
+        if keys == length and queries == length:
+            return mask[..., order, :]
+        raise PlanError(
+            Problem(
+                given=f"an attention mask {list(mask.shape)} under plan.cp={self._count}, with sequences of {length}",
+                rule=f"each rank has {own} queries, and all {length} keys",
+                consequence="a mask that the model made of its part of the sequence says nothing of the other keys",
+                nearest="no mask and is_causal=True, a mask of keys [B, 1, 1, T/cp], documents in the batch, "
+                "or a whole mask [B, 1, T, T] in the batch",
+            )
+        )
+
+
+class _Replaced(TorchFunctionMode):
+    """Inside, calls of F.scaled_dot_product_attention go to ``attend``, and are counted."""
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.attend, self.calls = attend, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self.attend(*args, **(kwargs or {}))
+
+
+def _both(mask: Tensor | None, same: Tensor | None) -> Tensor | None:
+    if mask is None or same is None:
+        return same if mask is None else mask
+    return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
+
+
+def _gather(part: Tensor, group: ProcessGroup) -> Tensor:
+    """[..., T/cp, E] of every rank, in the order of the sequence: [..., T, E]."""
+    return _Gather.apply(part, group)  # pyright: ignore[reportReturnType]
+
+
+class _Gather(torch.autograd.Function):
+    """Backward each rank gets its part of the gradients, summed over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        count = dist.get_world_size(group)
+        parts = part.new_empty((count, *part.shape))
+        _all_gather(parts.flatten(), part.flatten(), group=group)
+        first, second = parts.unflatten(-2, (2, -1)).unbind(-3)  # [cp, ..., r, E]: runs 0 … cp - 1, and 2·cp - 1 … cp
+        return torch.cat([first, second.flip(0)]).movedim(0, -3).flatten(-3, -2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        count = dist.get_world_size(ctx.group)
+        runs = gradients[0].unflatten(-2, (2 * count, -1)).movedim(-3, 0)  # [2·cp, ..., r, E]
+        parts = torch.cat([runs[:count], runs[count:].flip(0)], -2)  # [cp, ..., T/cp, E]
+        own = parts.new_empty(parts.shape[1:])
+        _reduce_scatter(own.flatten(), parts.flatten(), group=ctx.group)
+        return own, None

@@ -1,0 +1,145 @@
+"""Context parallelism of models from transformers, by its registries of attention and mask functions.
+
+transformers makes masks once, before the blocks, from what it takes for the sequence. Of a rank's tokens alone they would be
+wrong, and the jump in their positions would read as the border of two packed samples. So its models get the whole
+``attention_mask``, and their masks come from here: functions of places are asked for this rank's places and all keys. Where plain
+causal or plain full attention is all, there is no mask.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import PlanError, Problem
+
+_NAME = "unisono_context"
+
+
+class Models:
+    """The models of transformers inside ``model``; most models have none, and then nothing happens here.
+
+    Raises PlanError for one that computes attention in another way than by torch's function.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        library: Any = sys.modules.get("transformers")  # not imported: no model of it is here
+        found = [] if library is None else [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
+        self._models: list[Any] = found
+        for each in self._models:
+            chosen = each.config._attn_implementation
+            if chosen not in ("sdpa", _NAME):
+                raise PlanError(
+                    Problem(
+                        given=f"plan.cp above 1 for {type(each).__name__} with attention {chosen!r}",
+                        rule="the ranks of a sequence join their parts in torch's scaled_dot_product_attention",
+                        consequence="each token would see a part of its sequence only",
+                        nearest="model.set_attn_implementation('sdpa')",
+                    )
+                )
+        decodes = any(getattr(module, "is_causal", False) for each in self._models for module in each.modules())
+        # what transformers does: positions that jump begin another document, but only without a cache
+        self._packs = decodes and not any(getattr(each.config, "use_cache", False) for each in self._models)
+
+    def install(self) -> None:
+        """Attention of these models asks for masks here."""
+        if not self._models:
+            return
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(_NAME, sdpa_attention_forward)
+        AttentionMaskInterface.register(_NAME, sdpa_mask)
+        for each in self._models:
+            each.set_attn_implementation(_NAME)
+
+    def complete(self, part: dict[str, Tensor], micro: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+        """``part`` with the whole ``attention_mask`` [B, T], of ones where there is none. Raises PlanError for labels that the
+        model would shift."""
+        if not self._models:
+            return part
+        if "labels" in micro and any(each.loss_function.__name__ == "ForCausalLMLoss" for each in self._models):
+            raise PlanError(
+                Problem(
+                    given=f"labels for {type(self._models[0]).__name__} with sequences cut over ranks",
+                    rule="a model that shifts labels by one needs the token after each of its own, which another rank has",
+                    consequence="labels at the ends of runs would be wrong",
+                    nearest="shifted targets under another name, such as 'targets', for the objective",
+                )
+            )
+        if "attention_mask" in micro:
+            return part | {"attention_mask": micro["attention_mask"]}
+        first = next(iter(part.values()))
+        return part | {"attention_mask": torch.ones(len(first), length, dtype=torch.bool, device=first.device)}
+
+    def documents(self, micro: Mapping[str, Tensor]) -> Tensor | None:
+        """[B, T] numbers of the documents that transformers would read from ``position_ids``; None where it would not."""
+        positions = micro.get("position_ids")
+        if positions is None or "attention_mask" in micro or not self._packs:
+            return None
+        starts = positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1
+        return starts.cumsum(1)
+
+    @contextmanager
+    def masks(self, order: Tensor, padding: Tensor | None, length: int) -> Generator[None]:
+        """Inside, masks are of queries at the places ``order`` [T/cp] and of all T keys that ``padding`` [B, T] counts."""
+        if not self._models:
+            yield
+            return
+        from transformers import AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionMaskInterface.register(_NAME, _masks(order, padding, length))
+        try:
+            yield
+        finally:
+            AttentionMaskInterface.register(_NAME, sdpa_mask)
+
+
+def _masks(order: Tensor, padding: Tensor | None, length: int) -> Callable[..., Tensor | None]:
+    from transformers import masking_utils as masking
+
+    padded = padding is not None and not bool(padding.all())  # waits for the device, as transformers does
+
+    def mask(
+        *, batch_size: int, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any
+    ) -> Tensor | None:
+        """Bool, true where a query may look: [B, 1, T/cp, T], or [B, 1, 1, T] where all may see the same keys."""
+        plain = mask_function in (masking.causal_mask_function, masking.bidirectional_mask_function)
+        if (plain or (local_size is not None and local_size > length)) and not padded:
+            return None
+        if _holds_a_sequence(mask_function):
+            raise PlanError(
+                Problem(
+                    given="an attention mask that is made of the tokens of a sequence, under plan.cp above 1",
+                    rule="masks are functions of places, of documents (position_ids) and of padding (attention_mask)",
+                    consequence="the model made this one of its part of the sequence, which says nothing of other keys",
+                    nearest="a model without it, or plan.cp=1",
+                )
+            )
+        if padded:
+            assert padding is not None
+            mask_function = masking.and_masks(mask_function, masking.padding_mask_function(padding.bool()))
+        batch, keys = (torch.arange(size, device=order.device) for size in (batch_size, length))
+        head = torch.zeros(1, dtype=torch.int64, device=order.device)
+        return mask_function(
+            batch[:, None, None, None], head[:, None, None], order[:, None], keys
+        )  # broadcast over [B, 1, T/cp, T]
+
+    return mask
+
+
+def _holds_a_sequence(function: Any) -> bool:
+    """Whether a mask function keeps a tensor of two dims or more, or others that do."""
+    for cell in getattr(function, "__closure__", None) or ():
+        inner = cell.cell_contents
+        for each in inner if isinstance(inner, tuple) else (inner,):
+            if (isinstance(each, Tensor) and each.dim() > 1) or (callable(each) and _holds_a_sequence(each)):
+                return True
+    return False
