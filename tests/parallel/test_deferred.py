@@ -165,7 +165,13 @@ def tied(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "axes"), [(1, {}), (2, {"dp_shard": 2}), (2, {"tp": 2}), (4, {"dp_shard": 2, "tp": 2})]
+    ("ranks", "axes"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {"dp_shard": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
+        (4, {"dp_shard": 2, "tp": 2}),
+    ],
 )
 def test_a_rank_gets_its_blocks(pool: Pool, ranks: int, axes: dict) -> None:
     assert pool.run(built, axes, ranks=ranks) == [[]] * ranks

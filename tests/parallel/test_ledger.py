@@ -52,7 +52,7 @@ def compared(world: World, run_dir: str, changes: dict) -> tuple[int, int, str]:
     [
         (1, {"kind": "sgd"}),
         (2, {"dp_shard": 2, "zero": 1, "kind": "lamb"}),
-        (3, {"dp_shard": 3, "global_batch": 9, "kind": "lars", "lr": 0.5}),
+        pytest.param(3, {"dp_shard": 3, "global_batch": 9, "kind": "lars", "lr": 0.5}, marks=pytest.mark.full),
         (4, {"dp_shard": 2, "tp": 2}),
     ],
 )
