@@ -254,6 +254,26 @@ def test_checkpoint_export(desk: Desk, trained: Path, tmp_path: Path) -> None:
     assert (target / "model.safetensors").read_bytes() != (trained / "export/model.safetensors").read_bytes()
 
 
+def test_checkpoint_export_in_several_files(desk: Desk, trained: Path, tmp_path: Path) -> None:
+    done = desk.here("checkpoint", "export", str(trained), str(tmp_path / "out"), "--max-shard-gib", "0.00001")
+    assert done.code == 0
+    assert len(list((tmp_path / "out").glob("model-0*-of-0*.safetensors"))) > 1
+    assert (tmp_path / "out/model.safetensors.index.json").is_file()
+
+
+def test_checkpoint_convert(desk: Desk, trained: Path, tmp_path: Path) -> None:
+    source = str(trained / "checkpoints/step-00000002")
+    done = desk.here(
+        "checkpoint", "convert", source, str(tmp_path / "out"), "--files", "2", "--drop-optimizer", "--json"
+    )
+    assert done.json["path"] == str(tmp_path / "out/step-00000002")
+    assert 0 < done.json["bytes"] < sum(f.stat().st_size for f in Path(source).iterdir()) / 2
+    assert desk.here("checkpoint", "verify", done.json["path"]).code == 0
+    gone = desk.here("checkpoint", "convert", str(tmp_path / "none"), str(tmp_path / "out"))
+    assert gone.code == 2
+    assert "nothing was written" in gone.err
+
+
 def test_an_export_never_replaces_what_is_no_export(desk: Desk, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     for target in (str(tmp_path), str(tmp_path / "thesis.txt")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,56 @@ def test_a_link_is_no_export(tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "other")
     with pytest.raises(CheckpointError, match="where there is out"):
         export(gpt(), tmp_path / "out", max_length=64, end_of_document=None, tokenizer=None)
+
+
+def test_large_models_are_written_tensor_by_tensor_into_several_files(tmp_path: Path) -> None:
+    model = gpt(tied=False)
+    whole = dict(model.named_parameters())
+    with torch.device("meta"):
+        empty = GPT(model.options)
+    live = peak = 0
+
+    def forget(size: int) -> None:
+        nonlocal live
+        live -= size
+
+    def read(name: str, out: torch.Tensor) -> None:
+        nonlocal live, peak
+        live += out.nbytes
+        peak = max(peak, live)
+        weakref.finalize(out.untyped_storage(), forget, out.nbytes)
+        out.copy_(whole[name].detach())
+
+    limit = sum(p.nbytes for p in model.parameters()) // 4
+    folder = export(
+        empty, tmp_path / "out", max_length=64, end_of_document=5, tokenizer=None, read=read, max_shard_bytes=limit
+    )
+    largest = max(p.nbytes for p in model.parameters())
+    assert largest <= peak <= 2 * largest
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert 4 <= len(files) <= 6
+    assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
+    single = export(model, tmp_path / "one", max_length=64, end_of_document=5, tokenizer=None)
+    expected = safetensors.torch.load_file(single / "model.safetensors")
+    assert index["weight_map"].keys() == expected.keys()
+    for name in files:
+        tensors = safetensors.torch.load_file(folder / name)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= max(limit, largest)
+        for key, tensor in tensors.items():
+            assert index["weight_map"][key] == name
+            assert torch.equal(tensor, expected[key]), key
+    again = export(gpt(), folder, max_length=64, end_of_document=5, tokenizer=None)
+    assert sorted(path.name for path in again.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_transformers_opens_several_files(tmp_path: Path) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
+    )
+    model = gpt()
+    folder = export(model, tmp_path / "out", max_length=64, end_of_document=5, tokenizer=None, max_shard_bytes=20_000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    llama = transformers.LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(llama.state_dict()["model.layers.1.mlp.up_proj.weight"], model.blocks[1].ffn.up.weight)

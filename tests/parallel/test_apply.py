@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from unisono.models.loss import cross_entropy_sum
 from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.device import find_device
+from unisono.plan.check import check
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
@@ -49,22 +53,77 @@ def test_recompute_is_bitwise_equal_including_dropout(recompute: str, precision:
 
 @pytest.mark.parametrize(("recompute", "fewer"), [("full", True), ("selective", True), ("none", False)])
 def test_recompute_keeps_fewer_activations(recompute: str, fewer: bool) -> None:
-    def saved_bytes(model: nn.Module) -> int:
-        total = 0
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal total
-            total += tensor.nbytes
-            return tensor
-
-        tokens = torch.randint(0, 64, (4, 64))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            cross_entropy_sum(model(tokens), tokens, torch.ones(4, 64))
-        return total
-
     plain = saved_bytes(gpt())
     chosen = saved_bytes(apply(plan(recompute=recompute), gpt()))
     assert (chosen < 0.6 * plain) == fewer
+
+
+def saved_bytes(model: nn.Module) -> int:
+    total = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    tokens = torch.randint(0, 64, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        cross_entropy_sum(model(tokens), tokens, torch.ones(4, 64))
+    return total
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": "full", "recompute_blocks": (2,)},
+        {"recompute": "selective", "recompute_blocks": (1,)},
+        {"recompute": "selective", "recompute_keep": ("mm",)},
+        {"recompute": "selective", "recompute_blocks": (2,), "recompute_keep": ("mm", "silu")},
+    ],
+)
+def test_partial_lists_are_bitwise_equal_including_dropout(changes: dict) -> None:
+    plain = gradients(gpt(dropout=0.3), torch.bfloat16)
+    again = gradients(apply(replace(plan(), **changes), gpt(dropout=0.3)), torch.bfloat16)
+    assert plain.keys() == again.keys()
+    for name in plain:
+        assert torch.equal(plain[name], again[name]), name
+
+
+def test_partial_lists_keep_what_they_say() -> None:
+    counts = [saved_bytes(gpt())]
+    for blocks in (1, 2, 3):
+        counts.append(saved_bytes(apply(replace(plan(recompute="full"), recompute_blocks=(blocks,)), gpt())))
+    steps = {before - after for before, after in pairwise(counts)}
+    assert len(steps) == 1
+    assert steps.pop() > 0.2 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recompute_blocks": (1,)}, "recompute_blocks [1] with recompute 'none'"),
+        ({"recompute": "full", "recompute_blocks": (0,)}, "recompute_blocks [0] for 1 piece of the model"),
+        ({"recompute": "full", "recompute_blocks": (1, 1)}, "recompute_blocks [1, 1] for 1 piece of the model"),
+        ({"recompute": "full", "recompute_keep": ("mm",)}, "recompute_keep ['mm'] with recompute 'full'"),
+    ],
+)
+def test_lists_that_say_nothing_are_refused(changes: dict, said: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        check(replace(plan(), **changes), 1)
+    assert str(raised.value).startswith(said)
+
+
+def test_lists_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"recompute_blocks\[0\] is 4, and that piece of the model has 3 blocks"):
+        apply(replace(plan(recompute="full"), recompute_blocks=(4,)), gpt())
+    for name in ("adddmm", "bernoulli_", "native_dropout"):
+        with pytest.raises(PlanError, match=f"recompute_keep '{name}'") as raised:
+            apply(replace(plan(recompute="selective"), recompute_keep=(name,)), gpt())
+        assert "did you mean" in str(raised.value)
+    model = apply(replace(plan(recompute="selective"), recompute_keep=("mm", "convolution")), gpt())
+    with pytest.raises(PlanError, match="recompute_keep convolution") as raised:
+        gradients(model)
+    assert "it names operators that the recomputed blocks run" in str(raised.value)
 
 
 def test_names_do_not_change() -> None:

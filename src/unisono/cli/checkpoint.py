@@ -12,7 +12,7 @@ from unisono.errors import CheckpointError, Problem
 
 @click.group("checkpoint")
 def command() -> None:
-    """List, verify, export checkpoints."""
+    """List, verify, convert, export checkpoints."""
 
 
 @command.command("ls")
@@ -76,24 +76,65 @@ def _nothing_at(path: str, consequence: str) -> Problem:
     )
 
 
+@command.command("convert")
+@click.argument("source")
+@click.argument("target")
+@click.option("--files", type=click.IntRange(min=1), default=1, show_default=True, help="Files to spread it over.")
+@click.option("--drop-optimizer", is_flag=True, help="Keep the model and its averages only; no run resumes from it.")
+@click.option("--average", is_flag=True, help="Averaged weights in place of the weights, and nothing else.")
+@every_verb
+def convert_one(source: str, target: str, files: int, drop_optimizer: bool, average: bool, as_json: bool) -> None:
+    """Write the checkpoint folder SOURCE again as TARGET/step-….
+
+    Going on with other ranks or another plan needs no conversion: any checkpoint loads under any plan.
+    """
+    if not Path(source).is_dir():
+        raise CheckpointError(_nothing_at(source, "nothing was written"))
+    from unisono.train.checkpoint import convert
+
+    folder = convert(Path(source), Path(target), files=files, keep_optimizer=not drop_optimizer, average=average)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    if as_json:
+        print_json({"source": source, "path": str(folder), "bytes": size})
+    else:
+        click.echo(f"{source} written to {folder}, {size / 2**20:.1f} MiB")
+
+
 @command.command("export")
 @click.argument("run_dir", default="runs/first")
 @click.argument("target", required=False)
 @click.option("--checkpoint", help="A checkpoint folder instead of the newest good one.")
+@click.option(
+    "--max-shard-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Most GiB of tensors in one file; above it there are several, and an index.",
+)
 @every_verb
-def export_model(run_dir: str, target: str | None, checkpoint: str | None, as_json: bool) -> None:
-    """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export)."""
+def export_model(run_dir: str, target: str | None, checkpoint: str | None, max_shard_gib: float, as_json: bool) -> None:
+    """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export).
+
+    Of a built-in model one tensor is in memory at a time; a model of your own is built whole.
+    """
     config = load_run(run_dir).value
     from unisono.cli.rank import export_run
     from unisono.dist import JobSpec, join
-    from unisono.train.build import find_tokenizer
-    from unisono.train.load import load_model
+    from unisono.train.build import build_model, find_tokenizer
+    from unisono.train.load import find_snapshot, reader_of
 
     tokenizer = find_tokenizer(config)
-    world = join(JobSpec(), device_type="cpu", timeout_s=60.0)
-    model, step = load_model(config, tokenizer, world, checkpoint)
-    folder = export_run(model, config, tokenizer, Path(target) if target else None)
+    snapshot = find_snapshot(config, join(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)
+    model = build_model(config, tokenizer, empty=config.parts.model == "gpt")
+    folder = export_run(
+        model,
+        config,
+        tokenizer,
+        Path(target) if target else None,
+        read=reader_of(model, snapshot),
+        max_shard_bytes=int(max_shard_gib * 2**30),
+    )
     if as_json:
-        print_json({"run_dir": run_dir, "step": step, "path": str(folder)})
+        print_json({"run_dir": run_dir, "step": snapshot.step, "path": str(folder)})
     else:
-        click.echo(f"step {step} exported to {folder}")
+        click.echo(f"step {snapshot.step} exported to {folder}")

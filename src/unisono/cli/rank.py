@@ -142,8 +142,10 @@ def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any])
     return refused
 
 
-def export_run(model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None) -> Path:
-    """The Hugging Face folder of a run, by default ``<run.dir>/export``."""
+def export_run(
+    model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None, **how: Any
+) -> Path:
+    """The Hugging Face folder of a run, by default ``<run.dir>/export``; ``how`` are more arguments of ``export``."""
     from_file = tokenizer is not None and config.data.tokenizer != BYTES
     return export(
         model,
@@ -151,6 +153,7 @@ def export_run(model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None,
         max_length=config.data.seq_len,
         end_of_document=tokenizer.end_of_document if tokenizer else None,
         tokenizer=Path(config.data.tokenizer).expanduser() if from_file else None,
+        **how,
     )
 
 

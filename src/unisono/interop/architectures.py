@@ -1,4 +1,4 @@
-"""The reference GPT as a model of Hugging Face transformers: names, tensors and config.json.
+"""The reference GPT as a model of Hugging Face transformers: names, what they hold, and config.json.
 
 Dense it is a Llama. With experts it is a Mixtral, and where a bias takes part in the choice an Ernie 4.5 MoE, the one that adds
 it to a softmax. Ernie turns neighbours (2i, 2i + 1) where Llama and this library turn (i, i + half), so rows of its query and
@@ -8,11 +8,14 @@ key matrices are in another order; their products are the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from unisono.errors import CheckpointError, Problem
+from unisono.interop.exported import Exported
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 
@@ -41,8 +44,8 @@ _ERNIE = {
 }
 
 
-def tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of the export. Raises CheckpointError where no architecture computes the same."""
+def tensors(model: GPT) -> Iterator[Exported]:
+    """What the export holds. Raises CheckpointError where no architecture computes the same."""
     options = model.options
     if options.experts and options.experts_per_token == 1:
         raise CheckpointError(
@@ -54,21 +57,24 @@ def tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
             )
         )
     names = _BLOCK | (_ERNIE if options.balance == "bias" else _MIXTRAL)
-    yield "model.embed_tokens.weight", model.embedding.weight.detach()
-    for name, tensor in model.blocks.state_dict().items():
-        number, _, rest = name.partition(".")
-        layer, inner = f"model.layers.{number}.", rest.removesuffix(".weight")
+    turned = ("attention.q", "attention.k") if options.experts and options.balance == "bias" else ()
+    yield Exported(key="model.embed_tokens.weight", name="embedding.weight")
+    for inner_name in model.blocks.state_dict(keep_vars=True):
+        number, _, rest = inner_name.partition(".")
+        name, layer, inner = f"blocks.{inner_name}", f"model.layers.{number}.", rest.removesuffix(".weight")
         if inner == "ffn.router.bias":
-            yield f"{layer}mlp.moe_statics.e_score_correction_bias", tensor[None]
+            yield Exported(key=f"{layer}mlp.moe_statics.e_score_correction_bias", name=name, take=itemgetter(None))
         elif inner.startswith("ffn.experts."):
-            for expert, matrix in enumerate(tensor):
-                yield f"{layer}{names[inner].format(expert)}.weight", matrix
+            for expert in range(options.experts):
+                key = f"{layer}{names[inner].format(expert)}.weight"
+                yield Exported(key=key, name=name, take=itemgetter(expert))
+        elif inner in turned:
+            yield Exported(key=f"{layer}{names[inner]}.weight", name=name, take=partial(_neighbours, options=options))
         else:
-            turned = inner in ("attention.q", "attention.k") and options.experts and options.balance == "bias"
-            yield f"{layer}{names[inner]}.weight", _neighbours(tensor, options) if turned else tensor
-    yield "model.norm.weight", model.norm.weight.detach()
+            yield Exported(key=f"{layer}{names[inner]}.weight", name=name)
+    yield Exported(key="model.norm.weight", name="norm.weight")
     if model.head is not None:
-        yield "lm_head.weight", model.head.weight.detach()
+        yield Exported(key="lm_head.weight", name="head.weight")
 
 
 def config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:

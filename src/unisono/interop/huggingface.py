@@ -1,36 +1,58 @@
 """Export to the Hugging Face folder layout: ``model.safetensors``, ``config.json`` and, where there is one, the tokenizer.
 
 The reference GPT is a Llama, so its export opens with ``LlamaForCausalLM.from_pretrained``; with experts another class there
-opens it (see ``architectures``). Any other model gets its own parameter names and no ``config.json``: its class is known to its
-author only. Of several names for one tensor the file holds one and lists the others, as ``safetensors.torch.load_model`` expects.
+opens it (see ``architectures``). The reference BERT is a ``BertForMaskedLM``. Any other model gets its own parameter names and no
+``config.json``: its class is known to its author only. Of several names for one tensor the file holds one and lists the others,
+as ``safetensors.torch.load_model`` expects.
+
+Tensors are written one after the other and dropped: with ``read`` the model itself may be on the meta device. Above
+``max_shard_bytes`` they are spread over several files, with ``model.safetensors.index.json`` that says which is where.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import safetensors.torch
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unisono.errors import CheckpointError, Problem
 from unisono.interop import architectures
+from unisono.interop.bert import bert_config, bert_tensors
+from unisono.interop.exported import Exported
+from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
+from unisono.train.checkpoint.tensorfile import build_header
 
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _FORMAT = {"format": "pt"}
+MAX_SHARD_BYTES = 5 << 30
 
 
 def export(
-    model: nn.Module, folder: Path, *, max_length: int, end_of_document: int | None, tokenizer: Path | None
+    model: nn.Module,
+    folder: Path,
+    *,
+    max_length: int,
+    end_of_document: int | None,
+    tokenizer: Path | None,
+    read: Callable[[str, Tensor], None] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
     """Write the model to ``folder`` and return it; an export that was there is replaced only when the new one is complete.
 
     ``max_length`` in tokens is what the model was trained on; ``tokenizer`` is a Hugging Face tokenizer.json to copy.
+    ``read(name, out)`` overwrites ``out`` with the values of the model's tensor ``name``; by default they are the model's.
+    A file has at most ``max_shard_bytes`` of tensors, or one tensor.
     Raises CheckpointError where ``folder`` holds anything but an earlier export or cannot be written, or where no class there
     computes what a model with experts does.
     """
@@ -40,7 +62,12 @@ def export(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        _write(model, partial, max_length=max_length, end_of_document=end_of_document, tokenizer=tokenizer)
+        write_weights(model, partial, read=read, max_shard_bytes=max_shard_bytes)
+        config = _config(model, max_length, end_of_document)
+        if config is not None:
+            (partial / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial / _TOKENIZER)
         if target.exists():
             shutil.rmtree(target)
         partial.rename(target)
@@ -63,8 +90,12 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
     """A folder is only replaced when an export is all there is in it."""
     if not os.path.lexists(target):
         return
-    ours = {_WEIGHTS, _CONFIG, _TOKENIZER}
-    others = sorted(set(os.listdir(target)) - ours) if target.is_dir() and not target.is_symlink() else [target.name]
+    ours = {_WEIGHTS, _INDEX, _CONFIG, _TOKENIZER}
+    others = (
+        sorted(name for name in os.listdir(target) if name not in ours and not _SHARD.fullmatch(name))
+        if target.is_dir() and not target.is_symlink()
+        else [target.name]
+    )
     if others:
         raise CheckpointError(
             Problem(
@@ -77,16 +108,81 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
         )
 
 
-def _write(
-    model: nn.Module, folder: Path, *, max_length: int, end_of_document: int | None, tokenizer: Path | None
+def write_weights(
+    model: nn.Module, folder: Path, *, read: Callable[[str, Tensor], None] | None, max_shard_bytes: int
 ) -> None:
-    library: Any = safetensors.torch  # its functions are typed in part only
+    """The model's tensors as safetensors files in ``folder``, one tensor of the model in memory at a time."""
+    tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    named, tied = _names(model)
+    sizes = {each.key: each.take(tensors[each.name].detach()) for each in named}  # views, of which only shapes are read
+    files = _spread(named, sizes, max_shard_bytes)
+    one = len(files) == 1
+    names = [_WEIGHTS if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    whole: tuple[str, Tensor] = "", torch.empty(0)  # several in a row may be of one tensor, as experts are
+    for file_name, members in zip(names, files, strict=True):
+        # wide elements first, as safetensors orders them
+        ordered = sorted(members, key=lambda each: -sizes[each.key].dtype.itemsize)
+        layout = [(each.key, sizes[each.key].dtype, tuple(sizes[each.key].shape)) for each in ordered]
+        header, _ = build_header(layout, {**_FORMAT, **tied})
+        with (folder / file_name).open("wb") as file:
+            file.write(header)
+            for each in ordered:
+                if whole[0] != each.name:
+                    whole = "", torch.empty(0)  # let it go first
+                    whole = each.name, _values(each.name, tensors[each.name], read)
+                part = each.take(whole[1]).contiguous()
+                file.write(cast(Any, part.reshape(-1).view(torch.uint8).numpy()).data)
+    if not one:
+        index = {
+            "metadata": {"total_size": sum(size.nbytes for size in sizes.values())},
+            "weight_map": {each.key: name for name, members in zip(names, files, strict=True) for each in members},
+        }
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _values(name: str, tensor: Tensor, read: Callable[[str, Tensor], None] | None) -> Tensor:
+    if read is None:
+        return tensor.detach().cpu()
+    values = torch.empty(tensor.shape, dtype=tensor.dtype)
+    read(name, values)
+    return values
+
+
+def _spread(named: Sequence[Exported], sizes: Mapping[str, Tensor], limit: int) -> list[list[Exported]]:
+    files: list[list[Exported]] = [[]]
+    size = 0
+    for each in named:
+        size += sizes[each.key].nbytes
+        if files[-1] and size > limit:
+            files.append([])
+            size = sizes[each.key].nbytes
+        files[-1].append(each)
+    return files
+
+
+def _names(model: nn.Module) -> tuple[list[Exported], dict[str, str]]:
     if isinstance(model, GPT):
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in architectures.tensors(model)}
-        library.save_file(tensors, folder / _WEIGHTS, _FORMAT)
-        config = architectures.config(model, max_length, end_of_document)
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    else:
-        library.save_model(model, str(folder / _WEIGHTS), dict(_FORMAT))
-    if tokenizer is not None:
-        shutil.copyfile(tokenizer, folder / _TOKENIZER)
+        return list(architectures.tensors(model)), {}
+    if isinstance(model, BERT):
+        return list(bert_tensors(model)), {}
+    return _own_names(model)
+
+
+def _config(model: nn.Module, max_length: int, end_of_document: int | None) -> dict[str, Any] | None:
+    if isinstance(model, GPT):
+        return architectures.config(model, max_length, end_of_document)
+    return bert_config(model) if isinstance(model, BERT) else None
+
+
+def _own_names(model: nn.Module) -> tuple[list[Exported], dict[str, str]]:
+    """Every tensor once, and of those with several names the others: other name -> the name it is under."""
+    first: dict[Any, str] = {}
+    named: list[Exported] = []
+    tied: dict[str, str] = {}
+    for name, tensor in cast("dict[str, Tensor]", model.state_dict(keep_vars=True)).items():
+        known = first.setdefault(tensor, name)
+        if known == name:
+            named.append(Exported(key=name, name=name))
+        else:
+            tied[name] = known
+    return named, tied

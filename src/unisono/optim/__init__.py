@@ -9,6 +9,7 @@ from unisono.lazy import lazily
 if TYPE_CHECKING:
     from unisono.optim.build import build_optimizer as build_optimizer
     from unisono.optim.build import param_groups as param_groups
+    from unisono.optim.build import state_names as state_names
     from unisono.optim.clip import clip_coefficient as clip_coefficient
     from unisono.optim.clip import global_norm as global_norm
     from unisono.optim.layerwise import Lamb as Lamb
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "build_optimizer": "build",
+    "state_names": "build",
     "param_groups": "build",
     "clip_coefficient": "clip",
     "global_norm": "clip",

@@ -56,6 +56,13 @@ def param_groups(
     return groups
 
 
+def state_names(options: OptimOptions) -> tuple[str, ...]:
+    """The tensors that the optimizer keeps for each parameter; ``step`` is one number, the others have its shape."""
+    if options.kind in ("sgd", "lars"):
+        return MOMENTUM_STATE if options.momentum else ()
+    return ADAM_STATE
+
+
 def build_optimizer(
     model: nn.Module,
     options: OptimOptions,
@@ -91,13 +98,10 @@ def build_optimizer(
             optimizer = torch.optim.SGD(
                 groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=fused or None
             )
-            state = MOMENTUM_STATE if options.momentum else ()
         case "adam":
             optimizer = torch.optim.Adam(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused or None)
-            state = ADAM_STATE
         case "adamw":
             optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused or None)
-            state = ADAM_STATE
         case _:
             raise ConfigError(
                 Problem(
@@ -108,7 +112,7 @@ def build_optimizer(
                 )
             )
     for group in optimizer.param_groups:
-        group["state"] = state
+        group["state"] = state_names(options)
         for parameter in group["params"]:
             create_state(optimizer, group, parameter)
     return make_skippable(optimizer)

@@ -26,6 +26,7 @@ def check(plan: Plan, world: int) -> None:
         *_mesh(plan, world),
         *_batch(plan, world),
         *_pipeline(plan),
+        *_recompute(plan),
         *_choices(plan, world),
     ]
     if problems:
@@ -151,6 +152,33 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
             rule="all pipelines run the same number of micro-batches: global_batch is a multiple of the data ranks",
             consequence="the schedules would not fit together",
             nearest=f"plan.global_batch={max(1, plan.global_batch // plan.data_ranks) * plan.data_ranks}",
+        )
+
+
+def _recompute(plan: Plan) -> Iterator[Problem]:
+    """``recompute_blocks`` has the number of recomputed blocks, from the first on, of each piece of the model."""
+    pieces = plan.pp * plan.chunks if plan.pp > 1 else 1
+    blocks = list(plan.recompute_blocks)
+    if plan.recompute == "none" and blocks:
+        yield Problem(
+            given=f"recompute_blocks {blocks} with recompute 'none'",
+            rule="it says how many blocks recompute, each by the same rule",
+            consequence="it would change nothing",
+            nearest="recompute='full', or no recompute_blocks",
+        )
+    elif blocks and (len(blocks) != pieces or min(blocks) < 0 or not any(blocks)):
+        yield Problem(
+            given=f"recompute_blocks {blocks} for {pieces} {'piece' if pieces == 1 else 'pieces'} of the model",
+            rule="one number of blocks, 0 or more, for each piece, and not all 0",
+            consequence="it would be unclear what is recomputed, or nothing would be",
+            nearest=f"{[1] * pieces}, or none: then all blocks are recomputed",
+        )
+    if plan.recompute_keep and plan.recompute != "selective":
+        yield Problem(
+            given=f"recompute_keep {list(plan.recompute_keep)} with recompute {plan.recompute!r}",
+            rule="it names operators whose results selective recompute keeps",
+            consequence="it would change nothing",
+            nearest="recompute='selective', or no recompute_keep",
         )
 
 

@@ -53,6 +53,8 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         accumulation=-(-share // micro_batch),
         precision=options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32"),
         recompute=options.recompute,
+        recompute_blocks=(),
+        recompute_keep=(),
         compile=options.compile,
         sync=options.sync if options.sync != "auto" else ("dist_sync" if world > 1 else "local"),
         gradients="mean",

@@ -49,6 +49,8 @@ class Plan:
     accumulation: int
     precision: Literal["fp32", "bf16", "fp16"]
     recompute: Recompute
+    recompute_blocks: tuple[int, ...]
+    recompute_keep: tuple[str, ...]
     compile: Compile
     sync: Literal["local", "dist_sync"]
     gradients: Literal["mean", "sum"]

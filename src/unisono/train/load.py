@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unisono.data.tokenizer import Tokenizer
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
 from unisono.train.build import build_model
-from unisono.train.checkpoint import find_latest, open_checkpoint, verify
+from unisono.train.checkpoint import Snapshot, find_latest, open_checkpoint, verify
 from unisono.train.config import RunConfig
 
 
@@ -23,6 +24,17 @@ def load_model(
 
     Raises CheckpointError when there is none or it holds another model.
     """
+    snapshot = find_snapshot(config, world, checkpoint)
+    model = build_model(config, tokenizer)
+    read = reader_of(model, snapshot)
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            read(name, tensor.detach())
+    return model.eval(), snapshot.step
+
+
+def find_snapshot(config: RunConfig, world: World, checkpoint: str | None) -> Snapshot:
+    """The newest good checkpoint of a run, or the one named. Raises CheckpointError when there is none."""
     root = Path(config.run.dir) / "checkpoints"
     path = Path(checkpoint) if checkpoint else find_latest(root, world)
     if path is None:
@@ -36,8 +48,12 @@ def load_model(
         )
     if checkpoint and (problems := verify(path)):
         raise CheckpointError(*problems)
-    snapshot = open_checkpoint(path)
-    model = build_model(config, tokenizer)
+    return open_checkpoint(path)
+
+
+def reader_of(model: nn.Module, snapshot: Snapshot) -> Callable[[str, Tensor], None]:
+    """``read(name, out)`` overwrites ``out`` with what was saved of the model's tensor ``name``, averaged where the run kept
+    averages. ``model`` may be on the meta device. Raises CheckpointError when the checkpoint holds another model."""
     names = set(snapshot.names())
     targets = {f"model/{name}": tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     wrong = [
@@ -46,15 +62,15 @@ def load_model(
     if wrong:
         raise CheckpointError(
             Problem(
-                given=f"the checkpoint {path} for {type(model).__name__}: {wrong[0].removeprefix('model/')} is missing "
-                "or of another shape" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+                given=f"the checkpoint {snapshot.path} for {type(model).__name__}: {wrong[0].removeprefix('model/')} is "
+                "missing or of another shape" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
                 rule="the configuration describes the model that was saved",
                 consequence="nothing was loaded",
                 nearest="use the configuration in the run's own folder",
             )
         )
-    with torch.no_grad():
-        for name, tensor in targets.items():
-            averaged = name.replace("model/", "ema/", 1)
-            snapshot.read_into(averaged if averaged in names else name, tensor.detach())
-    return model.eval(), snapshot.step
+
+    def read(name: str, out: Tensor) -> None:
+        snapshot.read_into(f"ema/{name}" if f"ema/{name}" in names else f"model/{name}", out)
+
+    return read

@@ -14,6 +14,7 @@ from unisono.train.checkpoint.options import CheckpointOptions
 
 if TYPE_CHECKING:
     from unisono.train.checkpoint.checkpointer import Checkpointer
+    from unisono.train.checkpoint.conversion import convert
     from unisono.train.checkpoint.folder import Entry, list_checkpoints, set_aside_after
     from unisono.train.checkpoint.integrity import find_latest, verify
     from unisono.train.checkpoint.reader import Snapshot, TensorSpec, open_checkpoint
@@ -24,6 +25,7 @@ __all__ = [
     "Entry",
     "Snapshot",
     "TensorSpec",
+    "convert",
     "find_latest",
     "list_checkpoints",
     "open_checkpoint",
@@ -36,6 +38,7 @@ _HOME = {
     "Entry": "folder",
     "Snapshot": "reader",
     "TensorSpec": "reader",
+    "convert": "conversion",
     "find_latest": "integrity",
     "list_checkpoints": "folder",
     "open_checkpoint": "reader",

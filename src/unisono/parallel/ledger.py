@@ -1,0 +1,168 @@
+"""What a rank must hold, by arithmetic: from a plan and the table of the whole model, before anything is built.
+
+    parameters   blocks cut by rules (tp, ep), then by rows over the ranks that share the state; equal for all ZeRO stages
+    gradients    as the parameters from stage 2 on, in stage 1 not cut by rows until the step's end
+    state        the optimizer's tensors of the parameters' shape, and a step count of 4 bytes per parameter where it has one
+
+``check_held`` compares it with what was built: a rule that cut nothing, or cut twice, does not show in the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import PlanError, Problem
+from unisono.optim import state_tensors
+from unisono.plan.plan import Plan
+
+_COUNTERS = ("step",)  # state that is one number per parameter
+_COUNTER_BYTES = 4
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """A parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What a rank holds of one parameter: the block's shape, and bytes in all; ``state_numel`` is without step counts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter_bytes: int
+    gradient_bytes: int
+    state_numel: int
+    state_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the block."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What a rank holds, by parameter name."""
+
+    held: Mapping[str, Held]
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(each.parameter_bytes for each in self.held.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(each.gradient_bytes for each in self.held.values())
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(each.state_bytes for each in self.held.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters."""
+        return sum(each.numel for each in self.held.values())
+
+
+def whole_table(model: nn.Module) -> dict[str, Whole]:
+    """The parameters of a model that nothing has cut yet, by first name; it may be on the meta device."""
+    return {
+        name: Whole(shape=tuple(p.shape), dtype=p.dtype, trained=p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+
+
+def place_of(plan: Plan, rank: int) -> dict[str, int]:
+    """Where ``rank`` is along each axis (see ``grid``), without a process group."""
+    place: dict[str, int] = {}
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        rank, place[axis] = divmod(rank, int(getattr(plan, axis)))
+    place["shard"] = place["dp_shard"] * plan.cp + place["cp"]
+    place["experts"], place["ep"] = divmod(place["shard"], plan.ep)
+    return place
+
+
+def ledger(
+    plan: Plan,
+    table: Mapping[str, Whole],
+    rank: int,
+    *,
+    state: Collection[str],
+    cuts: Mapping[str, Mapping[str, int]] | None = None,
+    names: Collection[str] | None = None,
+) -> Ledger:
+    """What ``rank`` holds.
+
+    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``cuts``: by parameter, the dimension that
+    each axis (tp, ep) cuts into equal parts; a parameter that ``ep`` cuts is shared by the ranks along ``experts``, others
+    by those along ``shard``. ``names``: the parameters of this rank's pipeline stage, all where it is None.
+    """
+    place = place_of(plan, rank)
+    held: dict[str, Held] = {}
+    for name, whole in table.items():
+        if names is not None and name not in names:
+            continue
+        shape, cut = list(whole.shape), (cuts or {}).get(name, {})
+        for axis, dim in cut.items():
+            shape[dim] //= int(getattr(plan, axis))
+        before_rows = math.prod(shape)
+        if plan.sharded:
+            line, ranks = ("experts", plan.shards // plan.ep) if "ep" in cut else ("shard", plan.shards)
+            rows = -(-shape[0] // ranks)
+            shape[0] = max(0, min(shape[0] - place[line] * rows, rows))
+        numel, size = math.prod(shape), whole.dtype.itemsize
+        moments = [each for each in state if each not in _COUNTERS] if whole.trained else []
+        counters = len(state) - len(moments) if whole.trained else 0
+        held[name] = Held(
+            shape=tuple(shape),
+            dtype=whole.dtype,
+            parameter_bytes=numel * size,
+            gradient_bytes=(before_rows if plan.zero == 1 else numel) * size if whole.trained else 0,
+            state_numel=numel * len(moments),
+            state_bytes=numel * len(moments) * size + counters * _COUNTER_BYTES,
+        )
+    return Ledger(held=held)
+
+
+def check_held(expected: Ledger, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Compares the pieces that a rank holds, and the optimizer's state of them, with the ledger.
+
+    Raises PlanError naming the first parameters that differ, and how.
+    """
+    held = expected.held
+    states: dict[str, list[Tensor]] = {}
+    for path, tensor in state_tensors(parameters, optimizer).items():
+        states.setdefault(path.split("/", 2)[2], []).append(tensor)
+    wrong: list[str] = []
+    for name in [*held, *(name for name in parameters if name not in held)]:
+        if name not in parameters or name not in held:
+            wrong.append(f"{name} is {'not held' if name in held else 'held, and of another stage'}")
+            continue
+        want, piece, state = held[name], parameters[name], states.get(name, [])
+        if (tuple(piece.shape), piece.dtype) != (want.shape, want.dtype):
+            wrong.append(f"{name} is {list(piece.shape)} {piece.dtype}, and should be {list(want.shape)} {want.dtype}")
+        elif (have := sum(each.nbytes for each in state)) != want.state_bytes:
+            wrong.append(f"the optimizer holds {have} bytes for {name}, and should hold {want.state_bytes}")
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise PlanError(
+            Problem(
+                given="; ".join(wrong[:_SHOWN]) + more,
+                rule=f"a rank holds what follows from the plan: {expected.numel} elements, "
+                f"{expected.parameter_bytes} bytes of parameters, {expected.state_bytes} of optimizer state",
+                consequence="another model than the plan's would be trained, or memory would not be what was planned",
+                nearest="parameters that one rule cuts once, and an optimizer made from the pieces",
+            )
+        )

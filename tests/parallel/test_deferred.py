@@ -1,0 +1,282 @@
+"""A model built without its values gets those of a plain construction, bit for bit, and no process holds all of them."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+import torch
+from pool import Pool
+from torch import nn
+
+from unisono.dist import World
+from unisono.errors import PlanError
+from unisono.models.gpt import GPT
+from unisono.models.options import ModelOptions
+from unisono.parallel.apply import apply
+from unisono.parallel.deferred import allocate, deferred, fill
+from unisono.parallel.grid import Grid
+from unisono.parallel.pieces import Pieces
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+
+SIZES = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": 49}
+
+
+class Mixed(nn.Module):
+    """Ways to initialise: from values, in several goes, by rejection, by QR, in part, from another's, and never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(5, 3) * 0.1)
+        self.cut = nn.Parameter(torch.zeros(20))
+        nn.init.orthogonal_(self.scaled)
+        nn.init.trunc_normal_(self.cut, std=0.02)
+        nn.init.trunc_normal_(self.cut, std=1.0, a=-0.1, b=0.1)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+        self.register_buffer("mask", torch.ones(4, 4).tril())
+        self.register_buffer("inverse", 1 / torch.arange(1, 5))
+        self.other = nn.Parameter(torch.empty(4, 2, dtype=torch.bfloat16))
+        nn.init.kaiming_uniform_(self.other)
+        with torch.no_grad():
+            self.cut[:3].normal_()
+            self.scaled.mul_(torch.tensor(2.0)).add_(1)
+            self.other[1].zero_()
+        self.copied = nn.Parameter(self.scaled.detach().clone())
+        nn.init.uniform_(self.scaled)
+        self.tied = self.copied
+
+
+def small_gpt() -> nn.Module:
+    return GPT(ModelOptions(**SIZES))
+
+
+def encoder() -> nn.Module:
+    """torch copies the first layer."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12), 3, enable_nested_tensor=False)
+
+
+def seeded_within() -> nn.Module:
+    parts: list[nn.Module] = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        parts.append(nn.Linear(3, 4))
+    torch.manual_seed(8)
+    return nn.Sequential(*parts, nn.BatchNorm1d(4), nn.Embedding(5, 3, padding_idx=2))
+
+
+def own_generator() -> nn.Module:
+    layer = nn.Linear(3, 4)
+    generator = torch.Generator().manual_seed(3)
+    nn.init.normal_(layer.weight, generator=generator)
+    nn.init.normal_(layer.bias, generator=generator)
+    return layer
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("factory", [small_gpt, encoder, seeded_within, own_generator, Mixed])
+def test_values_are_those_of_a_plain_construction(factory: object) -> None:
+    torch.manual_seed(1)
+    plain = tensors(factory())
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    recipe = deferred(factory)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(parameter.is_meta for parameter in recipe.model.parameters())
+    torch.manual_seed(2)  # what others draw meanwhile does not matter
+    allocate(recipe.model, torch.device("cpu"))
+    found = tensors(recipe.model)
+    assert found.keys() == plain.keys()
+    drawn = {name: value.clone() for name, value in recipe.values(found.keys())}
+    for name, tensor in plain.items():
+        assert torch.equal(drawn.get(name, found[name]), tensor), name
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].requires_grad == tensor.requires_grad, name
+    assert torch.equal(after, torch.get_rng_state())
+    some = set(list(plain)[1::2])
+    assert all(name in some and torch.equal(value, plain[name]) for name, value in recipe.values(some))
+    assert torch.equal(after, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("kind", ["Llama", "ViT"])
+def test_models_of_transformers(kind: str) -> None:
+    library = pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "Llama":
+        config = library.LlamaConfig(**sizes, vocab_size=33, tie_word_embeddings=True)
+        chosen = library.AutoModelForCausalLM
+    else:
+        config = library.ViTConfig(**sizes, image_size=8, patch_size=4)
+        chosen = library.AutoModelForImageClassification
+    test_values_are_those_of_a_plain_construction(lambda: chosen.from_config(config))
+
+
+class Tied(nn.Module):
+    """Two names for one matrix, outside of the repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
+    """Names of parameters that are not the block of the whole that a plain construction has."""
+    plan = derive(PlanOptions(device="cpu", **axes), world=world.world, device="cpu", native_bf16=False)
+    torch.manual_seed(1)
+    whole = tensors(factory())
+    torch.manual_seed(1)
+    recipe = deferred(factory)
+    grid = Grid(plan, world)
+    model = apply(plan, recipe.model, grid)
+    allocate(model, torch.device("cpu"))
+    pieces = Pieces(model, grid)
+    fill(recipe, model, pieces)
+    assert len({recipe.fingerprint, *world.gather_json(recipe.fingerprint)}) == 1
+    wrong = []
+    for name, piece in pieces.parameters.items():
+        part, mine = pieces.part(name, piece), whole[name]
+        for dim, begin in enumerate(part.offset if part else ()):
+            mine = mine.narrow(dim, begin, piece.shape[dim])
+        if not torch.equal(mine, piece):
+            wrong.append(name)
+    tokens = torch.arange(6).view(2, 3)
+    torch.manual_seed(1)
+    mine, theirs = model(tokens), factory()(tokens)
+    torch.testing.assert_close(getattr(mine, "hidden", mine), getattr(theirs, "hidden", theirs))
+    return wrong
+
+
+def tied(world: World) -> list[str]:
+    assert len(dict(deferred(Tied).model.named_parameters())) == 5
+    return built(world, {"dp_shard": 2}, Tied)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.full),
+        pytest.param(2, {"dp_shard": 2}, marks=pytest.mark.full),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
+        (4, {"dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_a_rank_gets_its_blocks(pool: Pool, ranks: int, axes: dict) -> None:
+    assert pool.run(built, axes, ranks=ranks) == [[]] * ranks
+
+
+def test_tied_parameters_stay_tied(pool: Pool) -> None:
+    assert pool.run(tied, ranks=2) == [[]] * 2
+
+
+def risen(world: World, defer: bool) -> float:
+    """How far the memory of this process rose, over the bytes of the model."""
+
+    def large() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+
+    def memory(line: str) -> int:
+        (found,) = [
+            each for each in pathlib.Path("/proc/self/status").read_text().splitlines() if each.startswith(line)
+        ]
+        return int(found.split()[1]) << 10
+
+    plan = derive(PlanOptions(device="cpu", dp_shard=2), world=2, device="cpu", native_bf16=False)
+    grid = Grid(plan, world)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
+    before = memory("VmRSS")
+    if defer:
+        recipe = deferred(large)
+        model = apply(plan, recipe.model, grid)
+        allocate(model, torch.device("cpu"))
+        fill(recipe, model, Pieces(model, grid))
+    else:
+        model = apply(plan, large(), grid)
+    return (memory("VmHWM") - before) / (24 << 22)
+
+
+def test_no_process_holds_all(pool: Pool) -> None:
+    assert max(pool.run(risen, True, ranks=2)) < 0.75
+    assert min(pool.run(risen, False, ranks=2)) > 0.9
+
+
+def reads_a_value() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    layer.scale = layer.weight.abs().max().item()  # type: ignore[assignment]
+    return layer
+
+
+def plain_attribute() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    layer.table = torch.zeros(4)
+    return layer
+
+
+def put_back() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    with torch.random.fork_rng():
+        nn.init.normal_(layer.weight)
+    return nn.Sequential(layer, nn.Linear(2, 3))
+
+
+def draws_into_values() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    layer.extra = nn.Parameter(torch.tensor([1.0, 2.0]).normal_())
+    return layer
+
+
+def elsewhere() -> nn.Module:
+    return nn.Linear(2, 3, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("factory", "given", "rule"),
+    [
+        (reads_a_value, "_local_scalar_dense of [] torch.float32", "it needs values, and there are none yet"),
+        (plain_attribute, "table of [4] torch.float32", "is a parameter or a registered buffer"),
+        (put_back, "set_state while", "is not put back to where it was between two draws"),
+        (draws_into_values, "normal_ of [2] torch.float32", "made with its values is not drawn or computed into"),
+        (elsewhere, "empty while", "values are drawn on the CPU, not on meta"),
+    ],
+)
+def test_what_cannot_be_deferred_is_refused(factory: object, given: str, rule: str) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with pytest.raises(PlanError) as raised:
+        deferred(factory)
+    assert str(raised.value).startswith(given)
+    assert rule in str(raised.value)
+    assert "while a model is built without its values" in str(raised.value)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not nn.Linear(2, 3).weight.is_meta
+
+
+def test_a_source_that_changed_is_refused() -> None:
+    source = torch.ones(3, 2)
+
+    def factory() -> nn.Module:
+        layer = nn.Linear(2, 3)
+        with torch.no_grad():
+            layer.weight.copy_(source)
+        return layer
+
+    recipe = deferred(factory)
+    assert recipe.fingerprint == deferred(factory).fingerprint
+    (found,) = (value.clone() for _, value in recipe.values({"weight"}))
+    assert torch.equal(found, source)
+    source.add_(1)
+    assert recipe.fingerprint != deferred(factory).fingerprint
+    with pytest.raises(PlanError, match="what it reads has been changed since"):
+        list(recipe.values({"weight"}))

@@ -1,0 +1,121 @@
+"""What ranks hold is what follows from the plan, and a difference is an error that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from pool import Pool
+
+from unisono.dist import JobSpec, World
+from unisono.errors import PlanError
+from unisono.optim import OptimOptions, state_names
+from unisono.parallel.ledger import Ledger, check_held, ledger, place_of, whole_table
+from unisono.parallel.tensor import cut_dims
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+
+WIDE = {"heads": 4, "kv_heads": 2}
+
+
+def expected(plan: Plan, rank: int, kind: str, cuts: dict | None = None) -> Ledger:
+    model = tiny.model(**WIDE)
+    if cuts is None:
+        cuts = {name: {"tp": dim} for name, dim in cut_dims(model).items()} if plan.tp > 1 else {}
+    return ledger(plan, whole_table(model), rank, state=state_names(OptimOptions(kind=kind)), cuts=cuts)
+
+
+def compared(world: World, run_dir: str, changes: dict) -> tuple[int, int, str]:
+    """(elements held, bytes of state, what is said when the tp rules are left out of the ledger)."""
+    with tiny.trainer(run_dir, world=world, steps=1, sizes=WIDE, **changes) as run:
+        kind, pieces, state = changes.get("kind", "adamw"), run.state.pieces.parameters, run.state
+        found = expected(run.plan, world.rank, kind)
+        check_held(found, pieces, state.optimizer)
+        list(run)
+        check_held(found, pieces, state.optimizer)
+        try:
+            check_held(expected(run.plan, world.rank, kind, cuts={}), pieces, state.optimizer)
+        except PlanError as error:
+            said = str(error)
+        else:
+            said = ""
+        assert sum(p.numel() for p in pieces.values()) == found.numel
+        assert sum(p.grad.nbytes for p in pieces.values() if p.grad is not None) in (0, found.parameter_bytes)
+        return found.numel, found.state_bytes, said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (1, {"kind": "sgd"}),
+        (2, {"dp_shard": 2, "zero": 1, "kind": "lamb"}),
+        pytest.param(3, {"dp_shard": 3, "global_batch": 9, "kind": "lars", "lr": 0.5}, marks=pytest.mark.full),
+        (4, {"dp_shard": 2, "tp": 2}),
+    ],
+)
+def test_ranks_hold_what_the_plan_says(pool: Pool, tmp_path: Path, ranks: int, changes: dict) -> None:
+    for _, _, said in pool.run(compared, str(tmp_path / "run"), changes, ranks=ranks):
+        if changes.get("tp"):
+            assert "blocks.0.attention.q.weight is [4, 16] torch.float32, and should be [8, 16] torch.float32" in said
+            assert "; and 11 more" in said
+        else:
+            assert said == ""
+
+
+def plan(world: int, **options: object) -> Plan:
+    return derive(
+        PlanOptions(device="cpu", global_batch=8 * world, **options), world=world, device="cpu", native_bf16=False
+    )
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_all_ranks_together_hold_everything_once(zero: int) -> None:
+    chosen = plan(6, dp_shard=3, tp=2, zero=zero)
+    parts = [expected(chosen, rank, "adamw") for rank in range(6)]
+    model = tiny.model(**WIDE)
+    whole = {name: p.numel() for name, p in model.named_parameters()}
+    for name, count in whole.items():
+        copies = 1 if name in cut_dims(model) else 2
+        assert sum(part.held[name].numel for part in parts) == count * copies, name
+    assert all(part.state_bytes == 2 * part.parameter_bytes + 4 * len(whole) for part in parts)
+    assert all((part.gradient_bytes == part.parameter_bytes) == (zero > 1) for part in parts)
+
+
+def test_experts_are_shared_along_their_own_line() -> None:
+    chosen = plan(8, dp_shard=4, ep=2, tp=2)
+    assert [place_of(chosen, rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    table = whole_table(torch.nn.Linear(6, 8, bias=False))
+    held = ledger(chosen, table, 5, state=(), cuts={"weight": {"ep": 0, "tp": 1}}).held["weight"]
+    assert held.shape == (2, 3)  # 8 experts over ep 2, then over the other 2; 6 columns over tp 2
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    model = torch.nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    held = ledger(plan(1), whole_table(model), 0, state=("step", "exp_avg", "exp_avg_sq")).held
+    assert (held["bias"].parameter_bytes, held["bias"].gradient_bytes, held["bias"].state_bytes) == (16, 0, 0)
+    assert (held["weight"].gradient_bytes, held["weight"].state_bytes) == (64, 132)
+
+
+def test_what_differs_is_named(tmp_path: Path) -> None:
+    with tiny.trainer(tmp_path / "run", world=World(JobSpec()), steps=1, sizes=WIDE) as run:
+        pieces = dict(run.state.pieces.parameters)
+        found = expected(run.plan, 0, "sgd")
+        with pytest.raises(PlanError) as raised:
+            check_held(found, pieces, run.state.optimizer)
+        numel = sum(p.numel() for p in pieces.values())
+        assert str(raised.value) == (
+            "the optimizer holds 6148 bytes for embedding.weight, and should hold 3072; "
+            "the optimizer holds 132 bytes for blocks.0.attention_norm.weight, and should hold 64; "
+            "the optimizer holds 2052 bytes for blocks.0.attention.q.weight, and should hold 1024; and 17 more\n"
+            f"  rule: a rank holds what follows from the plan: {numel} elements, {4 * numel} bytes of parameters, "
+            f"{4 * numel} of optimizer state\n"
+            "  so:   another model than the plan's would be trained, or memory would not be what was planned\n"
+            "  try:  parameters that one rule cuts once, and an optimizer made from the pieces"
+        )
+        stage = ledger(run.plan, whole_table(run.model), 0, state=(), names={"norm.weight"})
+        with pytest.raises(PlanError, match=r"embedding.weight is held, and of another stage"):
+            check_held(stage, pieces, run.state.optimizer)
