@@ -1,8 +1,8 @@
 """Export to the Hugging Face folder layout: ``model.safetensors``, ``config.json`` and, where there is one, the tokenizer.
 
-The reference GPT is a Llama, so its export opens with ``LlamaForCausalLM.from_pretrained``. Any other model gets its own
-parameter names and no ``config.json``: its class is known to its author only. Of several names for one tensor the file
-holds one and lists the others, as ``safetensors.torch.load_model`` expects.
+The reference GPT is a Llama, so its export opens with ``LlamaForCausalLM.from_pretrained``, the reference BERT with
+``BertForMaskedLM``. Any other model gets its own parameter names and no ``config.json``: its class is known to its author
+only. Of several names for one tensor the file holds one and lists the others, as ``safetensors.torch.load_model`` expects.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from unisono.errors import CheckpointError, Problem
+from unisono.interop.bert import bert_config, bert_tensors
+from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
 
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
@@ -91,10 +93,13 @@ def _write(
     model: nn.Module, folder: Path, *, max_length: int, end_of_document: int | None, tokenizer: Path | None
 ) -> None:
     library: Any = safetensors.torch  # its functions are typed in part only
-    if isinstance(model, GPT):
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in _llama_tensors(model)}
+    if isinstance(model, GPT | BERT):
+        if isinstance(model, GPT):
+            named, config = dict(_llama_tensors(model)), _llama_config(model, max_length, end_of_document)
+        else:
+            named, config = bert_tensors(model), bert_config(model)
+        tensors = {name: tensor.contiguous().cpu() for name, tensor in named.items()}
         library.save_file(tensors, folder / _WEIGHTS, _FORMAT)
-        config = _llama_config(model, max_length, end_of_document)
         (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     else:
         library.save_model(model, str(folder / _WEIGHTS), dict(_FORMAT))
