@@ -22,9 +22,9 @@ EXPANSION = 4  # a block's output has so many times the channels of its 3x3 conv
 class ResNetOptions:
     """Sizes; those of ResNet-50 where nothing is said.
 
-    ``depths`` and ``widths`` are blocks per stage and channels of their 3x3 convolutions. ``norm``: "batch" depends on what else is
-    in a micro-batch, "group" (Wu and He 2018, ``groups`` of channels) does not. ``stem``: "image" shrinks to a quarter before
-    the first block, "small", for images of 32 pixels or so, not at all. Raises ConfigError.
+    ``depths`` and ``widths`` are blocks per stage and channels of their 3x3 convolutions. ``norm``: "batch" depends on what
+    else is in a micro-batch, "group" (Wu and He 2018, ``groups`` of channels) does not. ``stem``: "image" shrinks to a quarter
+    before the first block, "small", for images of 32 pixels or so, not at all. Raises ConfigError.
     """
 
     classes: int = 1000

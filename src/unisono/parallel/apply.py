@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +88,8 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if selective:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if any(True for _ in block.buffers()):
+        arguments["context_fn"] = functools.partial(_contexts, block, arguments.get("context_fn"))
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -95,6 +99,25 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
         return checkpoint(inner, *args, **arguments, **kwargs)
 
     block.forward = forward
+
+
+def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = inner() if inner is not None else (nullcontext(), nullcontext())
+    return forward, _buffers_aside(block, again)
+
+
+@contextmanager
+def _buffers_aside(block: nn.Module, inner: AbstractContextManager[Any]) -> Generator[None]:
+    """Run again on copies of the buffers: a batch norm has counted this batch already."""
+    kept = [(module, name, each) for module in block.modules() for name, each in module.named_buffers(recurse=False)]
+    for module, name, buffer in kept:
+        setattr(module, name, buffer.clone())
+    try:
+        with inner:
+            yield
+    finally:
+        for module, name, buffer in kept:
+            setattr(module, name, buffer)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
