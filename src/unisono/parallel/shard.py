@@ -31,9 +31,9 @@ Dims = tuple[str | None, ...]
 def shard(model: nn.Module, placements: Mapping[str, Dims], grid: Grid) -> None:
     """Cut the parameters of ``model`` that ``placements`` names (patterns as in ``fnmatch``) and replicate the rest, in place.
 
-    A placement has for each dim "tp" or None. ``model``, which may be a part of a larger one, is called with plain tensors that are
-    equal on the ranks, and returns plain ones; inside all are DTensors. All ranks call it, with equal models. Raises PlanError
-    before anything is changed; an operation for which DTensor has no rule raises it when it runs.
+    A placement has for each dim "tp" or None. ``model``, which may be a part of a larger one, is called with plain tensors that
+    are equal on the ranks, and returns plain ones; inside all are DTensors. All ranks call it, with equal models. Raises
+    PlanError before anything is changed; an operation for which DTensor has no rule raises it when it runs.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
