@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from unisono.data.loader import StepBatch as StepBatch
     from unisono.data.loader import eval_batches as eval_batches
     from unisono.data.loader import share as share
+    from unisono.data.masking import MaskTokens as MaskTokens
     from unisono.data.options import DataOptions as DataOptions
     from unisono.data.options import LoaderOptions as LoaderOptions
     from unisono.data.order import Order as Order
@@ -44,6 +45,7 @@ _HOMES = {
     "Dataset": "dataset",
     "Loader": "loader",
     "LoaderOptions": "options",
+    "MaskTokens": "masking",
     "Order": "order",
     "PackedWindows": "packing",
     "Prepared": "prepared",

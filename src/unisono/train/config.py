@@ -30,7 +30,7 @@ class Parts:
     model: Part = option("gpt", "gpt, an entry point, or config -> torch.nn.Module.", python_only=True)
     objective: Part = option(
         "next_token",
-        "next_token, cross_entropy, mean_squared_error, or (outputs, batch) -> (loss_sum, weight).",
+        "next_token, masked_token, cross_entropy, mean_squared_error, or (outputs, batch) -> (loss_sum, weight).",
         python_only=True,
     )
     data: Part = option("tokens", "tokens, an entry point, or config -> (train, held_out) data sets.", python_only=True)

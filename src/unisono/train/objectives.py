@@ -24,6 +24,12 @@ def next_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     return cross_entropy_sum(outputs, batch["targets"], batch["weights"])
 
 
+def masked_token(outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same over masked tokens; ``outputs`` is the Head of ``models.bert`` at the P places of each text that ``data.masking``
+    chose, batch has their targets and weights [B, P]."""
+    return cross_entropy_sum(outputs, batch["targets"], batch["weights"])
+
+
 def cross_entropy(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Classification: outputs [B, C] logits, batch["targets"] [B] int64, optional batch["weights"] [B]."""
     losses = F.cross_entropy(outputs.float(), batch["targets"], reduction="none")  # [B]
@@ -40,6 +46,7 @@ def mean_squared_error(outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 OBJECTIVES: dict[str, Objective] = {
     "next_token": next_token,
+    "masked_token": masked_token,
     "cross_entropy": cross_entropy,
     "mean_squared_error": mean_squared_error,
 }

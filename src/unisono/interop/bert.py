@@ -1,0 +1,128 @@
+"""BERT to and from the folder layout of Hugging Face's ``BertForMaskedLM``: ``model.safetensors`` and ``config.json``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError, Problem
+from unisono.models.bert import BERT, BertOptions
+
+_NAMES = {
+    "embedding": "bert.embeddings.word_embeddings",
+    "positions": "bert.embeddings.position_embeddings",
+    "segments": "bert.embeddings.token_type_embeddings",
+    "norm": "bert.embeddings.LayerNorm",
+    "attention.q": "attention.self.query",
+    "attention.k": "attention.self.key",
+    "attention.v": "attention.self.value",
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "ffn.up": "intermediate.dense",
+    "ffn.down": "output.dense",
+    "ffn_norm": "output.LayerNorm",
+    "head.dense": "cls.predictions.transform.dense",
+    "head.norm": "cls.predictions.transform.LayerNorm",
+    "head": "cls.predictions",
+}
+# what checkpoints with more heads, or of older versions, hold besides
+_NOT_OURS = re.compile(
+    r"bert\.pooler\.|cls\.seq_relationship\.|cls\.predictions\.decoder\.|bert\.embeddings\.position_ids"
+)
+_SETTINGS = {
+    "vocab_size": "vocab_size",
+    "num_hidden_layers": "layers",
+    "hidden_size": "dim",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn_dim",
+    "max_position_embeddings": "max_length",
+    "type_vocab_size": "segments",
+    "hidden_dropout_prob": "dropout",
+    "layer_norm_eps": "norm_eps",
+}
+_FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute", "is_decoder": False}
+
+
+def bert_name(name: str) -> str:
+    """The name that ``BertForMaskedLM`` has for one of our parameters."""
+    layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
+    module, _, kind = (layer[2] if layer else name).rpartition(".")
+    return (f"bert.encoder.layer.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
+
+
+def bert_tensors(model: BERT) -> dict[str, Tensor]:
+    """All parameters under their names there. The output matrix is the token table and is not written twice."""
+    return {bert_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def bert_config(model: BERT) -> dict[str, Any]:
+    """The ``config.json`` of this model."""
+    return {
+        "architectures": ["BertForMaskedLM"],
+        **_FIXED,
+        **{theirs: getattr(model.options, ours) for theirs, ours in _SETTINGS.items()},
+        "attention_probs_dropout_prob": 0.0,
+        "tie_word_embeddings": True,
+        "pad_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def load_bert(folder: Path | str) -> BERT:
+    """The model of a folder with the layout of ``BertForMaskedLM``.
+
+    A pooler and a next-sentence head, which have no place in it, are left out; so is dropout inside of attention. Raises
+    CheckpointError where files are missing or anything else does not fit.
+    """
+    folder = Path(folder)
+    library: Any = safetensors.torch  # its functions are typed in part only
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        found: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise _unfit(folder, f"{type(error).__name__}: {error}") from error
+    other = {name: config[name] for name, value in _FIXED.items() if config.get(name, value) != value}
+    absent = sorted(set(_SETTINGS) - config.keys())
+    if other or absent:
+        raise _unfit(folder, ", ".join([*(f"{k} = {v!r}" for k, v in other.items()), *(f"no {k}" for k in absent)]))
+    with torch.random.fork_rng(devices=[]):  # every weight drawn is replaced: nobody's randomness is used up
+        model = BERT(BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()}))
+    tensors = {_modern(name): tensor for name, tensor in found.items() if not _NOT_OURS.match(name)}
+    wanted = {bert_name(name): parameter for name, parameter in model.named_parameters()}
+    problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
+    problems += [f"{name} has no place" for name in sorted(tensors.keys() - wanted.keys())]
+    problems += [
+        f"{name} is {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
+        for name in sorted(wanted.keys() & tensors.keys())
+        if tensors[name].shape != wanted[name].shape
+    ]
+    if problems:
+        raise _unfit(folder, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""))
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(tensors[name])
+    return model
+
+
+def _modern(name: str) -> str:
+    """Files of the first versions call a norm's tensors gamma and beta."""
+    return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
+
+
+def _unfit(folder: Path, given: str) -> CheckpointError:
+    return CheckpointError(
+        Problem(
+            given=f"{folder}: {given}",
+            rule="it has config.json and model.safetensors of a BertForMaskedLM with gelu and learned positions",
+            consequence="no model was loaded",
+            nearest="BertForMaskedLM.from_pretrained(…).save_pretrained(folder)",
+        )
+    )

@@ -1,0 +1,180 @@
+"""Pinned placements: equal to one process, only the pinned is cut, and what cannot apply is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from unisono.dist import JobSpec, World
+from unisono.errors import PlanError
+from unisono.models.gpt import GPT
+from unisono.models.options import ModelOptions
+from unisono.parallel.grid import Grid
+from unisono.parallel.shard import pins, settle_gradients, shard, shard_function
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+
+PINS = {"blocks.*.up.*": ("tp", None), "blocks.*.down.weight": (None, "tp"), "table.weight": (None, "tp")}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 18, bias=False)
+        self.down = nn.Linear(18, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    """A table, two blocks, and a head that is the table again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def grid_of(world: World, **options: object) -> Grid:
+    options = {"device": "cpu", "global_batch": world.world, **options}
+    return Grid(derive(PlanOptions(**options), world=world.world, device="cpu", native_bf16=False), world)
+
+
+def trained(world: World, mode: str) -> dict[str, list]:
+    """Losses and all parameters after steps of plain SGD on this rank's pieces."""
+    model = Net().double()
+    if mode != "alone":
+        shard(model, PINS, grid_of(world, tp=world.world))
+    if mode == "function":
+        for block in model.blocks:
+            block.norm.forward = shard_function(
+                block.norm.forward, inputs=[(None, "tp", None)], outputs=(None, None, None)
+            )
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(4):
+        tokens = torch.randint(0, 11, (3, 6), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten(), reduction="sum")
+        loss.backward()
+        settle_gradients(model)
+        losses.append(loss.item())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                here, gradient = parameter, parameter.grad
+                if isinstance(parameter, DTensor):
+                    here, gradient = parameter.to_local(), gradient.to_local()
+                here -= 0.02 * gradient
+                parameter.grad = None
+    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    return {"losses": losses, "held": held, "pins": pins(model), "whole": {n: p.tolist() for n, p in whole.items()}}
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("parameters", 2), ("parameters", 4), ("function", 2)])
+def test_pinned_parameters_train_like_one_process(pool: Pool, mode: str, ranks: int) -> None:
+    alone = trained(World(JobSpec()), "alone")
+    for outcome in pool.run(trained, mode, ranks=ranks):
+        assert outcome["losses"] == pytest.approx(alone["losses"], rel=1e-9)
+        for name, values in alone["whole"].items():
+            torch.testing.assert_close(
+                torch.tensor(outcome["whole"][name]), torch.tensor(values), rtol=1e-9, atol=1e-9, msg=name
+            )
+        assert outcome["pins"]["blocks.1.down.weight"] == (None, "tp")
+        assert outcome["pins"]["blocks.0.up.weight"] == ("tp", None)
+        assert outcome["pins"]["blocks.0.norm.weight"] == (None,)
+        assert outcome["held"] < 0.75 * alone["held"]
+        assert "head.weight" not in outcome["pins"], "what is tied stays tied"
+
+
+def gradients(world: World) -> dict[str, list]:
+    """Loss and gradients of a GPT whose feed-forward layers are pinned, each by itself: what is around them stays plain."""
+    torch.manual_seed(0)
+    model = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11, ffn_dim=12))
+    if world.group is not None:
+        columns, rows = ("tp", None), (None, "tp")
+        for block in model.blocks:
+            pinned = {"gate.weight": columns, "up.weight": columns, "down.weight": rows}
+            shard(block.ffn, pinned, grid_of(world, tp=world.world))
+    tokens = torch.randint(0, 11, (3, 6))
+    loss = nn.functional.cross_entropy(model(tokens).logits().flatten(0, 1), tokens.flatten(), reduction="sum")
+    loss.backward()
+    settle_gradients(model)
+    found = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
+    }
+    return {name: gradient.tolist() for name, gradient in found.items()} | {"loss": [loss.item()]}
+
+
+def test_a_part_of_a_model_can_be_pinned(pool: Pool) -> None:
+    alone = gradients(World(JobSpec()))
+    for outcome in pool.run(gradients, ranks=2):
+        for name, values in alone.items():
+            torch.testing.assert_close(
+                torch.tensor(outcome[name]), torch.tensor(values), rtol=1e-5, atol=1e-5, msg=name
+            )
+
+
+def refusals(world: World) -> list[str]:
+    grid = grid_of(world, tp=world.world)
+    found = []
+    for placements in (
+        {"blocks.*.upp.weight": ("tp", None), "table.weight": ("tp",)},
+        {"table.weight": ("dp_shard", None)},
+        {"table.*": ("tp", None), "head.weight": (None, "tp")},
+    ):
+        model = Net()
+        with pytest.raises(PlanError) as caught:
+            shard(model, placements, grid)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        found.append(str(caught.value))
+    for value in (torch.zeros(2), 3):
+        with pytest.raises(PlanError) as caught:
+            shard_function(torch.relu, inputs=[("tp",)])(value)
+        found.append(str(caught.value))
+    gpt = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11))
+    shard(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, grid)
+    with pytest.raises(PlanError) as caught:
+        gpt(torch.zeros(1, 4, dtype=torch.int64))
+    return [*found, str(caught.value)]
+
+
+def test_what_cannot_apply_is_said(pool: Pool) -> None:
+    unknown, axis, twice, plain, number, gpt = pool.run(refusals, ranks=2)[0]
+    assert unknown == (
+        "2 problems\n"
+        "1. a placement of 'blocks.*.upp.weight'\n"
+        "  rule: a placement names parameters of the model, by name or pattern\n"
+        "  so:   it would act on nothing\n"
+        "  try:  did you mean 'blocks.1.up.weight'?\n"
+        "2. the placement ('tp',) of table.weight of shape [11, 8]\n"
+        "  rule: a placement says for each dim whether it is cut\n"
+        "  so:   it is unclear which dim is meant\n"
+        "  try:  2 entries of 'tp' or None"
+    )
+    assert "the placement ('dp_shard', None) of 'table.weight'" in axis
+    assert "head.weight placed as ('tp', None) and, by 'head.weight', as (None, 'tp')" in twice
+    assert "input 0 of relu: Tensor" in plain
+    assert "input 0 of relu: int" in number
+    assert gpt == (
+        "GPT with pinned placements: aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to "
+        "DTensor before calling distributed operators!\n"
+        "  rule: DTensor has a rule for every operation, and tensors made in the forward pass come from inputs\n"
+        "  so:   the operation cannot run on parts\n"
+        "  try:  shard() on a part of the model, such as a feed-forward layer, or plan.dp_shard"
+    )
+    with pytest.raises(PlanError, match=r"placements with plan\.tp=1"):
+        shard(Net(), PINS, grid_of(World(JobSpec())))
