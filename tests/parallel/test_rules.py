@@ -91,7 +91,7 @@ def test_every_gradient_is_that_of_the_whole_model(
 ) -> None:
     outcomes = pool.run(cut, kind, changes, options, ranks=ranks)
     compare(outcomes)
-    assert outcomes[0]["held"] < 0.75
+    assert outcomes[0]["held"] < 0.8
 
 
 class Inside(nn.Module):
