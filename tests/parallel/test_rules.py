@@ -30,18 +30,18 @@ VOCAB, BATCH, TOKENS = 29, 2, 8
 
 
 def build(kind: str, **changes: Any) -> nn.Module:
+    if kind == "gpt":
+        return tiny.model(vocab_size=VOCAB, heads=4, dim=32, **changes).double()
     import transformers
 
     torch.manual_seed(0)
     common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-    if kind == "gpt":
-        model: nn.Module = tiny.model(vocab_size=VOCAB, heads=4, dim=32, **changes)
-    elif kind == "gpt2":
+    if kind == "gpt2":
         config = transformers.GPT2Config(
             n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=TOKENS,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **changes,
         )  # fmt: skip
-        model = transformers.GPT2LMHeadModel(config)
+        model: nn.Module = transformers.GPT2LMHeadModel(config)
     elif kind == "bert":
         config = transformers.BertConfig(
             intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **common, **changes
@@ -93,6 +93,7 @@ SEQUENCE = {"sequence_parallel": True}
 def test_every_gradient_is_that_of_the_whole_model(
     pool: Pool, ranks: int, kind: str, changes: dict, options: dict
 ) -> None:
+    pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
     outcomes = pool.run(cut, kind, changes, options, ranks=ranks)
     compare(outcomes)
     assert outcomes[0]["held"] < 0.8
@@ -136,6 +137,7 @@ def trained(world: World, run_dir: str, kind: str, stop_after: int, axes: dict) 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("bert", marks=pytest.mark.full)])
 def test_trains_and_goes_on_under_another_plan(pool: Pool, tmp_path: Path, kind: str) -> None:
     """GPT-2's fused matrices are three blocks per rank, of which FSDP2 has a part again."""
+    pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
     alone = trained(World(JobSpec()), str(tmp_path / "alone"), kind, 4, {})
     first = pool.run(trained, str(tmp_path / "run"), kind, 2, {"tp": 2, "dp_shard": 2}, ranks=4)[0]
     then = pool.run(trained, str(tmp_path / "run"), kind, 3, {"tp": 2, "sequence_parallel": True}, ranks=2)[0]
@@ -230,8 +232,8 @@ def test_rules_that_cannot_be_followed() -> None:
 
 
 def short(world: World) -> str:
-    plan = replace(plan_with(()), sequence_parallel=True)
-    model = apply(plan, build("llama"), Grid(plan, world))
+    plan = plan_with((), sequence_parallel=True)
+    model = apply(plan, build("gpt"), Grid(plan, world))
     with pytest.raises(PlanError) as caught:
         model(torch.zeros(1, 7, dtype=torch.int64))
     return str(caught.value)
