@@ -216,8 +216,8 @@ def page() -> str:
     lines = [
         "# What runs with what",
         "",
-        "Written from the cases of the equality matrix (`python tests/support/matrix.py`); a test keeps this page and the cases the",
-        "same, and `make test-full` runs every line. A line says: on that many processes (Gloo, one thread each, tiny models), "
+        "Written from the cases of the equality matrix (`python tests/support/matrix.py`); a test keeps this page and the cases",
+        "the same, and `make test-full` runs every line. A line says: on that many processes (Gloo, one thread each, tiny models), "
         f"{STEPS} steps with",
         "accumulation, clipping, samples of different length and tied embeddings have the losses of one process within 1e-5 and",
         "its gradient norms within 1e-4, and the first step's gradients in float64 agree within 1e-5 per tensor.",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError, Problem
+from unisono.interop.exported import Exported
 from unisono.models.bert import BERT, BertOptions
 
 _NAMES = {
@@ -58,9 +59,9 @@ def bert_name(name: str) -> str:
     return (f"bert.encoder.layer.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
 
 
-def bert_tensors(model: BERT) -> dict[str, Tensor]:
+def bert_tensors(model: BERT) -> list[Exported]:
     """All parameters under their names there. The output matrix is the token table and is not written twice."""
-    return {bert_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    return [Exported(key=bert_name(name), name=name) for name, _ in model.named_parameters()]
 
 
 def bert_config(model: BERT) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _names(model: nn.Module) -> tuple[list[Exported], dict[str, str]]:
     if isinstance(model, GPT):
         return list(architectures.tensors(model)), {}
     if isinstance(model, BERT):
-        return list(bert_tensors(model)), {}
+        return bert_tensors(model), {}
     return _own_names(model)
 
 
