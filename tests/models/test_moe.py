@@ -171,7 +171,7 @@ def test_balance_counts_each_pass_once(recompute: str, balance: str) -> None:
     """Two micro-batches and an evaluation; with recompute every block runs twice."""
     plain, model = gpt(balance=balance), gpt(balance=balance)
     options = PlanOptions(device="cpu", recompute=recompute)
-    model = apply(derive(options, world=1, device="cpu", native_bf16=False), model)
+    model = apply(derive(options, world=1, device="cpu", native_bf16=False), model).model
     tokens = torch.randint(0, 32, (4, 11))
     with torch.no_grad():
         model(tokens)

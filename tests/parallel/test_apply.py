@@ -44,7 +44,7 @@ def gradients(model: nn.Module, precision: torch.dtype | None = None) -> dict[st
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_recompute_is_bitwise_equal_including_dropout(recompute: str, precision: torch.dtype | None) -> None:
     plain = gradients(gpt(dropout=0.3), precision)
-    model = apply(plan(recompute=recompute), gpt(dropout=0.3))
+    model = apply(plan(recompute=recompute), gpt(dropout=0.3)).model
     again = gradients(model, precision)
     assert plain.keys() == again.keys()
     for name in plain:
@@ -54,7 +54,7 @@ def test_recompute_is_bitwise_equal_including_dropout(recompute: str, precision:
 @pytest.mark.parametrize(("recompute", "fewer"), [("full", True), ("selective", True), ("none", False)])
 def test_recompute_keeps_fewer_activations(recompute: str, fewer: bool) -> None:
     plain = saved_bytes(gpt())
-    chosen = saved_bytes(apply(plan(recompute=recompute), gpt()))
+    chosen = saved_bytes(apply(plan(recompute=recompute), gpt()).model)
     assert (chosen < 0.6 * plain) == fewer
 
 
@@ -83,7 +83,7 @@ def saved_bytes(model: nn.Module) -> int:
 )
 def test_partial_lists_are_bitwise_equal_including_dropout(changes: dict) -> None:
     plain = gradients(gpt(dropout=0.3), torch.bfloat16)
-    again = gradients(apply(replace(plan(), **changes), gpt(dropout=0.3)), torch.bfloat16)
+    again = gradients(apply(replace(plan(), **changes), gpt(dropout=0.3)).model, torch.bfloat16)
     assert plain.keys() == again.keys()
     for name in plain:
         assert torch.equal(plain[name], again[name]), name
@@ -92,7 +92,7 @@ def test_partial_lists_are_bitwise_equal_including_dropout(changes: dict) -> Non
 def test_partial_lists_keep_what_they_say() -> None:
     counts = [saved_bytes(gpt())]
     for blocks in (1, 2, 3):
-        counts.append(saved_bytes(apply(replace(plan(recompute="full"), recompute_blocks=(blocks,)), gpt())))
+        counts.append(saved_bytes(apply(replace(plan(recompute="full"), recompute_blocks=(blocks,)), gpt()).model))
     steps = {before - after for before, after in pairwise(counts)}
     assert len(steps) == 1
     assert steps.pop() > 0.2 * counts[0]
@@ -120,7 +120,7 @@ def test_lists_that_do_not_fit_the_model_are_refused() -> None:
         with pytest.raises(PlanError, match=f"recompute_keep '{name}'") as raised:
             apply(replace(plan(recompute="selective"), recompute_keep=(name,)), gpt())
         assert "did you mean" in str(raised.value)
-    model = apply(replace(plan(recompute="selective"), recompute_keep=("mm", "convolution")), gpt())
+    model = apply(replace(plan(recompute="selective"), recompute_keep=("mm", "convolution")), gpt()).model
     with pytest.raises(PlanError, match="recompute_keep convolution") as raised:
         gradients(model)
     assert "it names operators that the recomputed blocks run" in str(raised.value)
@@ -129,7 +129,7 @@ def test_lists_that_do_not_fit_the_model_are_refused() -> None:
 def test_names_do_not_change() -> None:
     model = gpt()
     before = list(model.state_dict())
-    assert list(apply(plan(recompute="full", compile="regional"), model).state_dict()) == before
+    assert list(apply(plan(recompute="full", compile="regional"), model).model.state_dict()) == before
 
 
 @pytest.mark.full
@@ -137,7 +137,7 @@ def test_names_do_not_change() -> None:
 @pytest.mark.parametrize("how", ["model", "regional"])
 def test_compiled_gradients_agree(how: str) -> None:
     plain = gradients(gpt())
-    compiled = gradients(apply(plan(compile=how), gpt()))
+    compiled = gradients(apply(plan(compile=how), gpt()).model)
     for name in plain:
         torch.testing.assert_close(compiled[name], plain[name], rtol=1e-4, atol=1e-5)
 
@@ -146,7 +146,7 @@ def test_compiled_gradients_agree(how: str) -> None:
 def test_regional_compile_compiles_one_block_once() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    gradients(apply(plan(compile="regional", recompute="full"), gpt()))
+    gradients(apply(plan(compile="regional", recompute="full"), gpt()).model)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -182,7 +182,7 @@ def test_repeated_blocks_are_found_in_a_users_model() -> None:
 
 
 def test_channels_last_lays_weights_out() -> None:
-    model = apply(plan(channels_last=True), nn.Sequential(nn.Conv2d(3, 8, 3)))
+    model = apply(plan(channels_last=True), nn.Sequential(nn.Conv2d(3, 8, 3))).model
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 

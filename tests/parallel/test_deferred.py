@@ -140,7 +140,7 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     torch.manual_seed(1)
     recipe = deferred(factory)
     grid = Grid(plan, world)
-    model = apply(plan, recipe.model, grid)
+    model = apply(plan, recipe.model, grid).model
     allocate(model, torch.device("cpu"))
     pieces = Pieces(model, grid)
     fill(recipe, model, pieces)
@@ -199,11 +199,11 @@ def risen(world: World, defer: bool) -> float:
     before = memory("VmRSS")
     if defer:
         recipe = deferred(large)
-        model = apply(plan, recipe.model, grid)
+        model = apply(plan, recipe.model, grid).model
         allocate(model, torch.device("cpu"))
         fill(recipe, model, Pieces(model, grid))
     else:
-        model = apply(plan, large(), grid)
+        model = apply(plan, large(), grid).model
     return (memory("VmHWM") - before) / (24 << 22)
 
 

@@ -84,7 +84,7 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
     grid = Grid(chosen, world)
-    gpt = apply(chosen, model(sizes), grid)
+    gpt = apply(chosen, model(sizes), grid).model
     pieces = Pieces(gpt, grid)
     sync = ShardedGradients(gpt, pieces, grid)
     rank, share = grid.data_rank, chosen.micro_batch

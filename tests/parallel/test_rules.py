@@ -233,7 +233,7 @@ def test_rules_that_cannot_be_followed() -> None:
 
 def short(world: World) -> str:
     plan = plan_with((), sequence_parallel=True)
-    model = apply(plan, build("gpt"), Grid(plan, world))
+    model = apply(plan, build("gpt"), Grid(plan, world)).model
     with pytest.raises(PlanError) as caught:
         model(torch.zeros(1, 7, dtype=torch.int64))
     return str(caught.value)

@@ -42,7 +42,7 @@ def difference(
     )
     plan = replace(plan, rules=rules)
     grid = Grid(plan, world)
-    model = apply(plan, model, grid)
+    model = apply(plan, model, grid).model
     pieces = Pieces(model, grid)
     found = loss(model)
     found.backward()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from unisono.errors import PlanError, Problem
+from unisono.parallel.batch_norm import batch_norms, check_batch_norm, synchronise_batch_norm
 from unisono.parallel.context import Context
 from unisono.parallel.expert import count_whole_sequences, cut_experts, expert_layers
 from unisono.parallel.grid import Grid
+from unisono.parallel.layout import Layout
 from unisono.parallel.recompute import recompute
 from unisono.parallel.sharded import shard
+from unisono.parallel.stages import Stages
 from unisono.parallel.tensor import cut
 from unisono.plan.plan import Plan
+from unisono.plan.schedule import stage_of
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -33,11 +37,24 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-def apply(plan: Plan, model: nn.Module, grid: Grid | None = None, context: Context | None = None) -> nn.Module:
-    """Return ``model`` arranged as the plan says. Raises PlanError where a choice would act on nothing.
+class Applied(NamedTuple):
+    """The model as the plan wants it; in a pipeline the stages of it that are here."""
 
-    Where parameters are spread over ranks, all of them call it, with equal models and the ``grid`` they are in, and with a
-    ``context`` of that model where they share sequences.
+    model: nn.Module
+    stages: Stages | None
+
+
+def apply(
+    plan: Plan,
+    model: nn.Module,
+    grid: Grid | None = None,
+    context: Context | None = None,
+    layout: Layout | None = None,
+) -> Applied:
+    """Arrange ``model`` as the plan says, in place. Raises PlanError where a choice would act on nothing.
+
+    Of several ranks all call it, with equal models and the ``grid`` they are in, with a ``context`` of that model where they share
+    sequences, and with its ``layout`` where they are stages of a pipeline.
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -65,18 +82,25 @@ def apply(plan: Plan, model: nn.Module, grid: Grid | None = None, context: Conte
                 nearest="compile='off', or model.experts=0",
             )
         )
-    if plan.tp > 1:
-        assert grid is not None
-        cut(model, grid)
-    if plan.ep > 1:
-        assert grid is not None
-        cut_experts(model, grid)
-    if plan.cp > 1:
-        assert grid is not None
-        count_whole_sequences(model, grid)
+    check_batch_norm(model, plan)
+    stages = None
+    if grid is not None:
+        if plan.data_ranks > 1 and batch_norms(model):
+            synchronise_batch_norm(model, grid.group("data"))
+        if plan.tp > 1:
+            cut(model, grid)
+        if plan.ep > 1:
+            cut_experts(model, grid)
+        if plan.cp > 1:
+            count_whole_sequences(model, grid)
     if context is not None:
         context.wrap(blocks)
-    recompute(plan, blocks)
+    if layout is not None:
+        assert grid is not None
+        stages = Stages(model, layout, [stage_of(plan.schedule, plan.pp, grid.index("pp"), n) for n in range(plan.chunks)])
+        blocks = stages.blocks
+    for piece, members in stages.pieces() if stages is not None else [(0, blocks)]:
+        recompute(plan, members, piece)
     if plan.compile == "regional":
         for block in blocks:
             block.compile(**_compile_arguments(plan))
@@ -85,7 +109,7 @@ def apply(plan: Plan, model: nn.Module, grid: Grid | None = None, context: Conte
     if plan.sharded:
         assert grid is not None
         shard(model, blocks, grid)
-    return model
+    return Applied(model, stages)
 
 
 def _compile_arguments(plan: Plan) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 axes      pp, dp_replicate, dp_shard, cp, tp      row-major, in this order
 shard     dp_shard x cp                           ranks that share one copy of the state
+data      dp_replicate x dp_shard                 ranks that compute different samples
 ep        shard, in runs of plan.ep               ranks that share the experts of a layer
 experts   shard, every plan.ep-th                 ranks that share one copy of the same experts
 """
@@ -20,7 +21,7 @@ from unisono.dist import World
 from unisono.plan.plan import Plan
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-LINES = (*AXES, "shard", "ep", "experts")
+LINES = (*AXES, "shard", "data", "ep", "experts")
 
 
 class Grid:
@@ -32,7 +33,8 @@ class Grid:
         shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
         experts = shard.unflatten(2, (-1, plan.ep))  # pp, dp_replicate, experts, ep, tp
         along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}
-        along |= {"shard": shard.movedim(2, -1), "ep": experts.movedim(3, -1), "experts": experts.movedim(2, -1)}
+        along |= {"data": ranks.movedim((1, 2), (-2, -1)).flatten(-2), "shard": shard.movedim(2, -1)}
+        along |= {"ep": experts.movedim(3, -1), "experts": experts.movedim(2, -1)}
         self._lines = {name: grid.reshape(-1, grid.shape[-1]) for name, grid in along.items()}
         self.sizes = {name: lines.shape[1] for name, lines in self._lines.items()}
         self._groups: dict[str, ProcessGroup] = {}
@@ -42,7 +44,8 @@ class Grid:
             wanted = [name for name in LINES if self.sizes[name] > 1 or name in sums]
             self._groups = world.groups({name: self._lines[name].tolist() for name in wanted})
         elif world.group is not None:
-            self._groups = {"dp_replicate": world.group}
+            # one of its own beside that of the gradients, whose sums are under way while others are asked for
+            self._groups = world.groups({"data": self._lines["data"].tolist()}) | {"dp_replicate": world.group}
 
     def line(self, name: str) -> list[int]:
         """The ranks along ``name`` with this one among them, in order."""

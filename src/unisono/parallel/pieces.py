@@ -34,7 +34,8 @@ class Pieces:
         self._grid, self._whole = grid, whole
         # a stage may have only a later name of a parameter that is used twice
         self._live = {whole.first_names[name]: parameter for name, parameter in model.named_parameters()}
-        self._blocks = {whole.first_names[name]: block for name, block in blocks(model).items()}
+        noted = {whole.first_names[name]: block for name, block in blocks(model).items()}
+        self._blocks = {name: block for name, block in noted.items() if name in self._live}
         self._experts = expert_dims(model) if grid.plan.ep > 1 else {}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
         self._cut = {self.parameters[name]: block for name, block in self._blocks.items()}
