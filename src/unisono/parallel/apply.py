@@ -44,14 +44,15 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-def apply(plan: Plan, model: nn.Module, grid: Grid | None = None) -> nn.Module:
+def apply(plan: Plan, model: nn.Module, grid: Grid | None = None, blocks: list[nn.Module] | None = None) -> nn.Module:
     """Return ``model`` arranged as the plan says. Raises PlanError where a choice would act on nothing.
 
-    Where parameters are spread over ranks, all of them call it, with equal models and the ``grid`` they are in.
+    Where parameters are spread over ranks, all of them call it, with equal models and the ``grid`` they are in. ``blocks`` are
+    those that a pipeline stage has kept; without it the repeated blocks.
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    blocks = repeated_blocks(model)
+    blocks = repeated_blocks(model) if blocks is None else blocks
     for choice, acts in (("recompute", plan.recompute != "none"), ("compile", plan.compile == "regional")):
         if acts and not blocks:
             raise PlanError(
