@@ -1,0 +1,154 @@
+"""What a model computes, seen once: its operations, the parameters they read, the modules they are in.
+
+The model's own forward runs on fake tensors (shapes and dtypes, no values), so it costs no memory and next to no time.
+Where a pipeline may be cut, or which layers form a pair, is read from what is recorded, not from names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # has no public name; torch 2.11 to 2.13 tested
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
+
+
+class Op(NamedTuple):
+    """One call of a torch function. ``module`` is the innermost module it is in, "" the model itself; ``parameters`` are those
+    among its arguments, ``inputs`` and ``outputs`` numbers of values, ``shapes`` those of the outputs."""
+
+    name: str
+    module: str
+    parameters: tuple[str, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+class Call(NamedTuple):
+    """One call of a module. ``arguments`` by position or name, in order, each with the numbers of the values in it; ``outputs``
+    likewise of what it returned, one for each member where that is a tuple; ``first`` and ``end`` bound its operations."""
+
+    module: str
+    arguments: tuple[tuple[str, tuple[int, ...]], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    returns_tuple: bool
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """Operations in order; calls in the order in which they ended; the values and the parameters that the model returned."""
+
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[int, ...]
+    returned: tuple[str, ...]
+
+    def weighed(self) -> frozenset[int]:
+        """The values that depend on any parameter."""
+        found: set[int] = set()
+        for op in self.ops:
+            if op.parameters or not found.isdisjoint(op.inputs):
+                found.update(op.outputs)
+        return frozenset(found)
+
+
+def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
+    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record what it does. No state of it changes."""
+    recorder = _Recorder(model)
+    handles = recorder.watch(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
+    try:
+        with fake, torch.no_grad(), recorder:
+            returned = model(**given)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.result(returned)
+
+
+class _Recorder(TorchFunctionMode):
+    """Numbers values as they appear and keeps them, as an address may only be used again once its value is gone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self._within = [""]
+        self._ops: list[Op] = []
+        self._calls: list[Call] = []
+
+    def watch(self, model: nn.Module) -> list[Any]:
+        """Hooks that tell which module is running."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            if module is not model:
+                before, after = self._hooks(name)
+                handles.append(module.register_forward_pre_hook(before, prepend=True))
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+        return handles
+
+    def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        starts: list[int] = []
+
+        def before(_module: nn.Module, _args: Any) -> None:
+            self._within.append(name)
+            starts.append(len(self._ops))
+
+        def after(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._within.pop()
+            named = [*((str(place), each) for place, each in enumerate(args)), *kwargs.items()]
+            arguments = tuple((argument, self._values(each)) for argument, each in named)
+            several = isinstance(output, tuple)
+            outputs = tuple(self._values(each) for each in (output if several else (output,)))
+            self._calls.append(Call(name, arguments, outputs, several, starts.pop(), len(self._ops)))
+
+        return before, after
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = _tensors(result)
+        if outputs:
+            given = _tensors((args, kwargs))
+            parameters = dict.fromkeys(self._names[id(each)] for each in given if id(each) in self._names)
+            inputs = tuple(self._number(each) for each in given if id(each) not in self._names)
+            made = tuple(self._number(each) for each in outputs)
+            shapes = tuple(tuple(each.shape) for each in outputs)
+            self._ops.append(Op(_name(func), self._within[-1], tuple(parameters), inputs, made, shapes))
+        return result
+
+    def _number(self, value: Tensor) -> int:
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._alive)
+            self._alive.append(value)
+        return self._numbers[id(value)]
+
+    def _values(self, tree: Any) -> tuple[int, ...]:
+        return tuple(self._number(each) for each in _tensors(tree) if id(each) not in self._names)
+
+    def result(self, returned: Any) -> Trace:
+        """What was recorded of a run that returned ``returned``."""
+        parameters = dict.fromkeys(self._names[id(each)] for each in _tensors(returned) if id(each) in self._names)
+        return Trace(
+            ops=tuple(self._ops),
+            calls=tuple(self._calls),
+            outputs=self._values(returned),
+            returned=tuple(parameters),
+        )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return func.__self__.__name__ if name == "__get__" else name
