@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.hand import build_adamw, build_gpt, hand_step, torch_batches
-from benchmarks.parallel.sides import AXES, LARGEST_DIFFERENCE, RANKS, SIZE, Axis, by_hand, by_trainer
+from benchmarks.parallel.ranks import RANKS
+from benchmarks.parallel.sides import AXES, LARGEST_DIFFERENCE, SIZE, Axis, by_hand, by_trainer
 from benchmarks.step_time import WARMUP_STEPS, alternate, compare
 from benchmarks.workload import Workload, prepare
 
@@ -43,7 +44,7 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
     workload = Workload.read(arguments.workload)
     losses: dict[str, list[float]] = {"mine": [], "other": []}
     step, batches = by_hand(axis, workload), zip(torch_batches(workload), workload.lrs, strict=True)
-    with by_trainer([*arguments.set, *axis.settings], folder, world, len(workload.lrs)) as ours:
+    with by_trainer([*arguments.set, *axis.settings], folder, world, len(workload.lrs)) as (_, ours):
 
         def mine() -> None:
             losses["mine"].append(float(next(ours).stats[0]))

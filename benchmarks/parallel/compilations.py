@@ -2,8 +2,8 @@
 
     python -m benchmarks.parallel.compilations [--epochs 4]
 
-A small GPT in one process, in steps of 8 samples as two micro-batches, over an epoch of 37 samples, so that its last step is short in
-each way the loader knows. Warm-up is the first epoch; after it nothing may be compiled.
+A small GPT in one process, in steps of 8 samples as two micro-batches, over epochs of 37 samples, so that the last step is
+short in the ways the loader knows. Warm-up is the first epoch; after it nothing may be compiled.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
                 "first_step": counted[0],
                 "rest_of_first_epoch": sum(counted[1:STEPS_PER_EPOCH]),
                 "after_first_epoch": sum(counted[STEPS_PER_EPOCH:]),
-                "steps": len(counted),
+                "steps": len(counted) - STEPS_PER_EPOCH,
             }
     print(json.dumps({"rows": rows, "samples": SAMPLES, "batch": BATCH, "micro_batch": MICRO_BATCH}, indent=1))
 

@@ -3,8 +3,8 @@
     python -m benchmarks.parallel.recompute [--blocks 16] [--set KEY=VALUE]
 
 The same run with ``plan.recompute`` none, selective and full. Bytes are those of tensors (see ``allocations``) above what lives
-between two steps: ``kept`` when the loss is made, ``peak`` anywhere in a step. Times are taken without the profiler, step by step in
-turns. Losses must be equal bit for bit.
+between two steps: ``kept`` when the backward pass begins, ``peak`` anywhere in a step, gradients included. Times are taken
+without the profiler, step by step in turns. Losses must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def kept_and_peak(settings: list[str], folder: Path) -> dict[str, int]:
             seen.mark("backward")
             original(*args, **kwargs)
 
-        with by_trainer(settings, folder, World(JobSpec()), 3) as run:
+        with by_trainer(settings, folder, World(JobSpec()), 3) as (_, run):
             next(run)
             next(run)
             torch.autograd.backward = marked
@@ -61,7 +61,7 @@ def times(settings: list[str], folder: Path, blocks: int) -> dict[str, Any]:
         runs = {
             kind: stack.enter_context(
                 by_trainer([*settings, f"plan.recompute={kind}"], folder / kind, World(JobSpec()), steps)
-            )
+            )[1]
             for kind in KINDS
         }
         for number in range(-WARMUP_STEPS, blocks):

@@ -6,9 +6,8 @@ Neither imports the other's modules, so that a process of one side costs what th
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,9 @@ from benchmarks.workload import Workload, run_config
 if TYPE_CHECKING:
     from benchmarks.parallel.hand.common import Step
 
+    from unisono import Trainer
     from unisono.dist import World
 
-RANKS = 2
 # losses of both sides may differ by as much, relatively: else one of them computes something else
 LARGEST_DIFFERENCE = 1e-4
 # wide enough for a step to be matrix products, and untied where a part of the model needs a head of its own
@@ -82,8 +81,10 @@ def by_hand(axis: Axis, workload: Workload) -> Step:
 
 
 @contextmanager
-def by_trainer(settings: Sequence[str], folder: Path, world: World, steps: int) -> Iterator[Iterator[Any]]:
-    """Steps of the trainer that ``unisono train`` would build, without checkpoints and evaluations."""
+def by_trainer(
+    settings: Sequence[str], folder: Path, world: World, steps: int
+) -> Iterator[tuple[Trainer, Iterator[Any]]]:
+    """The trainer that ``unisono train`` would build, without checkpoints and evaluations, and its steps."""
     from unisono.train.build import build_data, build_trainer
     from unisono.train.trainer import open_events
 
@@ -101,21 +102,5 @@ def by_trainer(settings: Sequence[str], folder: Path, world: World, steps: int) 
     with ExitStack() as stack:
         events = stack.enter_context(open_events(folder, world))
         trainer = build_trainer(config, build_data(config), world=world, events=events, provenance={})
-        run = iter(stack.enter_context(trainer))
-        try:
-            yield run
-        finally:
-            run.close()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def single_threaded(rank: int, port: int) -> dict[str, str]:
-    """The environment of one of two ranks on this host, a thread each, as torchrun would make it."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    return (
-        os.environ
-        | {name: str(value) for name, value in places.items()}
-        | {
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-    )
+        run = stack.enter_context(trainer)
+        yield run, stack.enter_context(closing(iter(run)))  # pyright: ignore[reportArgumentType]

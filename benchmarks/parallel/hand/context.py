@@ -1,7 +1,7 @@
 """Context parallelism by hand: keys and values gathered from all ranks by torch's functional collectives, state cut by FSDP2.
 
-A sequence is cut in twice as many runs as there are ranks; rank i has runs i and 2N-1-i, which makes causal attention equally long on
-all. A run attends to the keys up to its own end.
+A sequence is cut in twice as many runs as there are ranks; rank i has runs i and 2N-1-i, which makes causal attention equally
+long on all. A run attends to the keys up to its own end.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ def cut(workload: Workload, *, zero: int) -> tuple[nn.Module, torch.optim.Optimi
     return model, build_adamw(model, workload.optim, fused=True)
 
 
-def accumulating(workload: Workload, *, zero: int, micro_batch: int) -> Step:
-    """FSDP2 over several micro-batches; stage 1 reduces gradients in the last one only."""
-    model, optimizer = cut(workload, zero=zero)
+def accumulating(
+    model: nn.Module, optimizer: torch.optim.Optimizer, clip: float, *, zero: int, micro_batch: int
+) -> Step:
+    """A step of what ``cut`` made over several micro-batches; stage 1 reduces gradients in the last one only."""
     assert isinstance(model, FSDPModule)
-    clip = workload.optim["clip_norm"]
 
     def step(batch: Batch, lr: float) -> float:
         weight, ranks = batch["weights"].sum(), dist.get_world_size()

@@ -1,7 +1,7 @@
 """Expert parallelism by hand: tokens travel by ``all_to_all_single_autograd`` to the rank that has their expert, and back.
 
-Mixture layers stand in place of the feed-forward layers: scores in float32, the best few experts of a token, weights that sum to 1
-over them (Mixtral, Jiang et al. 2024). No token is dropped and nothing balances. All else is cut by FSDP2.
+Mixture layers stand in place of the feed-forward layers: scores in float32, the best few experts of a token, weights that sum to
+1 over them (Mixtral, Jiang et al. 2024). No token is dropped and nothing balances. All else is cut by FSDP2.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Mixture(nn.Module):
 def mixture_weights(workload: Workload, layer: int) -> dict[str, Tensor]:
     """Router, gate, up and down of a layer."""
     prefix = f"blocks.{layer}.ffn."
-    names = {"router": "router.weight", "gate": "gate", "up": "up", "down": "down"}
+    names = {"router": "router.weight", "gate": "experts.gate", "up": "experts.up", "down": "experts.down"}
     return {mine: torch.from_numpy(workload.weights[prefix + theirs]) for mine, theirs in names.items()}
 
 

@@ -7,7 +7,6 @@ norms see parts then, and their gradients are summed over the ranks.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.hand import build_gpt
