@@ -99,6 +99,7 @@ def _parallel_axes(result: dict[str, Any]) -> Iterator[Row]:
         yield f"{name}: Trainer / {row['what']}: wall", _ratio(row["wall"]), "≤ 1.03"
         yield f"{name}: CPU time", _ratio(row["cpu"]), "≤ 1.03"
         yield f"{name}: largest loss difference", f"{row['largest_relative_loss_difference']:.1e}", "≤ 1e-4"
+        yield f"{name}: largest part of the parameters on a rank", f"{row['held_frac']:.3f}", ""
     yield from _not_run(result)
 
 

@@ -2,7 +2,8 @@
 
 Every tensor's memory comes from there, also what FSDP2 frees and makes again by resizing storages, which a dispatch mode does not
 see; a resident set would count allocator caches and libraries too. Gloo's own buffers are no tensors and not in it. Needs torch
-only, so that processes of other environments can use it. To count everything, enter it before the model is made.
+only, so that processes of other environments can use it. What is freed while no profiler runs is never taken off, so sizes are
+those of a process only if this was entered first and once; differences always hold.
 """
 
 from __future__ import annotations

@@ -28,7 +28,11 @@ from benchmarks.parallel.sides import AXES, LARGEST_DIFFERENCE, SIZE, Axis, by_h
 from benchmarks.step_time import WARMUP_STEPS, alternate, compare
 from benchmarks.workload import Workload, prepare
 
+from unisono import Trainer
 from unisono.dist import World, job_from_environ, join
+
+# an axis that cuts the model over two leaves a rank less than this
+LARGEST_PART = 0.8
 
 
 def apart(mine: list[float], others: list[float]) -> float:
@@ -44,7 +48,7 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
     workload = Workload.read(arguments.workload)
     losses: dict[str, list[float]] = {"mine": [], "other": []}
     step, batches = by_hand(axis, workload), zip(torch_batches(workload), workload.lrs, strict=True)
-    with by_trainer([*arguments.set, *axis.settings], folder, world, len(workload.lrs)) as (_, ours):
+    with by_trainer([*arguments.set, *axis.settings], folder, world, len(workload.lrs)) as (run, ours):
 
         def mine() -> None:
             losses["mine"].append(float(next(ours).stats[0]))
@@ -56,6 +60,9 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
             mine()
             other()
         times = alternate(mine, other, arguments.blocks, arguments.steps, world.barrier)
+        held_frac = held(run, world)
+        if axis.cuts and held_frac > LARGEST_PART:
+            raise ValueError(f"a rank of the trainer's holds {held_frac:.2f} of the parameters: nothing was cut")
     gathered = world.gather_json({name: value.tolist() for name, value in times.items()})
     for name in times:
         ranks = np.array([each[name] for each in gathered])  # [ranks, blocks, 2]
@@ -64,7 +71,14 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
         **compare(times),
         "largest_relative_loss_difference": apart(losses["mine"], losses["other"]),
         "steps_compared": len(losses["mine"]),
+        "held_frac": round(held_frac, 4),
     }
+
+
+def held(run: Trainer, world: World) -> float:
+    """The largest share of the parameters that a rank of the trainer's has."""
+    pieces = run.state.pieces
+    return max(world.gather_json(sum(p.numel() for p in pieces.parameters.values()) / pieces.count))
 
 
 def check(axis: Axis, arguments: argparse.Namespace, world: World) -> dict[str, Any]:

@@ -31,17 +31,19 @@ MIXTURE = ("model.experts=8", "model.experts_per_token=2", "model.balance=none",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """``what`` stands beside the trainer; ``builder`` of ``benchmarks.parallel.hand.<module>`` makes its step."""
+    """``what`` stands beside the trainer; ``builder`` of ``benchmarks.parallel.hand.<module>`` makes its step; ``cuts``: a rank
+    holds a part of the parameters only."""
 
     what: str
     settings: Sequence[str]
     module: str
     builder: str = "build"
     options: Mapping[str, Any] = field(default_factory=dict)
+    cuts: bool = True
 
 
 AXES = {
-    "dp_replicate": Axis(what="DDP", settings=(), module="data", builder="replicated"),
+    "dp_replicate": Axis(what="DDP", settings=(), module="data", builder="replicated", cuts=False),
     "dp_shard": Axis(what="FSDP2", settings=("plan.dp_shard=2",), module="data", builder="sharded"),
     "tp": Axis(
         what="DTensor's parallel styles",
