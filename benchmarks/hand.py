@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from benchmarks.workload import Workload
 from torch import Tensor, nn
 
@@ -66,3 +67,21 @@ def hand_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, 
     set_lr(optimizer, lr)
     optimizer.step()
     return loss.detach()
+
+
+def ranks_step(model: nn.Module, optimizer: torch.optim.Optimizer, part: Batch, lr: float, clip_norm: float) -> Tensor:
+    """One update of DDP or FSDP2 with this rank's part of the batch; returns the mean loss over all of it.
+
+    Both average gradients over ranks, so a rank's sum is scaled to undo that.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    loss_sum, weight = cross_entropy_sum(
+        model(part["tokens"], part["positions"], part.get("documents")), part["targets"], part["weights"]
+    )
+    totals = torch.stack([loss_sum.detach(), weight])
+    dist.all_reduce(totals)
+    (loss_sum * (dist.get_world_size() / totals[1])).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    set_lr(optimizer, lr)
+    optimizer.step()
+    return totals[0] / totals[1]

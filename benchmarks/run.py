@@ -89,6 +89,60 @@ def _rivals(result: dict[str, Any]) -> Iterator[Row]:
                 yield f"{size}: plain script with {name} / without", f"{wall}; CPU {cpu}", ""
 
 
+def _not_run(result: dict[str, Any], prefix: str = "") -> Iterator[Row]:
+    for name, why in result["not_run"].items():
+        yield f"{prefix}{name}", f"did not run: {why.replace('|', '/')}", ""
+
+
+def _parallel_axes(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["axes"].items():
+        yield f"{name}: Trainer / {row['what']}: wall", _ratio(row["wall"]), "≤ 1.03"
+        yield f"{name}: CPU time", _ratio(row["cpu"]), "≤ 1.03"
+        yield f"{name}: largest loss difference", f"{row['largest_relative_loss_difference']:.1e}", "≤ 1e-4"
+        yield f"{name}: largest part of the parameters on a rank", f"{row['held_frac']:.3f}", ""
+    yield from _not_run(result)
+
+
+def _parallel_start(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["axes"].items():
+        seconds = f"{row['trainer_s']['median']:.2f} s against {row['hand_s']['median']:.2f} s"
+        yield f"{name}: Trainer / {row['what']}", f"{_ratio(row['over_hand'])}; {seconds}", ""
+    yield from _not_run(result)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _parallel_memory(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["contestants"].items():
+        ours = name.startswith("unisono")
+        state, apart = max(row["state_bytes"]), max(row["state_minus_expected_bytes"], key=abs)
+        value = f"{_mib(state)}, {apart:+,} bytes from what the plan says"
+        yield f"{name}: parameters and optimizer state", value, "+0 bytes" if ours else ""
+        yield f"{name}: peak of a step", _mib(max(row["peak_bytes"])), ""
+        for key, value in row.items():
+            if key.startswith("peak_over_"):
+                yield f"**{name} / {key.removeprefix('peak_over_')}: peak**", f"{value:.3f}", "≤ 1.05"
+    yield from _not_run(result)
+
+
+def _parallel_recompute(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["kinds"].items():
+        kept = f"{_mib(row['kept_bytes'])}, {row['kept_bytes_over_none']:.3f} of none"
+        yield f"{name}: kept for the backward pass", kept, ""
+        peak = f"{_mib(row['peak_bytes'])}, {row['peak_bytes_over_none']:.3f} of none"
+        yield f"{name}: peak of a step above its state", peak, ""
+        if name != "none":
+            yield f"{name}: step time / none", _ratio(row["over_none"]), ""
+
+
+def _parallel_compilations(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["rows"].items():
+        value = f"{row['first_step']} in the first step, {row['rest_of_first_epoch']} in the rest of the first epoch, "
+        yield name, value + f"{row['after_first_epoch']} in {row['steps']} steps after it", "0 after it"
+
+
 def _footprint(result: dict[str, Any]) -> Iterator[Row]:
     targets = {"help": "≤ 0.2 s"}
     for name, row in result["start"].items():
@@ -161,8 +215,7 @@ def _contest(
         for other, found in row.get("speed_over", {}).items():
             over = f"{name} / {other}"
             yield f"**{prefix}{over}**", _ratio(found), (targets or {}).get(over, "")
-    for name, why in outcome["not_run"].items():
-        yield f"{prefix}{name}", f"did not run: {why.replace('|', '/')}", ""
+    yield from _not_run(outcome, prefix)
 
 
 def _data_records(result: dict[str, Any]) -> Iterator[Row]:
@@ -236,6 +289,49 @@ BENCHMARKS = (
         "alternating blocks of one process, and beside DDP in two. The floor is 1: the loop logs, guards and saves nothing and "
         "finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no arithmetic.",
         rows=_step_time,
+    ),
+    Benchmark(
+        name="parallel_axes",
+        script="parallel.axes",
+        title="Each axis of a plan against torch's primitives by hand",
+        quick=("--blocks", "3"),
+        text="A GPT 512 wide on two processes of one thread, fp32, both sides in the same processes in turns. The floor is 1 "
+        "where both do the same: the hand-written side logs, guards and saves nothing and finds its batches in memory.",
+        rows=_parallel_axes,
+    ),
+    Benchmark(
+        name="parallel_start",
+        script="parallel.start",
+        title="Start of a job on two processes",
+        quick=("--rounds", "1"),
+        text="From the start of the processes, without a launcher, to the end of their first step. The hand-written script reads "
+        "batches and weights from a file; ours reads configuration and prepared data.",
+        rows=_parallel_start,
+    ),
+    Benchmark(
+        name="parallel_memory",
+        script="parallel.memory",
+        title="Memory of a rank where the state is cut",
+        quick=("--steps", "3"),
+        text="Tensor bytes of one of two ranks by ZeRO stage, from torch's allocator; the larger of the two ranks. The number "
+        "is the stage; Accelerate's 2 keeps parameters gathered after the forward pass.",
+        rows=_parallel_memory,
+    ),
+    Benchmark(
+        name="parallel_recompute",
+        script="parallel.recompute",
+        title="What recompute trades",
+        quick=("--blocks", "2"),
+        text="One process, the GPT of the axes; losses of all three are equal bit for bit.",
+        rows=_parallel_recompute,
+    ),
+    Benchmark(
+        name="parallel_compilations",
+        script="parallel.compilations",
+        title="Compilations after warm-up",
+        quick=("--epochs", "2"),
+        text="Graphs that torch.compile makes, with accumulation and epochs whose last step is short.",
+        rows=_parallel_compilations,
     ),
     Benchmark(
         name="rivals",

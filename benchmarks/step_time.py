@@ -31,8 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from benchmarks.hand import build_adamw, build_gpt, hand_step, set_lr, torch_batches
+from benchmarks.hand import build_adamw, build_gpt, hand_step, ranks_step, set_lr, torch_batches
 from benchmarks.paired import ratio, spread
 from benchmarks.workload import Workload, prepare, run_config
 from torch import Tensor, nn
@@ -42,7 +41,6 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono import CheckpointOptions, OptimOptions, PlanOptions, Trainer, TrainOptions
 from unisono.dist import World, job_from_environ, join
 from unisono.launch.share import TUNED_ALLOCATOR
-from unisono.models.loss import cross_entropy_sum
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
 from unisono.train.build import build_data, build_trainer
@@ -131,7 +129,7 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
                     losses["other"].append(hand_step(model, optimizer, batch, lr, clip).item())
                 else:
                     part = {name: tensor.chunk(world.world)[world.rank] for name, tensor in batch.items()}
-                    losses["other"].append(ddp_step(wrapped, optimizer, part, lr, clip, world.world).item())
+                    losses["other"].append(ranks_step(wrapped, optimizer, part, lr, clip).item())
 
         for _ in range(WARMUP_STEPS):
             mine()
@@ -148,23 +146,6 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
         ours.close()
     apart = np.abs(np.array(losses["mine"]) / np.array(losses["other"]) - 1).max()
     return {**compare(times), "largest_relative_loss_difference": float(apart), "steps_compared": len(losses["mine"])}
-
-
-def ddp_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], lr: float, clip: float, ranks: int
-) -> Tensor:
-    """One update of DDP or FSDP2 with a token-weighted loss: both average over ranks, so a rank's sum is scaled to undo that."""
-    optimizer.zero_grad(set_to_none=True)
-    loss_sum, weight = cross_entropy_sum(
-        model(batch["tokens"], batch["positions"], batch["documents"]), batch["targets"], batch["weights"]
-    )
-    totals = torch.stack([loss_sum.detach(), weight])
-    dist.all_reduce(totals)
-    (loss_sum * (ranks / totals[1])).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
-    set_lr(optimizer, lr)
-    optimizer.step()
-    return totals[0] / totals[1]
 
 
 class Idle(nn.Module):
