@@ -19,10 +19,12 @@ import torch
 
 from unisono.dist import World
 from unisono.errors import PlanError
+from unisono.models.bert import BERT, BertOptions
+from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.parallel.parts import Part
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.train.objectives import next_token
+from unisono.train.objectives import cross_entropy, masked_token, next_token
 
 STEPS = 20
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -55,7 +57,75 @@ def _gpt() -> tuple[torch.nn.Module, Any, Any]:
     return tiny.model(layers=4, heads=4, kv_heads=2), tiny.RaggedTokens(), next_token
 
 
-MODELS: dict[str, Callable[[], tuple[torch.nn.Module, Any, Any]]] = {"gpt": _gpt}
+def _moe() -> tuple[torch.nn.Module, Any, Any]:
+    sizes = {"layers": 4, "heads": 4, "kv_heads": 2, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+    return tiny.model(**sizes), tiny.RaggedTokens(), next_token
+
+
+def _bert() -> tuple[torch.nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    return (
+        BERT(BertOptions(vocab_size=tiny.VOCAB, layers=4, dim=16, heads=4, ffn_dim=32, max_length=12)),
+        Masked(),
+        masked_token,
+    )
+
+
+def _resnet(norm: str = "group") -> tuple[torch.nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    sizes = {"classes": 5, "depths": (2, 2), "widths": (8, 16), "groups": 4, "norm": norm, "stem": "small"}
+    return ResNet(ResNetOptions(**sizes)), Images(), cross_entropy
+
+
+class Masked:
+    """Ragged sequences whose padding attention leaves out, a sixth of the tokens hidden."""
+
+    fingerprint = "masked-1"
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(4)
+        self._tokens = rng.integers(1, tiny.VOCAB, (tiny.SAMPLES, tiny.SEQ_LEN))
+        self._padding = np.arange(tiny.SEQ_LEN) < rng.integers(4, tiny.SEQ_LEN + 1, (tiny.SAMPLES, 1))
+        self._hidden = (rng.random(self._tokens.shape) < 1 / 6) & self._padding
+
+    def __len__(self) -> int:
+        return tiny.SAMPLES
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        tokens, hidden = self._tokens[indices], self._hidden[indices]
+        return {
+            "tokens": np.where(hidden, 0, tokens),
+            "targets": tokens,
+            "weights": hidden.astype(np.float32),
+            "padding": self._padding[indices],
+        }
+
+
+class Images:
+    """Small random images of five kinds."""
+
+    fingerprint = "images-1"
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(5)
+        self._images = rng.standard_normal((tiny.SAMPLES, 3, 16, 16)).astype(np.float32)
+        self._targets = rng.integers(0, 5, tiny.SAMPLES)
+
+    def __len__(self) -> int:
+        return tiny.SAMPLES
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        ones = np.ones(len(indices), np.float32)
+        return {"image": self._images[indices], "targets": self._targets[indices], "weights": ones}
+
+
+MODELS: dict[str, Callable[[], tuple[torch.nn.Module, Any, Any]]] = {
+    "gpt": _gpt,
+    "gpt-moe": _moe,
+    "bert": _bert,
+    "resnet": _resnet,
+    "resnet-batchnorm": lambda: _resnet("batch"),
+}
 
 
 def reference_micro_batch(case: Case) -> int:
@@ -217,8 +287,8 @@ def page() -> str:
         "# What runs with what",
         "",
         "Written from the cases of the equality matrix (`python tests/support/matrix.py`); a test keeps this page and the cases",
-        "the same, and `make test-full` runs every line. A line says: on that many processes (Gloo, one thread each, tiny models), "
-        f"{STEPS} steps with",
+        "the same, and `make test-full` runs every line. A line says: on that many processes (Gloo, one thread each, tiny",
+        f"models), {STEPS} steps with",
         "accumulation, clipping, samples of different length and tied embeddings have the losses of one process within 1e-5 and",
         "its gradient norms within 1e-4, and the first step's gradients in float64 agree within 1e-5 per tensor.",
         "",

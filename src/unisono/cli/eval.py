@@ -24,6 +24,7 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.engine import input_selector
     from unisono.train.evaluate import evaluate
     from unisono.train.load import load_model
+    from unisono.train.passes import Passes
     from unisono.train.trainer import plan_for
 
     job = job_from_environ(os.environ)
@@ -40,14 +41,12 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
         data = build_data(config)
         model, step = load_model(config, data.tokenizer, world, checkpoint)
         values = evaluate(
-            model.to(device),
+            Passes(model=model.to(device), inputs=input_selector(model), plan=plan, world=world),
             data.held_out,
             objective=find_objective(config),
             metrics=build_metrics(config),
-            inputs=input_selector(model),
-            world=world,
             device=device,
-            plan=plan,
+            data_rank=world.rank,
             limit=samples,
         )
     finally:

@@ -7,7 +7,7 @@ order are a pure function of names, shapes and dtypes: the same in every process
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,8 +80,10 @@ class BucketedAllReduce:
 
         return ready
 
-    def arm(self) -> None:
-        """Count the coming backward pass's gradients as final."""
+    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+        """Count the coming backward pass's gradients as final. Those of a part wait until all are: buckets leave in order."""
+        if part is not None:
+            return
         self._armed, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ class LocalGradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = list(parameters.values())
 
-    def arm(self) -> None:
+    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
         """Nothing to prepare."""
 
     def finish(self, totals: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -24,8 +24,9 @@ from unisono.kvstore.local import LocalGradients
 class GradientSync(Protocol):
     """Sums the gradients of a step's micro-batches over all workers."""
 
-    def arm(self) -> None:
-        """The next backward pass is the step's last: each gradient may leave as soon as it is complete."""
+    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+        """The next backward pass is the step's last, or the last of a ``part`` of the model: each gradient may leave as soon as
+        it is complete."""
         ...
 
     def finish(self, totals: Tensor) -> None:

@@ -53,8 +53,8 @@ def apply(
 ) -> Applied:
     """Arrange ``model`` as the plan says, in place. Raises PlanError where a choice would act on nothing.
 
-    Of several ranks all call it, with equal models and the ``grid`` they are in, with a ``context`` of that model where they share
-    sequences, and with its ``layout`` where they are stages of a pipeline.
+    Of several ranks all call it, with equal models and the ``grid`` they are in, with a ``context`` of that model where they
+    share sequences, and with its ``layout`` where they are stages of a pipeline.
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
@@ -97,9 +97,11 @@ def apply(
         context.wrap(blocks)
     if layout is not None:
         assert grid is not None
-        stages = Stages(model, layout, [stage_of(plan.schedule, plan.pp, grid.index("pp"), n) for n in range(plan.chunks)])
+        stages = Stages(
+            model, layout, [stage_of(plan.schedule, plan.pp, grid.index("pp"), n) for n in range(plan.chunks)]
+        )
         blocks = stages.blocks
-    for piece, members in stages.pieces() if stages is not None else [(0, blocks)]:
+    for piece, members in ({each: stages.members(each) for each in stages.numbers} if stages else {0: blocks}).items():
         recompute(plan, members, piece)
     if plan.compile == "regional":
         for block in blocks:

@@ -9,16 +9,18 @@ first hidden state of its kind on a link; gradients have the shape of what they 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError, Problem
-from unisono.parallel.weight_gradients import Owed, WeightGradients
 from unisono.parallel.grid import Grid
 from unisono.parallel.stages import Stages
+from unisono.parallel.weight_gradients import Owed, WeightGradients
 from unisono.plan.schedule import Action, forward_order, order, stage_of
 
 Micro = Mapping[str, Tensor]
@@ -47,6 +49,11 @@ class Pipeline:
         self._sending: list[tuple[Any, Tensor]] = []
         self._here: dict[Action, Tensor] = {}
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+
+    @property
+    def ends_here(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._place[-1] == self._rank
 
     def _connect(self, grid: Grid) -> None:
         place, last = self._place, self._stages.count - 1
@@ -80,33 +87,36 @@ class Pipeline:
         micros: Sequence[Micro],
         forward: Callable[[Micro], Any],
         loss: Callable[[Any, Micro], Tensor],
-        before_last_backward: Callable[[], None],
+        before_last_backward: Callable[[Sequence[nn.Module] | None], None],
+        around: Callable[[str, Micro], AbstractContextManager[Any]],
     ) -> None:
         """One step: gradients of ``loss`` pile up in the parameters that are here.
 
         ``forward(micro)`` calls the model. ``loss(outputs, micro)`` runs on the last stage only; what it returns [] is
-        propagated back. ``before_last_backward`` is called once, before the first backward pass of the last micro-batch.
+        propagated back. ``before_last_backward`` is called before the last backward pass of each stage here, with its blocks, and
+        before the last of all, with None. Passes run inside ``around("forward", micro)`` or ``around("backward", micro)``.
         """
         plan = self._plan
         actions = order(plan.schedule, plan.pp, plan.chunks, len(micros))[self._rank]
         owed: dict[tuple[int, int], Owed] = {}
-        told = False
+        last = {action.stage: number for number, action in enumerate(actions) if action.kind in "BI"}
         try:
             for number, action in enumerate(actions):
                 self._post_next(actions[number:], micros)
-                if action.kind != "F" and action.micro == len(micros) - 1 and not told:
-                    before_last_backward()
-                    told = True
+                if number == last[action.stage]:
+                    before_last_backward(None if number == max(last.values()) else self._stages.members(action.stage))
+                micro = micros[action.micro]
                 if action.kind == "F":
-                    self._forward(action, micros, forward, loss)
+                    self._forward(action, micros, forward, loss, around("forward", micro))
                 elif action.kind == "B":
-                    self._backward(action)
+                    self._backward(action, around("backward", micro))
                 elif action.kind == "W":
-                    WeightGradients.settle(owed.pop(action[1:]))
+                    with around("backward", micro):
+                        WeightGradients.settle(owed.pop(action[1:]))
                 else:
                     assert self._weights is not None
                     with self._weights.collect() as owed[action[1:]]:
-                        self._backward(action)
+                        self._backward(action, around("backward", micro))
             self._finish_sending()
         finally:
             self._forget()
@@ -122,7 +132,7 @@ class Pipeline:
             with torch.no_grad():
                 for number, action in enumerate(actions):
                     self._post_next(actions[number:], micros)
-                    returned = self._pass(action, micros, forward)[1]
+                    returned = self._pass(action, self._hidden(action, micros), micros, forward)
                     if action.stage == self._stages.count - 1:
                         outputs[action.micro] = returned
                     else:
@@ -132,25 +142,27 @@ class Pipeline:
             self._forget()
         return outputs
 
-    def sum_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sum, in place, the gradients of parameters that several stages use over the ranks that have them. ``gradients`` by
-        name; those of other parameters are left alone."""
+    @property
+    def shared(self) -> list[tuple[ProcessGroup, list[str]]]:
+        """Groups of ranks whose stages use the same parameters, and these, for ``SharedGradients``."""
+        named: dict[str, list[str]] = {}
         for name, stages in sorted(self._stages.layout.shared.items()):
-            if _sharers(stages) in self._groups:
-                with self._world.guard(f"gradient of {name} over stages", gradients[name].nbytes):
-                    dist.all_reduce(gradients[name], group=self._groups[_sharers(stages)])
+            named.setdefault(_sharers(stages), []).append(name)
+        return [(self._groups[sharers], names) for sharers, names in named.items() if sharers in self._groups]
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
+    def _hidden(self, action: Action, micros: Sequence[Micro]) -> Tensor | None:
+        """What the stage goes on from; None for the first."""
+        if action.stage == 0:
+            return None
+        return self._receive(action, micros).requires_grad_(torch.is_grad_enabled())
+
     def _pass(
-        self, action: Action, micros: Sequence[Micro], forward: Callable[[Micro], Any]
-    ) -> tuple[Tensor | None, Any]:
-        received = None
-        if action.stage:
-            received = self._receive(action, micros)
-            received.requires_grad_(torch.is_grad_enabled())
+        self, action: Action, received: Tensor | None, micros: Sequence[Micro], forward: Callable[[Micro], Any]
+    ) -> Any:
         self._stages.enter(action.stage, received)
-        return received, forward(micros[action.micro])
+        return forward(micros[action.micro])
 
     def _forward(
         self,
@@ -158,19 +170,22 @@ class Pipeline:
         micros: Sequence[Micro],
         forward: Callable[[Micro], Any],
         loss: Callable[[Any, Micro], Tensor],
+        around: AbstractContextManager[Any],
     ) -> None:
-        received, output = self._pass(action, micros, forward)
-        if action.stage == self._stages.count - 1:
-            output = loss(output, micros[action.micro])
-        else:
+        received = self._hidden(action, micros)
+        with around:
+            output = self._pass(action, received, micros, forward)
+            if action.stage == self._stages.count - 1:
+                output = loss(output, micros[action.micro])
+        if action.stage < self._stages.count - 1:
             self._send_hidden(action, output, micros)
         self._kept[action[1:]] = received, output
 
-    def _backward(self, action: Action) -> None:
+    def _backward(self, action: Action, around: AbstractContextManager[Any]) -> None:
         gradient = None if action.stage == self._stages.count - 1 else self._receive(action, ())
         received, output = self._kept.pop(action[1:])
         if output.requires_grad:  # a first stage may have nothing to train
-            with self._world.guard_collectives("backward pass"):
+            with around, self._world.guard_collectives("backward pass"):
                 torch.autograd.backward(output, gradient)
         if received is not None:
             self._send(action, received.grad if received.grad is not None else torch.zeros_like(received))

@@ -15,7 +15,7 @@ Gradients are summed, never averaged. All ranks must run the same number of pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,17 +74,18 @@ class ShardedGradients:
     def __init__(self, model: nn.Module, pieces: Pieces, grid: Grid) -> None:
         self._plan, self._pieces, self._world = grid.plan, pieces, grid.world
         self._units = list(_units(model))
-        self._set(last=False)
+        self._set(self._units, last=False)
 
-    def _set(self, *, last: bool) -> None:
-        for unit in self._units:
+    def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
+        for unit in units:
             unit.set_requires_gradient_sync(last or self._plan.zero > 1, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
 
-    def arm(self) -> None:
-        """The next backward pass is the step's last."""
-        self._set(last=True)
+    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+        """The next backward pass is the step's last, or the last through a ``part`` of the model."""
+        units = self._units if part is None else [unit for module in part for unit in _units(module)]
+        self._set(units, last=True)
 
     def finish(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
@@ -99,7 +100,7 @@ class ShardedGradients:
     def reset(self) -> None:
         """Forget the gradients; further backward passes are not the last."""
         self._pieces.drop_gradients()
-        self._set(last=False)
+        self._set(self._units, last=False)
 
     def close(self) -> None:
         """Let the gradients go, and what torch remembers of the mesh: it would keep the groups' sockets open."""

@@ -50,6 +50,16 @@ class Stages:
         """The blocks that are here."""
         return list(self._own.values())
 
+    @property
+    def repeated(self) -> list[str]:
+        """Parameters here that an earlier rank's stage has too."""
+        homes = self.layout.homes.items()
+        return [name for name, stages in homes if set(stages) & set(self.numbers) and stages[0] not in self.numbers]
+
+    def members(self, stage: int) -> list[nn.Module]:
+        """The blocks of a stage that is here."""
+        return [self._own[number] for number in self.layout.span(stage)]
+
     def enter(self, stage: int, received: Tensor | None) -> None:
         """The next call of the model is of ``stage``, from ``received`` on; the first stage gets None."""
         self._active, self._received = stage, received

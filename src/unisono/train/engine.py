@@ -25,11 +25,11 @@ from unisono.kvstore import GradientSync
 from unisono.models.moe import finish_step, weigh_balance
 from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient
-from unisono.parallel.device import autocast
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.plan import Plan
 from unisono.train.objectives import Objective
+from unisono.train.passes import Passes
 from unisono.train.state import RunState
 
 # Places in ``Step.stats``
@@ -63,8 +63,7 @@ class Step:
 class Engine:
     """The pieces of a step. ``run`` is the hot path: no host synchronisation in it."""
 
-    model: nn.Module
-    inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    passes: Passes
     objective: Objective
     schedule: Callable[[int], float]
     clip_norm: float
@@ -82,21 +81,20 @@ class Engine:
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; returns with ``state.step`` one higher."""
         state, timers = self.state, self.timers
-        weigh_balance(self.model, state.scale.scale / self.plan.global_batch)
+        weigh_balance(self.passes.model, state.scale.scale / self.plan.global_batch)
         totals = torch.zeros(3, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
-        for number, host_batch in enumerate(batch.micro_batches, start=1):
+
+        def copied(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
             with timers.phase("h2d"):
-                micro = {name: tensor.to(self.device, non_blocking=True) for name, tensor in host_batch.items()}
-            with timers.phase("forward"), self.world.guard_collectives("forward pass"), autocast(self.plan):
-                loss_sum, weight = self.objective(self.model(**self.inputs(micro)), micro)
-            fault_point("forward", state.step)
-            if number == len(batch.micro_batches):
-                self.sync.arm()
-            with timers.phase("backward"), self.world.guard_collectives("backward pass"):
-                (loss_sum * (state.scale.scale / self.plan.global_batch)).backward()
-            fault_point("backward", state.step)
+                return {name: tensor.to(self.device, non_blocking=True) for name, tensor in micro.items()}
+
+        def loss(outputs: Any, micro: Mapping[str, Tensor]) -> Tensor:
+            loss_sum, weight = self.objective(outputs, micro)
             totals[0] += loss_sum.detach()
             totals[1] += weight
+            return loss_sum * (state.scale.scale / self.plan.global_batch)
+
+        self.passes.train(batch.micro_batches, copied, loss, self.sync.arm, timers, state.step)
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
             self.sync.finish(totals)
@@ -126,7 +124,7 @@ class Engine:
         state.optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.found_inf = (~good).float()  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.step()
-        finish_step(self.model, self.pieces.sum_over_data, good)
+        finish_step(self.passes.model, self.pieces.sum_over_data, good)
         state.scale.update(~norm.isfinite())
         if state.average is not None:
             state.average.update(good)

@@ -38,7 +38,7 @@ class RunState:
     guard: Guard
     average: Average | None
     weight_total: Tensor
-    stages: Stages | None = None
+    stages: StageTables | None = None
     step: int = 0
     best_loss: float | None = None
     evaluations_without_gain: int = 0
@@ -119,7 +119,7 @@ class RunState:
             accelerator.set_rng_state(snapshot.tensor(f"{prefix}accelerator"))
 
 
-class Stages:
+class StageTables:
     """The tensors of a pipeline, of which no rank holds all: what each stage has, by path."""
 
     def __init__(self, mine: Mapping[str, Tensor | Part], grid: Grid) -> None:

@@ -14,13 +14,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unisono.data.ahead import copied_ahead
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
@@ -39,13 +39,17 @@ from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
 from unisono.optim import schedule as schedule_of
 from unisono.optim.groups import roles
-from unisono.parallel.apply import apply
+from unisono.parallel.apply import apply, repeated_blocks
+from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import summed
+from unisono.parallel.context import Context
 from unisono.parallel.device import computes_bf16, find_device, set_backend
 from unisono.parallel.grid import Grid
+from unisono.parallel.layout import Layout, lay_out
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
+from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.sharded import ShardedGradients, release
 from unisono.parallel.shared import SharedGradients
 from unisono.parallel.whole import Whole
@@ -63,8 +67,9 @@ from unisono.train.guard import Guard
 from unisono.train.metrics import Metric
 from unisono.train.objectives import Objective
 from unisono.train.options import TrainOptions
+from unisono.train.passes import Passes
 from unisono.train.readout import Readout
-from unisono.train.state import RunState, Stages, seed_generators
+from unisono.train.state import RunState, StageTables, seed_generators
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -187,8 +192,13 @@ class Trainer:
         self.store.init(model.state_dict())
         self._grid = grid = Grid(self.plan, self.world)
         whole, named_roles = Whole.of(model), roles(model, self._optim.decay_exclude)
-        model = apply(self.plan, model, grid).train()
-        pieces = Pieces(model, grid, whole)
+        inputs = input_selector(model)
+        self._loader = self._feed(model)
+        layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
+        context = Context(grid, model) if self.plan.cp > 1 else None
+        model, stages = apply(self.plan, model.train(), grid, context, layout)
+        pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
+        pieces = Pieces(model, grid, whole, repeated=stages.repeated if stages is not None else ())
         optimizer = build_optimizer(
             model,
             self._optim,
@@ -211,7 +221,7 @@ class Trainer:
             ),
         )
         if self.plan.pp > 1:
-            self.state.stages = Stages(self.state.held(), grid)
+            self.state.stages = StageTables(self.state.held(), grid)
         seed_generators(self._seed, grid.draw_rank)
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
@@ -247,14 +257,14 @@ class Trainer:
         self._sync = (
             ShardedGradients(model, pieces, grid)
             if self.plan.sharded
-            else self.store.gradients(pieces.parameters, grid.group("dp_replicate") if self.plan.tp > 1 else None)
+            else self.store.gradients(pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None)
         )
-        self._loader = self._feed()
         self._timers = StepTimers()
         asked = self._asked_schedule
         self._engine = Engine(
-            model=model,
-            inputs=input_selector(self.model),
+            passes=Passes(
+                model=model, inputs=inputs, plan=self.plan, world=self.world, context=context, pipeline=pipeline
+            ),
             objective=self._objective,
             schedule=schedule_of(asked, options.steps, self._optim.lr) if isinstance(asked, ScheduleOptions) else asked,
             clip_norm=self._optim.clip_norm,
@@ -264,7 +274,7 @@ class Trainer:
             state=self.state,
             pieces=pieces,
             sync=self._sync,
-            shared=SharedGradients(summed(model), self.world),
+            shared=SharedGradients([*summed(model), *(pipeline.shared if pipeline is not None else ())], self.world),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),
@@ -342,7 +352,20 @@ class Trainer:
         if self._given_world is None:
             self.world.close()
 
-    def _feed(self) -> Loader | StreamLoader:
+    def _lay_out(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Layout:
+        """Where the stages of a pipeline begin, seen on a micro-batch of the first step."""
+        first = next(iter(self._loader.iterate(0, 1)))
+        layout = lay_out(
+            model,
+            repeated_blocks(model),
+            inputs(first.micro_batches[0]),
+            self.plan.pp * self.plan.chunks,
+            self.plan.splits,
+        )
+        self.plan = replace(self.plan, splits=layout.splits)
+        return layout
+
+    def _feed(self, model: nn.Module) -> Loader | StreamLoader:
         common: dict[str, Any] = {
             "seed": self._seed,
             "global_batch": self.plan.global_batch,
@@ -353,11 +376,14 @@ class Trainer:
             "device": None if self.device.type == "cpu" else self.device,
         }
         loading, pair, finish, block = self._loading, self._pair, self._finish, self._shuffle_block
-        if self.plan.sharded and loading.last_batch == "keep":
+        together = "dp_shard" if self.plan.sharded else "pp" if self.plan.pp > 1 else ""
+        if not together and self.plan.data_ranks > 1 and batch_norms(model):
+            together = "batch norm"
+        if together and loading.last_batch == "keep":
             raise DataError(
                 Problem(
-                    given=f"dp_shard {self.plan.dp_shard} with loader.last_batch=keep",
-                    rule="ranks that share one copy of the state run the same number of passes in every step",
+                    given=f"{together} on {self.plan.world} ranks with loader.last_batch=keep",
+                    rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
                     consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
                     nearest="loader.last_batch=pad, which fills it up with weight 0",
                 )
@@ -442,14 +468,12 @@ class Trainer:
             raise ValueError("evaluate() needs a data set: none was given here or as eval_data")
         with self._rates.paused(), self.averaged_weights():
             values = evaluate(
-                self.state.model,
+                self._engine.passes,
                 chosen,
                 objective=self._objective,
                 metrics=self._metrics,
-                inputs=self._engine.inputs,
-                world=self.world,
                 device=self.device,
-                plan=self.plan,
+                data_rank=self._grid.data_rank,
                 limit=self.options.eval_samples,
             )
         self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})

@@ -1,0 +1,118 @@
+"""Forward and backward passes of micro-batches, on whatever the plan has made of the model: whole, or a stage of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from unisono.dist import World, fault_point
+from unisono.observe.meters import StepTimers
+from unisono.parallel.context import Context
+from unisono.parallel.device import autocast
+from unisono.parallel.pipeline import Pipeline
+from unisono.plan.plan import Plan
+
+Micro = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """``inputs(micro)`` picks what the model takes. ``context`` cuts sequences, ``pipeline`` runs stages, where the plan asks."""
+
+    model: nn.Module
+    inputs: Callable[[Micro], dict[str, Tensor]]
+    plan: Plan
+    world: World
+    context: Context | None = None
+    pipeline: Pipeline | None = None
+
+    def train(
+        self,
+        micros: Sequence[Micro],
+        copied: Callable[[Micro], Micro],
+        loss: Callable[[Any, Micro], Tensor],
+        last: Callable[..., None],
+        timers: StepTimers,
+        step: int,
+    ) -> None:
+        """Gradients of ``loss(outputs, micro)`` [] pile up over ``micros``, each ``copied`` to the device first.
+
+        ``last()`` is called before the last backward pass, ``last(modules)`` before the last one through a part of the model.
+        """
+        if self.pipeline is not None:
+            self._train_stages(self.pipeline, [copied(micro) for micro in micros], loss, last, timers, step)
+            return
+        for number, host in enumerate(micros, start=1):
+            micro = copied(host)
+            with self._of(micro):
+                with timers.phase("forward"):
+                    part = self._cut(micro)
+                    with self.world.guard_collectives("forward pass"), autocast(self.plan):
+                        value = loss(self.model(**self.inputs(part)), part)
+                fault_point("forward", step)
+                if number == len(micros):
+                    last()
+                with timers.phase("backward"), self.world.guard_collectives("backward pass"):
+                    value.backward()
+            fault_point("backward", step)
+
+    def outputs(self, micros: Sequence[Micro], use: Callable[[int, Any, Micro], None]) -> None:
+        """``use(number, outputs, micro)`` for each of ``micros``; in a pipeline on its last stage only."""
+        if self.pipeline is not None:
+            parts, wholes = self._parts(micros)
+            returned = self.pipeline.evaluate(parts, self._forward(wholes))
+            if self.pipeline.ends_here:
+                with autocast(self.plan):
+                    for number, (outputs, part) in enumerate(zip(returned, parts, strict=True)):
+                        use(number, outputs, part)
+            return
+        for number, micro in enumerate(micros):
+            part = self._cut(micro)
+            with self._of(micro), self.world.guard_collectives("forward pass of an evaluation"), autocast(self.plan):
+                use(number, self.model(**self.inputs(part)), part)
+
+    def _train_stages(
+        self,
+        pipeline: Pipeline,
+        micros: list[Micro],
+        loss: Callable[[Any, Micro], Tensor],
+        last: Callable[..., None],
+        timers: StepTimers,
+        step: int,
+    ) -> None:
+        parts, wholes = self._parts(micros)
+
+        @contextmanager
+        def around(kind: str, part: Micro) -> Generator[None]:
+            with (
+                timers.phase(kind),
+                self._of(wholes[id(part)]),
+                autocast(self.plan) if kind == "forward" else nullcontext(),
+            ):
+                yield
+            fault_point(kind, step)
+
+        with timers.phase("comm_exposed"):  # what is not a pass is waiting for other stages
+            pipeline.run(parts, self._forward(wholes), loss, last, around)
+
+    def _forward(self, wholes: Mapping[int, Micro]) -> Callable[[Micro], Any]:
+        def forward(part: Micro) -> Any:
+            with self._of(wholes[id(part)]), self.world.guard_collectives("forward pass"), autocast(self.plan):
+                return self.model(**self.inputs(part))
+
+        return forward
+
+    def _parts(self, micros: Sequence[Micro]) -> tuple[list[Micro], dict[int, Micro]]:
+        """This rank's parts of the micro-batches, and the whole ones by them."""
+        parts = [self._cut(micro) for micro in micros]
+        return parts, {id(part): micro for part, micro in zip(parts, micros, strict=True)}
+
+    def _cut(self, micro: Micro) -> Micro:
+        return micro if self.context is None else self.context.cut(micro)
+
+    def _of(self, micro: Micro) -> Any:
+        return nullcontext() if self.context is None else self.context.of(micro)
