@@ -53,7 +53,10 @@ class WeightGradients:
 
     @staticmethod
     def settle(owed: Owed) -> None:
-        """Add the gradients to those of the weights, as autograd does (hooks included), and forget the rest."""
+        """Add the gradients to those of the weights, as autograd does, and forget the rest.
+
+        Hooks that wait for a weight's gradient run here, and ran in the backward pass before, which had none for it.
+        """
         while owed:
             x, gradient, weight = owed.pop()
             torch.autograd.backward(weight, _product(x, gradient, weight))
@@ -72,13 +75,14 @@ class _Linear(torch.autograd.Function):
         compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         ctx.store, ctx.dtype, ctx.bias_dtype = store, x.dtype, None if bias is None else bias.dtype
         cast = x.to(compute)
-        ctx.save_for_backward(cast, weight)
+        ctx.save_for_backward(cast)
+        ctx.weight = weight  # recompute gives saved tensors back without what they are leaves of
         return F.linear(cast, weight.to(compute), None if bias is None else bias.to(compute))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        (x,), weight = ctx.saved_tensors, ctx.weight
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows = gradient.flatten(0, -2)  # [N, out]
         of_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype) if need_x else None
