@@ -140,9 +140,9 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     torch.manual_seed(1)
     recipe = deferred(factory)
     grid = Grid(plan, world)
-    model = apply(plan, recipe.model, grid).model
+    model, table, _ = apply(plan, recipe.model, grid)
     allocate(model, torch.device("cpu"))
-    pieces = Pieces(model, grid)
+    pieces = Pieces(model, grid, table)
     fill(recipe, model, pieces)
     assert len({recipe.fingerprint, *world.gather_json(recipe.fingerprint)}) == 1
     wrong = []
@@ -199,9 +199,9 @@ def risen(world: World, defer: bool) -> float:
     before = memory("VmRSS")
     if defer:
         recipe = deferred(large)
-        model = apply(plan, recipe.model, grid).model
+        model, table, _ = apply(plan, recipe.model, grid)
         allocate(model, torch.device("cpu"))
-        fill(recipe, model, Pieces(model, grid))
+        fill(recipe, model, Pieces(model, grid, table))
     else:
         model = apply(plan, large(), grid).model
     return (memory("VmHWM") - before) / (24 << 22)

@@ -84,8 +84,8 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
     grid = Grid(chosen, world)
-    gpt = apply(chosen, model(sizes), grid).model
-    pieces = Pieces(gpt, grid)
+    gpt, table, _ = apply(chosen, model(sizes), grid)
+    pieces = Pieces(gpt, grid, table)
     sync = ShardedGradients(gpt, pieces, grid)
     rank, share = grid.data_rank, chosen.micro_batch
     mine = [{name: each[rank * share : (rank + 1) * share] for name, each in batch.items()} for batch in batches]

@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from unisono.parallel.layout import lay_out
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.sharded import ShardedGradients
-from unisono.parallel.stages import Stages
+from unisono.parallel.shared import SharedGradients
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
@@ -101,19 +103,18 @@ def alone(kind: str, layers: int, micros: int, double: bool = False, data_ranks:
     return {"losses": losses, "gradients": first}
 
 
-def cut(kind: str, layers: int, plan: Plan, grid: Grid, double: bool = False) -> tuple[nn.Module, Stages, Pipeline]:
+def cut(kind: str, layers: int, plan: Plan, grid: Grid, double: bool = False) -> tuple[nn.Module, Pieces, Pipeline]:
     model = build(kind, layers)
     model = model.double() if double else model
     names = {name for name, _ in model.named_parameters()}
     blocks = repeated_blocks(model)
     layout = lay_out(model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.chunks, plan.splits)
+    model, whole, stages = apply(plan, model, grid, None, layout)
+    assert stages is not None
     mine = [stage_of(plan.schedule, plan.pp, grid.index("pp"), chunk) for chunk in range(plan.chunks)]
-    stages = Stages(model, layout, mine)
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name in names if not set(layout.homes[name]).isdisjoint(mine)}
-    pipeline = Pipeline(stages, grid, torch.device("cpu"))
-    apply(plan, model, grid, stages.blocks)
-    return model, stages, pipeline
+    return model, Pieces(model, grid, whole), Pipeline(stages, grid, torch.device("cpu"))
 
 
 def on_ranks(
@@ -121,10 +122,10 @@ def on_ranks(
 ) -> dict[str, Any]:
     plan = plan_of(micros, **options)
     grid = Grid(plan, world)
-    model, _, pipeline = cut(kind, layers, plan, grid, double)
-    pieces = Pieces(model, grid) if plan.sharded else None
-    sync = ShardedGradients(model, pieces, grid) if pieces else None
-    optimizer = torch.optim.SGD(pieces.parameters.values() if pieces else model.parameters(), lr=0.5)
+    model, pieces, pipeline = cut(kind, layers, plan, grid, double)
+    sync = ShardedGradients(model, pieces, grid) if plan.sharded else None
+    shared = SharedGradients(pipeline.shared, world)
+    optimizer = torch.optim.SGD(pieces.parameters.values(), lr=0.5)
     losses, first, armed, live = [], {}, [], []
     gc.collect()
     gc.disable()
@@ -136,20 +137,20 @@ def on_ranks(
             totals += torch.stack([value.detach().double(), weight.double()])
             return value
 
-        def last(step: int = step) -> None:
-            armed.append(step)
+        def last(part: Sequence[nn.Module] | None = None, step: int = step) -> None:
+            if part is None:
+                armed.append(step)
             if sync:
-                sync.arm()
+                sync.arm(part)
 
         batch = micros_of(step, micros, grid.data_rank, plan.data_ranks)
-        pipeline.run(batch, lambda micro: model(**inputs_of(kind, micro)), loss, last)
-        if sync and pieces:
+        pipeline.run(batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext())
+        named = pieces.parameters
+        if sync:
             sync.finish(totals)
-            named = pieces.parameters
         else:
             world.all_reduce(totals)
-            named = dict(model.named_parameters())
-        pipeline.sum_shared({name: p.grad for name, p in named.items()})
+        shared.finish(pieces)
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():
@@ -300,7 +301,9 @@ def dies(world: World, schedule: str) -> float:
     started = time.monotonic()
     micros = micros_of(0, 4)
     with pytest.raises(CommError, match="stage"):
-        pipeline.run(micros, forward, lambda outputs, micro: loss_of(outputs, micro)[0], lambda: None)
+        pipeline.run(
+            micros, forward, lambda outputs, micro: loss_of(outputs, micro)[0], lambda _: None, lambda *_: nullcontext()
+        )
     raise RuntimeError(f"rank {world.rank} ended after {time.monotonic() - started:.0f} s")
 
 
@@ -320,7 +323,13 @@ def changes_its_mind(world: World) -> str:
         model.forward = lambda **inputs: inner(**inputs)[:, next(calls) :]  # a token fewer the second time
     micros = micros_of(0, 3)[:2]
     with pytest.raises((PlanError, CommError)) as caught:
-        pipeline.run(micros, lambda m: model(**inputs_of("tied", m)), lambda o, m: o.hidden.sum(), lambda: None)
+        pipeline.run(
+            micros,
+            lambda m: model(**inputs_of("tied", m)),
+            lambda o, m: o.hidden.sum(),
+            lambda _: None,
+            lambda *_: nullcontext(),
+        )
     world.close()
     return str(caught.value)
 

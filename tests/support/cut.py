@@ -42,8 +42,8 @@ def difference(
     )
     plan = replace(plan, rules=rules)
     grid = Grid(plan, world)
-    model = apply(plan, model, grid).model
-    pieces = Pieces(model, grid)
+    model, whole, _ = apply(plan, model, grid)
+    pieces = Pieces(model, grid, whole)
     found = loss(model)
     found.backward()
     pieces.take_gradients()

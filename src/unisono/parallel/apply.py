@@ -18,6 +18,7 @@ from unisono.parallel.recompute import recompute
 from unisono.parallel.sharded import shard
 from unisono.parallel.stages import Stages
 from unisono.parallel.tensor import cut
+from unisono.parallel.whole import Whole
 from unisono.plan.plan import Plan
 from unisono.plan.schedule import stage_of
 
@@ -38,9 +39,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class Applied(NamedTuple):
-    """The model as the plan wants it; in a pipeline the stages of it that are here."""
+    """The model as the plan wants it, what it was before, and in a pipeline the stages of it that are here."""
 
     model: nn.Module
+    whole: Whole
     stages: Stages | None
 
 
@@ -58,7 +60,7 @@ def apply(
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    blocks = repeated_blocks(model)
+    whole, blocks = Whole.of(model), repeated_blocks(model)
     for choice, acts, near in (
         ("recompute", plan.recompute != "none", "'none'"),
         ("compile", plan.compile == "regional", "'model'"),
@@ -111,7 +113,7 @@ def apply(
     if plan.sharded:
         assert grid is not None
         shard(model, blocks, grid)
-    return Applied(model, stages)
+    return Applied(model, whole, stages)
 
 
 def _compile_arguments(plan: Plan) -> dict[str, Any]:

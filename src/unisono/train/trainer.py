@@ -52,7 +52,6 @@ from unisono.parallel.pieces import Pieces
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.sharded import ShardedGradients, release
 from unisono.parallel.shared import SharedGradients
-from unisono.parallel.whole import Whole
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
 from unisono.plan.options import PlanOptions
@@ -191,12 +190,12 @@ class Trainer:
         self.store = create(self.plan.sync, self.world)
         self.store.init(model.state_dict())
         self._grid = grid = Grid(self.plan, self.world)
-        whole, named_roles = Whole.of(model), roles(model, self._optim.decay_exclude)
+        named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
         self._loader = self._feed(model)
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
-        model, stages = apply(self.plan, model.train(), grid, context, layout)
+        model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
         pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
         pieces = Pieces(model, grid, whole, repeated=stages.repeated if stages is not None else ())
         optimizer = build_optimizer(
