@@ -53,7 +53,10 @@ class WeightGradients:
 
     @staticmethod
     def settle(owed: Owed) -> None:
-        """Add the gradients to those of the weights, as autograd does (hooks included), and forget the rest."""
+        """Add the gradients to those of the weights, as autograd does, and forget the rest.
+
+        Hooks that wait for a weight's gradient run here, and ran in the backward pass before, which had none for it.
+        """
         while owed:
             x, gradient, weight = owed.pop()
             torch.autograd.backward(weight, _product(x, gradient, weight))

@@ -132,13 +132,14 @@ class Pipeline:
             self._forget()
         return outputs
 
-    def sum_shared(self, gradients: Mapping[str, Tensor]) -> None:
-        """Sum, in place, the gradients of parameters that several stages use over the ranks that have them. ``gradients`` by
-        name; those of other parameters are left alone."""
+    def sum_shared(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Sum, in place, the gradients of parameters that several stages use over the ranks that have them. ``gradients`` are
+        by name, None where frozen; those of other parameters are left alone."""
         for name, stages in sorted(self._stages.layout.shared.items()):
-            if _sharers(stages) in self._groups:
-                with self._world.guard(f"gradient of {name} over stages", gradients[name].nbytes):
-                    dist.all_reduce(gradients[name], group=self._groups[_sharers(stages)])
+            gradient = gradients.get(name)
+            if gradient is not None and _sharers(stages) in self._groups:
+                with self._world.guard(f"gradient of {name} over stages", gradient.nbytes):
+                    dist.all_reduce(gradient, group=self._groups[_sharers(stages)])
 
     # --- passes ------------------------------------------------------------------------------------------------------
 
