@@ -38,6 +38,8 @@ MICRO = 2
 
 
 def build(kind: str, layers: int) -> nn.Module:
+    if kind == "wide tied":
+        return tiny.model(layers=layers, heads=4, kv_heads=2)
     if kind in ("tied", "untied"):
         return tiny.model(layers=layers, tied=kind == "tied")
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -74,7 +76,7 @@ def micros_of(step: int, count: int, data_rank: int = 0, data_ranks: int = 1) ->
 
 def plan_of(micros: int, **options: Any) -> Plan:
     splits = options.pop("splits", ())
-    ranks = options.get("pp", 1) * (options.get("dp_shard") or 1)
+    ranks = options.get("pp", 1) * (options.get("dp_shard") or 1) * options.get("tp", 1)
     options["global_batch"] = micros * MICRO * (options.get("dp_shard") or 1)
     plan = derive(PlanOptions(micro_batch=MICRO, **options), world=ranks, device="cpu", native_bf16=False)
     return dataclasses.replace(plan, splits=splits)
@@ -154,7 +156,7 @@ def on_ranks(
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():
-            parameter.grad /= float(totals[1])
+            parameter.grad /= float(totals[1]) / plan.tp
         optimizer.step()
         if sync:
             sync.reset()
@@ -258,6 +260,14 @@ def test_with_sharded_states(pool: Pool, schedule: str, zero: int) -> None:
     plain = alone("tied", 4, 4, data_ranks=2)
     options = {"pp": 2, "dp_shard": 2, "schedule": schedule, "zero": zero}
     for outcome in pool.run(on_ranks, "tied", 4, 4, options, ranks=4):
+        assert outcome["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ALL)
+def test_with_layers_cut_along_tp(pool: Pool, schedule: str) -> None:
+    plain = alone("wide tied", 4, 4)
+    for outcome in pool.run(on_ranks, "wide tied", 4, 4, {"pp": 2, "tp": 2, "schedule": schedule}, ranks=4):
         assert outcome["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 

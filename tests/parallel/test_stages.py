@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -67,6 +68,8 @@ class Stack(nn.Module):
                 x = block(x, self.bias * 2 if self.habit != "good" else self.bias)
             elif self.habit == "skips":
                 x = block(x, None) if number else block(x, None) * 2
+            elif self.habit.startswith("returns"):
+                x, _ = block(x, None)
             elif self.habit == "twice":
                 x = block(block(x, None), None)
             else:
@@ -84,6 +87,8 @@ class Layer(nn.Module):
         y = self.inner(x)
         if other is not None and other.is_floating_point():
             y = y + other
+        if self.habit.startswith("returns"):
+            return y, y * 2 if self.habit == "returns two" else None
         return y
 
 
@@ -93,6 +98,7 @@ class Layer(nn.Module):
         ("passes a parameter on", "blocks.1 is given argument 1, which depends on parameters outside it"),
         ("skips", "blocks.1 is not called with what the block before it returned"),
         ("twice", "blocks.0 runs 2 times, or out of order"),
+        ("returns two", "blocks.0 returns more tensors than the hidden state"),
         ("goes around", "the model itself uses what another block, or what is before the blocks, computed"),
         ("shares a weight", "blocks.0.inner.weight is used outside its block too"),
     ],
@@ -103,6 +109,18 @@ def test_what_cannot_be_cut_is_named(habit: str, text: str) -> None:
         lay_out(model, repeated_blocks(model), TOKENS, 2)
     assert text in str(caught.value)
     assert "plan.pp=1" in str(caught.value)
+
+
+def test_blocks_may_return_a_tuple() -> None:
+    torch.manual_seed(0)
+    whole, *parts = (copy.deepcopy(model) for model in [Stack("returns one and None")] * 3)
+    layout = lay_out(whole, repeated_blocks(whole), TOKENS, 2)
+    hidden = None
+    for stage, part in enumerate(parts):
+        stages = Stages(part, layout, (stage,))
+        stages.enter(stage, hidden)
+        hidden = part(**TOKENS)
+    torch.testing.assert_close(hidden, whole(**TOKENS))
 
 
 def test_splits_must_fit_the_model() -> None:

@@ -23,7 +23,7 @@ class Layout:
     blocks: tuple[str, ...]
     splits: tuple[int, ...]
     homes: Mapping[str, tuple[int, ...]]
-    tuples: bool  # whether a block returns a tuple that begins with the hidden state
+    members: int  # of the tuple that a block returns, the hidden state first; 0 where it returns that alone
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -74,7 +74,7 @@ def lay_out(
     for name in sizes:
         inside = [number for number, path in enumerate(paths, 1) if name.startswith(f"{path}.")]
         homes[name] = tuple(sorted({places[place] for place in (inside or users.get(name) or [0])}))
-    return Layout(blocks=paths, splits=splits, homes=homes, tuples=ordered[0].returns_tuple)
+    return Layout(blocks=paths, splits=splits, homes=homes, members=len(ordered[0].outputs) * ordered[0].returns_tuple)
 
 
 def _raise(problems: Sequence[Problem]) -> None:

@@ -98,7 +98,7 @@ class Stages:
             if number == span.start - 1:
                 assert self._received is not None
                 hidden = self._received
-            return (hidden,) if self.layout.tuples else hidden
+            return (hidden, *[None] * (self.layout.members - 1)) if self.layout.members else hidden
 
         return skip
 
