@@ -94,7 +94,8 @@ class Pipeline:
 
         ``forward(micro)`` calls the model. ``loss(outputs, micro)`` runs on the last stage only; what it returns [] is
         propagated back. ``before_last_backward`` is called before the last backward pass of each stage here, with its blocks, and
-        before the last of all, with None; never where weight gradients come later (zbv). Passes run inside ``around("forward", micro)`` or ``around("backward", micro)``.
+        before the last of all, with None; never where weight gradients come later (zbv). Passes run inside
+        ``around("forward", micro)`` or ``around("backward", micro)``.
         """
         plan = self._plan
         actions = order(plan.schedule, plan.pp, plan.chunks, len(micros))[self._rank]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # has no public name; torch 2.11 to 2.13 tested
+from torch._subclasses.fake_tensor import FakeTensorMode  # has no public name; torch 2.13 tested
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
 
