@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,8 +50,21 @@ def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one device here")
-@pytest.mark.parametrize("dp_shard", [1, 2])
-def test_two_devices_equal_one(tmp_path: Path, dp_shard: int) -> None:
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {},
+        {"dp_shard": 2},
+        {"tp": 2},
+        {"tp": 2, "sequence_parallel": True},
+        {"cp": 2},
+        *({"pp": 2, "micro_batch": 2, "schedule": schedule} for schedule in ("1f1b", "interleaved", "zbv")),
+        {"dp_shard": 2, "ep": 2, "sizes": {"layers": 4, "heads": 4, "kv_heads": 2, "experts": 4}},
+    ],
+    ids=str,
+)
+def test_two_devices_equal_one(tmp_path: Path, axes: dict) -> None:
+    sizes = {"sizes": {"layers": 4, "heads": 4, "kv_heads": 2, **axes.pop("sizes", {})}}
     script = str(Path(tiny.__file__).with_name("launch_tiny.py"))
     source = str(Path(__file__).parents[2] / "src")
     run = subprocess.run(
@@ -59,7 +73,7 @@ def test_two_devices_equal_one(tmp_path: Path, dp_shard: int) -> None:
             script,
             str(tmp_path / "two"),
             "2",
-            f'{{"steps": 8, "device": "auto", "dp_shard": {dp_shard}}}',
+            json.dumps({"steps": 8, "device": "auto", **axes, **sizes}),
         ],
         env={**os.environ, "PYTHONPATH": source},
         capture_output=True,
@@ -68,4 +82,4 @@ def test_two_devices_equal_one(tmp_path: Path, dp_shard: int) -> None:
     )
     assert run.returncode == 0, run.stderr
     losses = [e["train/loss"] for e in tiny.events(tmp_path / "two") if e["kind"] == "step"]
-    assert losses == pytest.approx(tiny.complete(tmp_path / "one", steps=8)["losses"], rel=1e-3)
+    assert losses == pytest.approx(tiny.complete(tmp_path / "one", steps=8, **sizes)["losses"], rel=1e-3)
