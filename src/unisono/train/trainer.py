@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -353,7 +354,8 @@ class Trainer:
 
     def _lay_out(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Layout:
         """Where the stages of a pipeline begin, seen on a micro-batch of the first step."""
-        first = next(iter(self._loader.iterate(0, 1)))
+        with closing(self._loader.iterate(0, 1)) as steps:
+            first = next(steps)
         layout = lay_out(
             model,
             repeated_blocks(model),
