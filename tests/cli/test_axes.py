@@ -22,9 +22,7 @@ def start(desk: Desk, run_dir: Path, *settings: str) -> list[str]:
     return [f"--set=run.dir={run_dir}", *desk.settings, *(f"--set={each}" for each in (*SIZES, *settings))]
 
 
-@pytest.mark.parametrize(
-    "axis", [pytest.param(axis, marks=[] if axis == "pp" else pytest.mark.full) for axis in AXES]
-)
+@pytest.mark.parametrize("axis", [pytest.param(axis, marks=[] if axis == "pp" else pytest.mark.full) for axis in AXES])
 def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) -> None:
     run_dir = tmp_path / "run"
     done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.processes=2"), "--json")
@@ -71,7 +69,16 @@ def test_a_kept_plan_trains_again_and_a_run_goes_on(desk: Desk, tmp_path: Path, 
     assert losses_of(again) == losses_of(run_dir)
     assert desk.here("plan", "diff", str(run_dir), str(again)).code == 0
     # alone, with what two processes have saved; the folder's own settings ask for two
-    defaults = ("pp=1", "cp=1", "tp=1", "ep=1", "dp_shard=1", "sequence_parallel=false", "schedule=1f1b", "micro_batch=0")
+    defaults = (
+        "pp=1",
+        "cp=1",
+        "tp=1",
+        "ep=1",
+        "dp_shard=1",
+        "sequence_parallel=false",
+        "schedule=1f1b",
+        "micro_batch=0",
+    )
     more = ["--set=train.steps=6", *(f"--set=plan.{each}" for each in defaults)]
     more_done = desk.here("train", "--debug", f"--set=run.dir={run_dir}", *more, "--json")
     assert more_done.code == 0, more_done.err

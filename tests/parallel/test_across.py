@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +13,12 @@ import tiny
 from plans import STEPS, on_ranks, save_at
 from pool import Pool
 
+from unisono import PlanOptions, Trainer
 from unisono.dist import JobSpec, World
+from unisono.errors import CommError
+from unisono.plan.derive import derive
+from unisono.plan.rules import Embedding
+from unisono.train.objectives import next_token
 
 AT = 3
 GPT = {"layers": 4, "heads": 4, "kv_heads": 2}
@@ -137,3 +143,56 @@ def test_a_run_that_is_cut_has_the_bits_of_one_that_is_not(pool: Pool, tmp_path:
         assert two["generators"] == whole["generators"]
     drawn = {outcome["draw_rank"]: outcome["generators"] for outcome in straight}
     assert len(set(drawn.values())) == len(drawn), "ranks that compute different things draw the same numbers"
+
+
+def odd_one(world: World, run_dir: str, base: dict, odd: dict, sizes: dict) -> str:
+    """Rank 1 has another plan or model; what it is told."""
+    plan = replace(
+        derive(
+            PlanOptions(device="cpu", precision="fp32", global_batch=8, micro_batch=2, **base),
+            world=world.world,
+            device="cpu",
+            native_bf16=False,
+        ),
+        **(odd if world.rank == 1 else {}),
+    )
+    network = tiny.model(**GPT, **(sizes if world.rank == 1 else {}))
+    try:
+        with Trainer(network, tiny.RaggedTokens(), plan, objective=next_token, run_dir=run_dir, world=world):
+            return "started"
+    except CommError as error:
+        return str(error)
+
+
+RULES = (Embedding(module="embedding"),)
+
+
+@pytest.mark.parametrize(
+    ("base", "odd", "told"),
+    [
+        (
+            {"pp": 2},
+            {"schedule": "gpipe"},
+            ('plan is {"schedule": "gpipe"} on rank 1', '{"schedule": "1f1b"} on rank 0'),
+        ),
+        ({"pp": 2}, {"splits": (1, 3)}, ('plan is {"splits": [1, 3]} on rank 1', '{"splits": []} on rank 0')),
+        ({"tp": 2}, {"rules": RULES}, ('plan is {"rules": [{"module": "embedding"', '{"rules": []} on rank 0')),
+        ({"tp": 2}, {"sequence_parallel": True}, ('plan is {"sequence_parallel": true} on rank 1',)),
+        ({"dp_shard": 2}, {"dp_shard": 1, "cp": 2, "accumulation": 4}, ('"cp": 2', '"dp_shard": 1', '"cp": 1')),
+        ({"pp": 2}, {"recompute": "full", "recompute_blocks": (1, 1)}, ('"recompute_blocks": [1, 1]} on rank 1',)),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_another_plan_on_one_rank_ends_all_with_the_difference(
+    pool: Pool, tmp_path: Path, base: dict, odd: dict, told: tuple[str, ...]
+) -> None:
+    for text in pool.run(odd_one, str(tmp_path), base, odd, {}, ranks=2):
+        assert "plan is the same on all 2 ranks" in text
+        for part in told:
+            assert part in text
+
+
+def test_another_model_on_one_rank_ends_all_with_the_difference(pool: Pool, tmp_path: Path) -> None:
+    for text in pool.run(odd_one, str(tmp_path), {"pp": 2}, {}, {"vocab_size": 56}, ranks=2):
+        assert 'parameter table is {"embedding.weight": "[56, 16] torch.float32"} on rank 1' in text
+        assert '{"embedding.weight": "[48, 16] torch.float32"} on rank 0' in text
