@@ -120,6 +120,50 @@ def test_a_sharded_run_survives_a_kill_bit_for_bit(tmp_path: Path, pool: Pool, p
     drill(tmp_path, pool, 2, point, dp_shard=2)
 
 
+AXES = {
+    "pp": {"pp": 2, "sizes": {"layers": 4}},
+    "zbv": {"pp": 2, "schedule": "zbv", "sizes": {"layers": 4}},
+    "cp": {"cp": 2},
+    "tp": {"tp": 2, "sequence_parallel": True, "sizes": {"kv_heads": 2}},
+    "ep": {"dp_shard": 2, "ep": 2, "sizes": {"experts": 4}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("axis", "fault"),
+    [
+        *((axis, f"{point}:1") for axis in AXES for point in ("forward@3", "backward@3")),
+        *((axis, f"{point}:0") for axis in ("pp", "cp", "ep") for point in ("optimizer@3", "before_commit@4")),
+        ("pp", "mid_shard@4:1"),
+        ("pp", "backward@3:0"),
+    ],
+)
+def test_a_run_cut_along_any_axis_survives_a_kill_bit_for_bit(
+    tmp_path: Path, pool: Pool, axis: str, fault: str
+) -> None:
+    """The digest is of rank 0's part; the losses are everybody's."""
+    drill(tmp_path, pool, 2, fault, **AXES[axis])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axis", AXES)
+def test_the_others_end_within_seconds_and_name_the_rank(tmp_path: Path, axis: str) -> None:
+    run_dir = tmp_path / "run"
+    settings = {**SETTINGS, "max_restarts": 0, **AXES[axis]}
+    run = start(run_dir, 2, settings, UNISONO_FAULT="backward@3:1")
+    _, err = run.communicate(timeout=150)
+    assert run.returncode not in (0, 75)
+    ends = {rank: [e for e in tiny.events(run_dir, rank) if e["kind"] == "run_end"] for rank in (0, 1)}
+    (end,) = ends[0]
+    assert (end["reason"], end["error"]) == ("failed", "CommError")
+    assert "rank 1" in end["message"]
+    assert ends[1] == [], "rank 1 was killed"
+    last = max(e["t"] for e in tiny.events(run_dir, 1))
+    assert end["t"] - last < 20
+    assert "rank 1" in err
+
+
 @pytest.mark.full
 def test_killed_before_the_first_commit_it_begins_again(tmp_path: Path, pool: Pool) -> None:
     whole = undisturbed(tmp_path, pool, 1)

@@ -66,9 +66,10 @@ class KVStore:
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Agree on names, shapes and dtypes, then give every worker rank 0's values, in place.
 
-        Raises CommError naming the rank whose table differs.
+        Raises CommError naming the rank whose table differs, and where.
         """
-        agree(self.world, "parameter table", table_hash(values))
+        if len(set(self.world.gather_json(table_hash(values)))) > 1:  # the tables themselves may be long
+            agree(self.world, "parameter table", _table(values))
         for name in sorted(values):
             self.world.broadcast(values[name].detach())
 
@@ -80,8 +81,11 @@ class KVStore:
 
 def table_hash(values: Mapping[str, Tensor]) -> str:
     """Sixteen hex digits over every name, shape and dtype."""
-    table = [[name, list(value.shape), str(value.dtype)] for name, value in sorted(values.items())]
-    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_table(values), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _table(values: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: f"{list(value.shape)} {value.dtype}" for name, value in values.items()}
 
 
 def create(kind: Literal["local", "dist_sync"], world: World) -> KVStore:
