@@ -43,6 +43,7 @@ from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import summed
 from unisono.parallel.context import Context
+from unisono.parallel.deferred import Recipe, allocate, deferred, fill
 from unisono.parallel.device import computes_bf16, find_device, set_backend
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
@@ -104,6 +105,10 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 class Trainer:
     """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
 
+    ``model`` is a module, of which rank 0's values count, or a callable that builds one, the same on all ranks. Where the
+    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred``). From entering on the
+    module is ``self.model``. ``flops_per_token`` may be asked of the whole model, whose values it must not read.
+
     ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
     rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. Without ``world`` the
     environment of the process says which rank this is.
@@ -113,7 +118,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
@@ -132,12 +137,14 @@ class Trainer:
         finish: BatchTransform | None = None,
         loader: LoaderOptions | None = None,
         shuffle_block: int = 0,
-        flops_per_token: float = 0.0,
+        flops_per_token: float | Callable[[nn.Module], float] = 0.0,
         world: World | None = None,
         events: EventLog | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = model
+        self._given_model = model
+        if isinstance(model, nn.Module):
+            self.model = model
         self.data = cast("Iterable[Any]", data) if is_stream(data) else as_dataset(cast("Dataset | MapStyle", data))
         self.eval_data = eval_data
         self.options = options or TrainOptions()
@@ -152,7 +159,7 @@ class Trainer:
         self._metrics = dict(metrics or {})
         self._transform, self._pair, self._finish = transform, pair, finish
         self._loading, self._shuffle_block = loader or LoaderOptions(), shuffle_block
-        self._flops_per_token = flops_per_token
+        self._asked_flops = flops_per_token
         self._given_world = world
         self._given_events = events
         self._provenance = dict(provenance or {})
@@ -186,9 +193,11 @@ class Trainer:
         agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        model = self.model.to(self.device)
         self.store = create(self.plan.sync, self.world)
-        self.store.init(model.state_dict())
+        recipe = self._build()
+        model = self.model
+        asked_flops = self._asked_flops
+        flops = asked_flops(model) if callable(asked_flops) else asked_flops
         self._grid = grid = Grid(self.plan, self.world)
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
@@ -196,8 +205,12 @@ class Trainer:
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
         model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
+        if recipe is not None:
+            allocate(model, self.device)
         pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
         pieces = Pieces(model, grid, whole, repeated=stages.repeated if stages is not None else ())
+        if recipe is not None:
+            fill(recipe, model, pieces)
         optimizer = build_optimizer(
             model,
             self._optim,
@@ -288,12 +301,26 @@ class Trainer:
             max_skips=options.max_skips,
             device=self.device,
             memory_limit_bytes=host_memory_limit_bytes(),
-            flops_per_token=self._flops_per_token,
-            peak=self._find_peak() if self._flops_per_token else None,
+            flops_per_token=flops,
+            peak=self._find_peak() if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
             compiling=self.plan.compile != "off",
         )
+
+    def _build(self) -> Recipe | None:
+        """Make ``self.model`` equal on all ranks; where it has no values yet, what they are made by."""
+        given = self._given_model
+        if not isinstance(given, nn.Module):
+            if self.plan.spread:
+                recipe = deferred(given)
+                agree(self.world, "model", recipe.fingerprint)
+                self.model = recipe.model
+                return recipe
+            self.model = given()
+        self.model.to(self.device)
+        self.store.init(self.model.state_dict())
+        return None
 
     def _find_peak(self) -> Peak:
         """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
