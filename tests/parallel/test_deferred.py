@@ -276,7 +276,7 @@ def through_the_trainer(world: World, folder: str, name: str, changes: dict) -> 
                 ("gpt", 8, {"pp": 2, "dp_shard": 2, "tp": 2}),
                 ("experts", 2, {"dp_shard": 2, "ep": 2}),
                 ("experts", 4, {"dp_shard": 4}),
-                ("experts", 8, {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2}),
+                ("experts", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
                 ("gpt2", 2, {"tp": 2}),
                 ("gpt2", 4, {"tp": 2, "dp_shard": 2}),
             )

@@ -61,8 +61,8 @@ class Trace:
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record what it does. No state of it changes. What the model
-    has on another device, also on the meta device, is as if it were where the inputs are."""
+    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record what it does. No state of it changes. What
+    the model has on another device, also on the meta device, is as if it were where the inputs are."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
     moved = _elsewhere(model, {tensor.device for tensor in given.values()}, fake)
@@ -131,7 +131,8 @@ class _Recorder(TorchFunctionMode):
         return before, after
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        # torch's rule for fake tensors takes bfloat16 only
+        result = _grouped(*args[:2]) if _name(func) == "_grouped_mm" else func(*args, **(kwargs or {}))
         outputs = _tensors(result)
         if outputs:
             given = _tensors((args, kwargs))
@@ -160,6 +161,11 @@ class _Recorder(TorchFunctionMode):
             outputs=self._values(returned),
             returned=tuple(parameters),
         )
+
+
+def _grouped(rows: Tensor, stack: Tensor) -> Tensor:
+    """A result of the shape of rows [M, I] times matrices of a stack [E, I, O]."""
+    return rows.new_empty(rows.shape[0], stack.shape[-1])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -36,17 +36,19 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
-from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
+from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
 from unisono.optim import schedule as schedule_of
 from unisono.optim.groups import roles
 from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.batch_norm import batch_norms
-from unisono.parallel.blocks import summed
+from unisono.parallel.blocks import blocks, summed
 from unisono.parallel.context import Context
 from unisono.parallel.deferred import Recipe, allocate, deferred, fill
 from unisono.parallel.device import computes_bf16, find_device, set_backend
+from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
+from unisono.parallel.ledger import check_held, ledger
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
@@ -218,6 +220,16 @@ class Trainer:
             named_roles=named_roles,
             whole_norms=pieces.whole_norms if pieces.spread else None,
         )
+        self._ledger = ledger(
+            self.plan,
+            whole,
+            self.world.rank,
+            state=state_names(self._optim),
+            blocks={whole.first_names[name]: block for name, block in blocks(model).items()},
+            stacks=expert_dims(model),
+            layout=layout,
+        )
+        check_held(self._ledger, pieces.parameters, optimizer)
         options = self.options
         self.state = RunState(
             model=model,
@@ -338,6 +350,11 @@ class Trainer:
             precision_why=why_precision(self._asked_plan, self.plan),
             device=str(self.device),
             parameters=self.state.pieces.count,
+            held_bytes={
+                "parameters": self._ledger.parameter_bytes,
+                "gradients": self._ledger.gradient_bytes,
+                "optimizer": self._ledger.state_bytes,
+            },
             steps_total=self.options.steps,
             epoch=self.world.job.epoch,
             launcher=self.world.job.source,
