@@ -13,7 +13,7 @@ from pool import Pool
 from torch import nn
 
 from unisono.dist import World
-from unisono.errors import PlanError
+from unisono.errors import CommError, PlanError
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply
@@ -185,10 +185,11 @@ def test_tied_parameters_stay_tied(pool: Pool) -> None:
     assert pool.run(tied, ranks=2) == [[]] * 2
 
 
-def risen(world: World, defer: bool) -> float:
-    """How far the memory of this process rose, over the bytes of the model."""
+def risen(world: World, folder: str, defer: bool) -> float:
+    """How far the memory of this process rose until a trainer could begin, over the bytes of the model."""
 
     def large() -> nn.Module:
+        torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
 
     def memory(line: str) -> int:
@@ -197,23 +198,63 @@ def risen(world: World, defer: bool) -> float:
         ]
         return int(found.split()[1]) << 10
 
-    plan = derive(PlanOptions(device="cpu", dp_shard=2), world=2, device="cpu", native_bf16=False)
-    grid = Grid(plan, world)
+    settings = {"world": world, "steps": 1, "dp_shard": 2, "kind": "sgd", "momentum": 0.0, "lr": 0.1}
+    with tiny.trainer(f"{folder}/first-{defer}", **settings):  # imports what it needs
+        pass
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = memory("VmRSS")
-    if defer:
-        recipe = deferred(large)
-        model, table, _ = apply(plan, recipe.model, grid)
-        allocate(model, torch.device("cpu"))
-        fill(recipe, model, Pieces(model, grid, table))
-    else:
-        model = apply(plan, large(), grid).model
-    return (memory("VmHWM") - before) / (24 << 22)
+    with tiny.trainer(f"{folder}/{defer}", network=large if defer else large(), **settings):
+        return (memory("VmHWM") - before) / (24 << 22)
 
 
-def test_no_process_holds_all(pool: Pool) -> None:
-    assert max(pool.run(risen, True, ranks=2)) < 0.75
-    assert min(pool.run(risen, False, ranks=2)) > 0.9
+def test_no_process_holds_all(pool: Pool, tmp_path: pathlib.Path) -> None:
+    assert max(pool.run(risen, str(tmp_path), True, ranks=2)) < 0.75
+    assert min(pool.run(risen, str(tmp_path), False, ranks=2)) > 0.9
+
+
+def built_before(world: World, folder: str) -> tuple[str, str, str]:
+    """What a run says that is given a callable the recorder refuses, and what one starts with that returns a module."""
+    settings = {"world": world, "steps": 1, "dp_shard": 2}
+
+    def peeks() -> nn.Module:
+        model = tiny.model()
+        model.scale = model.norm.weight.max().item()  # type: ignore[assignment]
+        return model
+
+    try:
+        with tiny.trainer(f"{folder}/refused", network=peeks, **settings):
+            said = ""
+    except PlanError as error:
+        said = str(error)
+    made = peeks()
+    with tiny.trainer(f"{folder}/module", network=made, **settings) as run:
+        plain = tiny.digest(run)
+    again = peeks()
+    with tiny.trainer(f"{folder}/callable", network=lambda: again, **settings) as run:
+        return said, plain, tiny.digest(run)
+
+
+def test_a_model_that_cannot_be_deferred_may_be_built_before(pool: Pool, tmp_path: pathlib.Path) -> None:
+    for said, plain, returned in pool.run(built_before, str(tmp_path), ranks=2):
+        assert "  try:  give the trainer (or return from parts.model) a module that was built before" in said
+        assert plain == returned
+
+
+def differs(world: World, folder: str) -> str:
+    def other() -> nn.Module:
+        torch.manual_seed(world.rank)
+        return nn.Linear(2, 2)
+
+    try:
+        with tiny.trainer(folder, network=other, world=world, steps=1, dp_shard=2):
+            return ""
+    except CommError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_how_values_are_made(pool: Pool, tmp_path: pathlib.Path) -> None:
+    for said in pool.run(differs, str(tmp_path), ranks=2):
+        assert "model is the same on all 2 ranks" in said
 
 
 NETWORKS = {

@@ -132,7 +132,7 @@ def build_trainer(
     events: EventLog,
     provenance: Mapping[str, Any],
 ) -> Trainer:
-    """The trainer of this configuration; nothing is started before it is entered. Only then is a model built that the plan spreads."""
+    """The trainer of this configuration; before it is entered nothing is started, and no model built that the plan spreads."""
     _, plan = plan_for(config.plan, world.job)
     build = partial(build_model, config, data.tokenizer)
     return Trainer(
