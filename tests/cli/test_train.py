@@ -10,6 +10,21 @@ import pytest
 from commands import Desk, events_of, losses_of, steps_of
 
 
+@pytest.mark.full
+def test_a_model_that_no_process_holds_is_the_same_model(desk: Desk, trained: Path) -> None:
+    run_dir = desk.folder / "spread"
+    spread = ["--set=launch.processes=2", "--set=plan.tp=2", "--set=model.kv_heads=1"]
+    done = desk.process("train", f"--set=run.dir={run_dir}", *desk.settings, *spread, "--json")
+    assert done.code == 0, done.err
+    assert losses_of(run_dir) == pytest.approx(losses_of(trained), rel=1e-5)
+    assert done.json["sample"].startswith("def ")
+    start, alone = (events_of(each)[0] for each in (run_dir, trained))
+    assert start["parameters"] == alone["parameters"]
+    assert start["held_bytes"]["parameters"] < alone["held_bytes"]["parameters"] == 4 * alone["parameters"]
+    assert "perf/matmul_ceiling_frac" in steps_of(run_dir)[-1]
+    assert "; held here: parameters " in done.err
+
+
 def test_debug_makes_the_same_run_as_a_launch(desk: Desk, trained: Path) -> None:
     run_dir = desk.folder / "launched"
     done = desk.process(

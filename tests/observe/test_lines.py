@@ -93,6 +93,12 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "3.03M parameters on 1 x cpu, fp32 (no bf16 unit); stdlib, 9.5M tokens",
         ),
         ({"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu"}, "info", "12 parameters on 1 x cpu"),
+        (
+            {"kind": "run_start", "parameters": 12, "plan_text": "1 x cpu"}
+            | {"held_bytes": {"parameters": 3 << 20, "gradients": 0, "optimizer": 5 << 30}},
+            "info",
+            "12 parameters on 1 x cpu; held here: parameters 3 MiB, gradients 0 MiB, optimizer 5 GiB",
+        ),
         ({"kind": "compiled", "first_step_s": 12.0}, "info", "compiled: the first step took 12s"),
         ({"kind": "resumed", "step": 7, "checkpoint": "/c/7"}, "info", "resumed at step 7 from /c/7"),
         (

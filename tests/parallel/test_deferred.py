@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
+import tiny
 import torch
+import torch.nn.functional as F
 from pool import Pool
 from torch import nn
 
 from unisono.dist import World
-from unisono.errors import PlanError
+from unisono.errors import CommError, PlanError
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply
@@ -19,6 +22,7 @@ from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
+from unisono.train.objectives import next_token
 
 SIZES = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": 49}
 
@@ -181,10 +185,11 @@ def test_tied_parameters_stay_tied(pool: Pool) -> None:
     assert pool.run(tied, ranks=2) == [[]] * 2
 
 
-def risen(world: World, defer: bool) -> float:
-    """How far the memory of this process rose, over the bytes of the model."""
+def risen(world: World, folder: str, defer: bool) -> float:
+    """How far the memory of this process rose until a trainer could begin, over the bytes of the model."""
 
     def large() -> nn.Module:
+        torch.manual_seed(0)
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
 
     def memory(line: str) -> int:
@@ -193,23 +198,138 @@ def risen(world: World, defer: bool) -> float:
         ]
         return int(found.split()[1]) << 10
 
-    plan = derive(PlanOptions(device="cpu", dp_shard=2), world=2, device="cpu", native_bf16=False)
-    grid = Grid(plan, world)
+    settings = {"world": world, "steps": 1, "dp_shard": 2, "kind": "sgd", "momentum": 0.0, "lr": 0.1}
+    with tiny.trainer(f"{folder}/first-{defer}", **settings):  # imports what it needs
+        pass
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
     before = memory("VmRSS")
-    if defer:
-        recipe = deferred(large)
-        model, table, _ = apply(plan, recipe.model, grid)
-        allocate(model, torch.device("cpu"))
-        fill(recipe, model, Pieces(model, grid, table))
-    else:
-        model = apply(plan, large(), grid).model
-    return (memory("VmHWM") - before) / (24 << 22)
+    with tiny.trainer(f"{folder}/{defer}", network=large if defer else large(), **settings):
+        return (memory("VmHWM") - before) / (24 << 22)
 
 
-def test_no_process_holds_all(pool: Pool) -> None:
-    assert max(pool.run(risen, True, ranks=2)) < 0.75
-    assert min(pool.run(risen, False, ranks=2)) > 0.9
+def test_no_process_holds_all(pool: Pool, tmp_path: pathlib.Path) -> None:
+    assert max(pool.run(risen, str(tmp_path), True, ranks=2)) < 0.75
+    assert min(pool.run(risen, str(tmp_path), False, ranks=2)) > 0.9
+
+
+def built_before(world: World, folder: str) -> tuple[str, str, str]:
+    """What a run says that is given a callable the recorder refuses, and what one starts with that returns a module."""
+    settings = {"world": world, "steps": 1, "dp_shard": 2}
+
+    def peeks() -> nn.Module:
+        model = tiny.model()
+        model.scale = model.norm.weight.max().item()  # type: ignore[assignment]
+        return model
+
+    try:
+        with tiny.trainer(f"{folder}/refused", network=peeks, **settings):
+            said = ""
+    except PlanError as error:
+        said = str(error)
+    made = peeks()
+    with tiny.trainer(f"{folder}/module", network=made, **settings) as run:
+        plain = tiny.digest(run)
+    again = peeks()
+    with tiny.trainer(f"{folder}/callable", network=lambda: again, **settings) as run:
+        return said, plain, tiny.digest(run)
+
+
+def test_a_model_that_cannot_be_deferred_may_be_built_before(pool: Pool, tmp_path: pathlib.Path) -> None:
+    for said, plain, returned in pool.run(built_before, str(tmp_path), ranks=2):
+        assert "  try:  give the trainer (or return from parts.model) a module that was built before" in said
+        assert plain == returned
+
+
+def differs(world: World, folder: str) -> str:
+    def other() -> nn.Module:
+        torch.manual_seed(world.rank)
+        return nn.Linear(2, 2)
+
+    try:
+        with tiny.trainer(folder, network=other, world=world, steps=1, dp_shard=2):
+            return ""
+    except CommError as error:
+        return str(error)
+
+
+def test_ranks_agree_on_how_values_are_made(pool: Pool, tmp_path: pathlib.Path) -> None:
+    for said in pool.run(differs, str(tmp_path), ranks=2):
+        assert "model is the same on all 2 ranks" in said
+
+
+NETWORKS = {
+    "gpt": lambda: tiny.model(layers=4, heads=4, kv_heads=1, vocab_size=49),
+    "tied": lambda: tiny.model(layers=4, heads=4, kv_heads=2, tied=True),
+    "experts": lambda: tiny.model(layers=2, heads=4, experts=4, experts_per_token=2, ffn_dim=16, balance="bias"),
+    "gpt2": lambda: gpt2(),
+}
+
+
+def gpt2() -> nn.Module:
+    """Query, key and value lie side by side in one matrix, which tp cuts into three runs."""
+    library = pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": tiny.SEQ_LEN, "vocab_size": 49}
+    config = library.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
+    return library.AutoModelForCausalLM.from_config(config)
+
+
+def logits_loss(outputs: Any, batch: Any) -> Any:
+    if not hasattr(outputs, "logits") or isinstance(outputs, tuple):
+        return next_token(outputs, batch)
+    losses = F.cross_entropy(outputs.logits.mT, batch["targets"], reduction="none")
+    return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+
+def renamed(sample: dict, _rng: object) -> dict:
+    return {**sample, "input_ids": sample["tokens"]}
+
+
+def through_the_trainer(world: World, folder: str, name: str, changes: dict) -> tuple[list[str], list[str]]:
+    """Digests of everything this rank holds at the start and after two steps: from a module, and from a callable."""
+    outcomes: list[tuple[str, str]] = []
+    for given in (NETWORKS[name](), NETWORKS[name]):
+        run_dir = f"{folder}/{len(outcomes)}"
+        settings = {"steps": 2, "global_batch": 8, "micro_batch": 2, "ema_decay": 0.9, "transform": renamed, **changes}
+        with tiny.trainer(run_dir, world=world, network=given, objective=logits_loss, **settings) as run:
+            started = tiny.digest(run)
+            list(run)
+            outcomes.append((started, tiny.digest(run)))
+        torch.manual_seed(world.rank)
+    return tuple(zip(*outcomes, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "changes"),
+    [
+        ("gpt", 4, {"dp_shard": 2, "tp": 2}),
+        ("tied", 2, {"pp": 2}),
+        *(
+            pytest.param(name, ranks, changes, marks=pytest.mark.full)
+            for name, ranks, changes in (
+                ("gpt", 1, {}),
+                ("gpt", 2, {}),
+                ("gpt", 2, {"dp_shard": 2, "zero": 1}),
+                ("gpt", 2, {"tp": 2, "sequence_parallel": True}),
+                ("gpt", 2, {"cp": 2}),
+                ("tied", 2, {"tp": 2}),
+                ("tied", 4, {"pp": 2, "dp_shard": 2, "schedule": "interleaved"}),
+                ("gpt", 8, {"pp": 2, "dp_shard": 2, "tp": 2}),
+                ("experts", 2, {"dp_shard": 2, "ep": 2}),
+                ("experts", 4, {"dp_shard": 4}),
+                ("experts", 4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+                ("gpt2", 2, {"tp": 2}),
+                ("gpt2", 4, {"tp": 2, "dp_shard": 2}),
+            )
+        ),
+    ],
+)
+def test_a_trainer_begins_with_the_same_values(
+    pool: Pool, tmp_path: pathlib.Path, name: str, ranks: int, changes: dict
+) -> None:
+    for started, ended in pool.run(through_the_trainer, str(tmp_path), name, changes, ranks=ranks, timeout_s=120):
+        assert started[0] == started[1]
+        assert ended[0] == ended[1]
 
 
 def reads_a_value() -> nn.Module:

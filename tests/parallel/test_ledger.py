@@ -12,20 +12,36 @@ from pool import Pool
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.optim import OptimOptions, state_names
-from unisono.parallel.ledger import Ledger, check_held, ledger, place_of, whole_table
-from unisono.parallel.tensor import cut_dims
+from unisono.parallel import sharded
+from unisono.parallel.blocks import Block
+from unisono.parallel.ledger import Ledger, check_held, ledger, place_of
+from unisono.parallel.whole import Whole
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 
-WIDE = {"heads": 4, "kv_heads": 2}
+WIDE = {"heads": 4, "kv_heads": 2, "vocab_size": 49}
+# the dimension of each matrix of the reference GPT that tp cuts
+DIMS = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "out": 1, "down": 1}
 
 
-def expected(plan: Plan, rank: int, kind: str, cuts: dict | None = None) -> Ledger:
-    model = tiny.model(**WIDE)
-    if cuts is None:
-        cuts = {name: {"tp": dim} for name, dim in cut_dims(model).items()} if plan.tp > 1 else {}
-    return ledger(plan, whole_table(model), rank, state=state_names(OptimOptions(kind=kind)), cuts=cuts)
+def by_hand(whole: Whole, plan: Plan, rank: int) -> dict[str, Block]:
+    """What tp leaves a rank, whose first ranks have one row more where it does not come out even."""
+    found: dict[str, Block] = {}
+    for name, entry in whole.entries.items():
+        dim, index = DIMS.get(name.split(".")[-2]), place_of(plan, rank)["tp"]
+        if dim is not None and plan.tp > 1:
+            size = entry.shape[dim]
+            length = size // plan.tp + (index < size % plan.tp)
+            start = index * (size // plan.tp) + min(index, size % plan.tp)
+            found[name] = Block(dim=dim, size=size, runs=((start, length),))
+    return found
+
+
+def expected(plan: Plan, rank: int, kind: str, blocks: dict | None = None) -> Ledger:
+    whole = Whole.of(tiny.model(**WIDE))
+    blocks = by_hand(whole, plan, rank) if blocks is None else blocks
+    return ledger(plan, whole, rank, state=state_names(OptimOptions(kind=kind)), blocks=blocks)
 
 
 def compared(world: World, run_dir: str, changes: dict) -> tuple[int, int, str]:
@@ -33,11 +49,13 @@ def compared(world: World, run_dir: str, changes: dict) -> tuple[int, int, str]:
     with tiny.trainer(run_dir, world=world, steps=1, sizes=WIDE, **changes) as run:
         kind, pieces, state = changes.get("kind", "adamw"), run.state.pieces.parameters, run.state
         found = expected(run.plan, world.rank, kind)
+        held = {"parameters": found.parameter_bytes, "gradients": found.gradient_bytes, "optimizer": found.state_bytes}
+        assert tiny.events(run_dir, world.rank)[0]["held_bytes"] == held
         check_held(found, pieces, state.optimizer)
         list(run)
         check_held(found, pieces, state.optimizer)
         try:
-            check_held(expected(run.plan, world.rank, kind, cuts={}), pieces, state.optimizer)
+            check_held(expected(run.plan, world.rank, kind, blocks={}), pieces, state.optimizer)
         except PlanError as error:
             said = str(error)
         else:
@@ -60,7 +78,7 @@ def test_ranks_hold_what_the_plan_says(pool: Pool, tmp_path: Path, ranks: int, c
     for _, _, said in pool.run(compared, str(tmp_path / "run"), changes, ranks=ranks):
         if changes.get("tp"):
             assert "blocks.0.attention.q.weight is [4, 16] torch.float32, and should be [8, 16] torch.float32" in said
-            assert "; and 11 more" in said
+            assert "; and 12 more" in said
         else:
             assert said == ""
 
@@ -75,11 +93,10 @@ def plan(world: int, **options: object) -> Plan:
 def test_all_ranks_together_hold_everything_once(zero: int) -> None:
     chosen = plan(6, dp_shard=3, tp=2, zero=zero)
     parts = [expected(chosen, rank, "adamw") for rank in range(6)]
-    model = tiny.model(**WIDE)
-    whole = {name: p.numel() for name, p in model.named_parameters()}
-    for name, count in whole.items():
-        copies = 1 if name in cut_dims(model) else 2
-        assert sum(part.held[name].numel for part in parts) == count * copies, name
+    whole = Whole.of(tiny.model(**WIDE)).entries
+    for name, entry in whole.items():
+        copies = 1 if name.split(".")[-2] in DIMS else 2
+        assert sum(part.held[name].numel for part in parts) == entry.numel * copies, name
     assert all(part.state_bytes == 2 * part.parameter_bytes + 4 * len(whole) for part in parts)
     assert all((part.gradient_bytes == part.parameter_bytes) == (zero > 1) for part in parts)
 
@@ -87,15 +104,19 @@ def test_all_ranks_together_hold_everything_once(zero: int) -> None:
 def test_experts_are_shared_along_their_own_line() -> None:
     chosen = plan(8, dp_shard=4, ep=2, tp=2)
     assert [place_of(chosen, rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    table = whole_table(torch.nn.Linear(6, 8, bias=False))
-    held = ledger(chosen, table, 5, state=(), cuts={"weight": {"ep": 0, "tp": 1}}).held["weight"]
-    assert held.shape == (2, 3)  # 8 experts over ep 2, then over the other 2; 6 columns over tp 2
+    whole = Whole.of(torch.nn.Linear(6, 8, bias=False))
+    half = {"weight": Block(dim=1, size=6, runs=((3, 3),))}
+    assert ledger(chosen, whole, 5, state=(), blocks=half, stacks={"weight"}).held["weight"].shape == (2, 3)
+    assert ledger(plan(8, dp_shard=8), whole, 5, state=(), stacks={"weight"}).held["weight"].shape == (1, 6)
+    # where experts do not divide, their next dimension does
+    assert ledger(plan(3, dp_shard=3), whole, 2, state=(), stacks={"weight"}).held["weight"].shape == (8, 2)
+    assert ledger(plan(3, dp_shard=3), whole, 2, state=()).held["weight"].shape == (2, 6)
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model = torch.nn.Linear(4, 4)
     model.bias.requires_grad_(False)
-    held = ledger(plan(1), whole_table(model), 0, state=("step", "exp_avg", "exp_avg_sq")).held
+    held = ledger(plan(1), Whole.of(model), 0, state=("step", "exp_avg", "exp_avg_sq")).held
     assert (held["bias"].parameter_bytes, held["bias"].gradient_bytes, held["bias"].state_bytes) == (16, 0, 0)
     assert (held["weight"].gradient_bytes, held["weight"].state_bytes) == (64, 132)
 
@@ -108,7 +129,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
             check_held(found, pieces, run.state.optimizer)
         numel = sum(p.numel() for p in pieces.values())
         assert str(raised.value) == (
-            "the optimizer holds 6148 bytes for embedding.weight, and should hold 3072; "
+            "the optimizer holds 6276 bytes for embedding.weight, and should hold 3136; "
             "the optimizer holds 132 bytes for blocks.0.attention_norm.weight, and should hold 64; "
             "the optimizer holds 2052 bytes for blocks.0.attention.q.weight, and should hold 1024; and 17 more\n"
             f"  rule: a rank holds what follows from the plan: {numel} elements, {4 * numel} bytes of parameters, "
@@ -116,6 +137,33 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
             "  so:   another model than the plan's would be trained, or memory would not be what was planned\n"
             "  try:  parameters that one rule cuts once, and an optimizer made from the pieces"
         )
-        stage = ledger(run.plan, whole_table(run.model), 0, state=(), names={"norm.weight"})
+        stage = Ledger(held={"norm.weight": found.held["norm.weight"]})
         with pytest.raises(PlanError, match=r"embedding.weight is held, and of another stage"):
             check_held(stage, pieces, run.state.optimizer)
+
+
+def without_the_last_unit(world: World, run_dir: str) -> str:
+    """What a run says whose last block was not cut."""
+    cut = sharded.fully_shard
+    kept: list[torch.nn.Module] = []
+
+    def once_less(module: torch.nn.Module, **how: object) -> None:
+        kept.append(module)
+        ignored = {"ignored_params": set(kept[1].parameters())} if len(kept) > 2 else {}
+        if len(kept) != 2:
+            cut(module, **how, **ignored)
+
+    sharded.fully_shard = once_less
+    try:
+        with tiny.trainer(run_dir, world=world, steps=1, sizes=WIDE, dp_shard=2):
+            return "nothing"
+    except PlanError as error:
+        return str(error)
+    finally:
+        sharded.fully_shard = cut
+
+
+def test_a_run_that_holds_something_else_does_not_start(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(without_the_last_unit, str(tmp_path / "run"), ranks=2):
+        assert "blocks.1.attention.q.weight is [16, 16] torch.float32, and should be [8, 16] torch.float32" in said
+        assert "; and 6 more" in said

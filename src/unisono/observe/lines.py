@@ -191,7 +191,16 @@ def _run_start(event: Fields) -> Message | None:
     why = f" ({event['precision_why']})" if event.get("precision_why") else ""
     corpus = f"; {data['corpus']}, {short(float(data['train_tokens']))} tokens" if "train_tokens" in data else ""
     packed = _packing(cast("Fields", data["packing"])) if data.get("packing") else ""
-    return Message(level="info", text=f"{short(parameters)} parameters on {event['plan_text']}{why}{corpus}{packed}")
+    held = _held(cast("Fields", event["held_bytes"])) if event.get("held_bytes") else ""
+    return Message(
+        level="info", text=f"{short(parameters)} parameters on {event['plan_text']}{why}{held}{corpus}{packed}"
+    )
+
+
+def _held(count_bytes: Fields) -> str:
+    """What the plan says that the rank whose events these are must hold."""
+    held = {name: gib(float(count)) for name, count in count_bytes.items()}
+    return f"; held here: parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}"
 
 
 def _packing(stats: Fields) -> str:

@@ -375,11 +375,15 @@ def _to_meta(model: nn.Module, torchs_own: Collection[str]) -> None:
 
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give what is on the meta device memory on ``device``, with unknown contents, and move the rest there. Of a model that
-    a plan has cut it is this rank's part."""
+    a plan has cut it is this rank's part. What stands for another stage's parameter (``stages``) is zero, as it was."""
 
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                setattr(module, name, torch.zeros((), dtype=value.dtype, device=device).expand(value.shape))
     tied = [list(names) for names in _names_of_tied(model)]
     # ``to_empty`` would empty buffers that have their values; FSDP2 follows this same call
     model._apply(real)
@@ -397,10 +401,14 @@ def fill(recipe: Recipe, model: nn.Module, pieces: Pieces) -> None:
     for name, whole in recipe.values(targets.keys()):
         target = targets[name]
         part = pieces.part(name, target) if name in pieces.parameters else None
-        if part is not None:
-            for dim, (begin, extent) in enumerate(zip(part.offset, target.shape, strict=True)):
-                whole = whole.narrow(dim, begin, extent)
-        target.copy_(whole)
+        if part is None:
+            target.copy_(whole)
+            continue
+        for index, offset in part.boxes():
+            mine, block = target[index], whole
+            for dim, (begin, extent) in enumerate(zip(offset, mine.shape, strict=True)):
+                block = block.narrow(dim, begin, extent)
+            mine.copy_(block)
 
 
 def _names_of_tied(model: nn.Module) -> Iterator[list[str]]:
@@ -465,6 +473,7 @@ def _refused(what: str, tensor: Tensor | None, rule: str) -> PlanError:
             given=f"{what}{of} while a model is built without its values",
             rule=rule,
             consequence="its values could not be drawn later, a tensor at a time",
-            nearest="hand the trainer the model itself; each rank then holds all of it once, at the start",
+            nearest="give the trainer (or return from parts.model) a module that was built before; each rank then holds all "
+            "of it once, at the start",
         )
     )

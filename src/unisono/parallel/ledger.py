@@ -1,6 +1,7 @@
 """What a rank must hold, by arithmetic: from a plan and the table of the whole model, before anything is built.
 
-    parameters   blocks cut by rules (tp, ep), then by rows over the ranks that share the state; equal for all ZeRO stages
+    parameters   those of the rank's stages, in blocks that rules cut (tp, ep), then over the ranks that share the state, by rows
+                 or (stacks of experts) along dim 1; equal for all ZeRO stages
     gradients    as the parameters from stage 2 on, in stage 1 not cut by rows until the step's end
     state        the optimizer's tensors of the parameters' shape, and a step count of 4 bytes per parameter where it has one
 
@@ -19,20 +20,15 @@ from torch.optim import Optimizer
 
 from unisono.errors import PlanError, Problem
 from unisono.optim import state_tensors
+from unisono.parallel.blocks import Block
+from unisono.parallel.layout import Layout
+from unisono.parallel.whole import Whole
 from unisono.plan.plan import Plan
+from unisono.plan.schedule import stage_of
 
 _COUNTERS = ("step",)  # state that is one number per parameter
 _COUNTER_BYTES = 4
 _SHOWN = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
-    """A parameter of the whole model."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    trained: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +72,6 @@ class Ledger:
         return sum(each.numel for each in self.held.values())
 
 
-def whole_table(model: nn.Module) -> dict[str, Whole]:
-    """The parameters of a model that nothing has cut yet, by first name; it may be on the meta device."""
-    return {
-        name: Whole(shape=tuple(p.shape), dtype=p.dtype, trained=p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-
-
 def place_of(plan: Plan, rank: int) -> dict[str, int]:
     """Where ``rank`` is along each axis (see ``grid``), without a process group."""
     place: dict[str, int] = {}
@@ -96,40 +84,44 @@ def place_of(plan: Plan, rank: int) -> dict[str, int]:
 
 def ledger(
     plan: Plan,
-    table: Mapping[str, Whole],
+    whole: Whole,
     rank: int,
     *,
     state: Collection[str],
-    cuts: Mapping[str, Mapping[str, int]] | None = None,
-    names: Collection[str] | None = None,
+    blocks: Mapping[str, Block] | None = None,
+    stacks: Collection[str] = (),
+    layout: Layout | None = None,
 ) -> Ledger:
-    """What ``rank`` holds.
+    """What ``rank`` holds of ``whole``.
 
-    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``cuts``: by parameter, the dimension that
-    each axis (tp, ep) cuts into equal parts; a parameter that ``ep`` cuts is shared by the ranks along ``experts``, others
-    by those along ``shard``. ``names``: the parameters of this rank's pipeline stage, all where it is None.
+    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``blocks``: what ``tp`` leaves this rank, by first
+    name. ``stacks``: names of parameters that are stacks of experts. ``layout``: where the stages of a pipeline begin.
     """
     place = place_of(plan, rank)
+    stages = {stage_of(plan.schedule, plan.pp, place["pp"], chunk) for chunk in range(plan.chunks)}
     held: dict[str, Held] = {}
-    for name, whole in table.items():
-        if names is not None and name not in names:
+    for name, entry in whole.entries.items():
+        if layout is not None and stages.isdisjoint(layout.homes[name]):
             continue
-        shape, cut = list(whole.shape), (cuts or {}).get(name, {})
-        for axis, dim in cut.items():
-            shape[dim] //= int(getattr(plan, axis))
+        shape, block, expert = list(entry.shape), (blocks or {}).get(name), name in stacks
+        if block is not None:
+            shape[block.dim] = sum(length for _, length in block.runs)
+        if expert:
+            shape[0] //= plan.ep
         before_rows = math.prod(shape)
         if plan.sharded:
-            line, ranks = ("experts", plan.shards // plan.ep) if "ep" in cut else ("shard", plan.shards)
-            rows = -(-shape[0] // ranks)
-            shape[0] = max(0, min(shape[0] - place[line] * rows, rows))
-        numel, size = math.prod(shape), whole.dtype.itemsize
-        moments = [each for each in state if each not in _COUNTERS] if whole.trained else []
-        counters = len(state) - len(moments) if whole.trained else 0
+            line, ranks = ("experts", plan.shards // plan.ep) if expert and plan.ep > 1 else ("shard", plan.shards)
+            dim = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
+            size = -(-shape[dim] // ranks)
+            shape[dim] = max(0, min(shape[dim] - place[line] * size, size))
+        numel, size = math.prod(shape), entry.dtype.itemsize
+        moments = [each for each in state if each not in _COUNTERS] if entry.trained else []
+        counters = len(state) - len(moments) if entry.trained else 0
         held[name] = Held(
             shape=tuple(shape),
-            dtype=whole.dtype,
+            dtype=entry.dtype,
             parameter_bytes=numel * size,
-            gradient_bytes=(before_rows if plan.zero == 1 else numel) * size if whole.trained else 0,
+            gradient_bytes=(before_rows if plan.zero == 1 else numel) * size if entry.trained else 0,
             state_numel=numel * len(moments),
             state_bytes=numel * len(moments) * size + counters * _COUNTER_BYTES,
         )

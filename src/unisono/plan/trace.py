@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # has no public name; torch 2.13 tested
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
 
@@ -60,26 +61,42 @@ class Trace:
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
-    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record what it does. No state of it changes."""
-    recorder = _Recorder(model)
-    handles = recorder.watch(model)
+    """Run ``model(**inputs)`` once on fake tensors like ``inputs`` and record what it does. No state of it changes. What
+    the model has on another device, also on the meta device, is as if it were where the inputs are."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
+    moved = _elsewhere(model, {tensor.device for tensor in given.values()}, fake)
+    recorder = _Recorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
+    handles = recorder.watch(model)
     try:
         with fake, torch.no_grad(), recorder:
-            returned = model(**given)
+            returned = functional_call(model, moved, (), given)
     finally:
         for handle in handles:
             handle.remove()
     return recorder.result(returned)
 
 
+def _elsewhere(model: nn.Module, devices: set[torch.device], fake: FakeTensorMode) -> dict[str, Tensor]:
+    """Parameters and buffers that are not where the inputs are, made up there."""
+    if len(devices) != 1:
+        return {}
+    (device,) = devices
+    found: dict[str, Tensor] = {}
+    with fake:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device != device:
+                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+                found[name] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    return found
+
+
 class _Recorder(TorchFunctionMode):
     """Numbers values as they appear and keeps them, as an address may only be used again once its value is gone."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._within = [""]
@@ -114,10 +131,8 @@ class _Recorder(TorchFunctionMode):
         return before, after
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _name(func) == "_grouped_mm":  # F.grouped_mm; its rule of shapes wants bfloat16, its kernels do not
-            result = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-        else:
-            result = func(*args, **(kwargs or {}))
+        # torch's rule for fake tensors takes bfloat16 only
+        result = _grouped(*args[:2]) if _name(func) == "_grouped_mm" else func(*args, **(kwargs or {}))
         outputs = _tensors(result)
         if outputs:
             given = _tensors((args, kwargs))
@@ -146,6 +161,11 @@ class _Recorder(TorchFunctionMode):
             outputs=self._values(returned),
             returned=tuple(parameters),
         )
+
+
+def _grouped(rows: Tensor, stack: Tensor) -> Tensor:
+    """A result of the shape of rows [M, I] times matrices of a stack [E, I, O]."""
+    return rows.new_empty(rows.shape[0], stack.shape[-1])
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +27,7 @@ from unisono.observe.events import EventLog
 from unisono.train.config import RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
-from unisono.train.trainer import Trainer
+from unisono.train.trainer import Trainer, plan_for
 
 TOKENS = "tokens"
 TOKEN_METRICS = ("bits_per_byte", "accuracy")
@@ -131,11 +132,11 @@ def build_trainer(
     events: EventLog,
     provenance: Mapping[str, Any],
 ) -> Trainer:
-    """The trainer of this configuration; nothing is started before it is entered."""
-    model = build_model(config, data.tokenizer)
-    flops = gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0
+    """The trainer of this configuration; before it is entered nothing is started, and no model built that the plan spreads."""
+    _, plan = plan_for(config.plan, world.job)
+    build = partial(build_model, config, data.tokenizer)
     return Trainer(
-        model,
+        build if plan.spread else build(),
         data.train,
         config.plan,
         objective=find_objective(config),
@@ -150,7 +151,7 @@ def build_trainer(
         metrics=build_metrics(config),
         transform=_find_part("transform", config, {}) if config.parts.transform else None,
         loader=config.loader,
-        flops_per_token=flops,
+        flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
         events=events,
         provenance=provenance,

@@ -140,9 +140,7 @@ class StageTables:
                 again = first // ranks_of_stage != rank // ranks_of_stage  # as a tied embedding on the last stage
                 found[path] = replace(here, replica=max(here.replica, 1)) if again else here
                 continue
-            block = (
-                torch.zeros([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
-            )  # a number has no empty block
+            block = torch.zeros([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
             found[path] = Part(tensor=block, shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first))
         return found
 

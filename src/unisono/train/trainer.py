@@ -37,16 +37,19 @@ from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
-from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer
+from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
 from unisono.optim import schedule as schedule_of
 from unisono.optim.groups import roles
 from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.batch_norm import batch_norms
-from unisono.parallel.blocks import summed
+from unisono.parallel.blocks import blocks, summed
 from unisono.parallel.context import Context
+from unisono.parallel.deferred import Recipe, allocate, deferred, fill
 from unisono.parallel.device import computes_bf16, find_device, set_backend
+from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
+from unisono.parallel.ledger import check_held, ledger
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
@@ -105,6 +108,10 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 class Trainer:
     """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
 
+    ``model`` is a module, of which rank 0's values count, or a callable that builds one, the same on all ranks. Where the
+    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred``). From entering on the
+    module is ``self.model``. ``flops_per_token`` may be asked of the whole model, whose values it must not read.
+
     ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
     rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. Without ``world`` the
     environment of the process says which rank this is.
@@ -114,7 +121,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         data: Dataset | MapStyle | Iterable[Any],
         plan: Plan | PlanOptions | None = None,
         *,
@@ -133,12 +140,14 @@ class Trainer:
         finish: BatchTransform | None = None,
         loader: LoaderOptions | None = None,
         shuffle_block: int = 0,
-        flops_per_token: float = 0.0,
+        flops_per_token: float | Callable[[nn.Module], float] = 0.0,
         world: World | None = None,
         events: EventLog | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model = model
+        self._given_model = model
+        if isinstance(model, nn.Module):
+            self.model = model
         self.data = cast("Iterable[Any]", data) if is_stream(data) else as_dataset(cast("Dataset | MapStyle", data))
         self.eval_data = eval_data
         self.options = options or TrainOptions()
@@ -153,7 +162,7 @@ class Trainer:
         self._metrics = dict(metrics or {})
         self._transform, self._pair, self._finish = transform, pair, finish
         self._loading, self._shuffle_block = loader or LoaderOptions(), shuffle_block
-        self._flops_per_token = flops_per_token
+        self._asked_flops = flops_per_token
         self._given_world = world
         self._given_events = events
         self._provenance = dict(provenance or {})
@@ -187,9 +196,11 @@ class Trainer:
         agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        model = self.model.to(self.device)
         self.store = create(self.plan.sync, self.world)
-        self.store.init(model.state_dict())
+        recipe = self._build()
+        model = self.model
+        asked_flops = self._asked_flops
+        flops = asked_flops(model) if callable(asked_flops) else asked_flops
         self._grid = grid = Grid(self.plan, self.world)
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
@@ -197,8 +208,12 @@ class Trainer:
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
         model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
+        if recipe is not None:
+            allocate(model, self.device)
         pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
         pieces = Pieces(model, grid, whole, repeated=stages.repeated if stages is not None else ())
+        if recipe is not None:
+            fill(recipe, model, pieces)
         optimizer = build_optimizer(
             model,
             self._optim,
@@ -206,6 +221,16 @@ class Trainer:
             named_roles=named_roles,
             whole_norms=pieces.whole_norms if pieces.spread else None,
         )
+        self._ledger = ledger(
+            self.plan,
+            whole,
+            self.world.rank,
+            state=state_names(self._optim),
+            blocks={whole.first_names[name]: block for name, block in blocks(model).items()},
+            stacks=expert_dims(model),
+            layout=layout,
+        )
+        check_held(self._ledger, pieces.parameters, optimizer)
         options = self.options
         self.state = RunState(
             model=model,
@@ -289,12 +314,26 @@ class Trainer:
             max_skips=options.max_skips,
             device=self.device,
             memory_limit_bytes=host_memory_limit_bytes(),
-            flops_per_token=self._flops_per_token,
-            peak=self._find_peak() if self._flops_per_token else None,
+            flops_per_token=flops,
+            peak=self._find_peak() if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
             compiling=self.plan.compile != "off",
         )
+
+    def _build(self) -> Recipe | None:
+        """Make ``self.model`` equal on all ranks; where it has no values yet, what they are made by."""
+        given = self._given_model
+        if not isinstance(given, nn.Module):
+            if self.plan.spread:
+                recipe = deferred(given)
+                agree(self.world, "model", recipe.fingerprint)
+                self.model = recipe.model
+                return recipe
+            self.model = given()
+        self.model.to(self.device)
+        self.store.init(self.model.state_dict())
+        return None
 
     def _find_peak(self) -> Peak:
         """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
@@ -312,6 +351,11 @@ class Trainer:
             precision_why=why_precision(self._asked_plan, self.plan),
             device=str(self.device),
             parameters=self.state.pieces.count,
+            held_bytes={
+                "parameters": self._ledger.parameter_bytes,
+                "gradients": self._ledger.gradient_bytes,
+                "optimizer": self._ledger.state_bytes,
+            },
             steps_total=self.options.steps,
             epoch=self.world.job.epoch,
             launcher=self.world.job.source,
