@@ -55,6 +55,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         recompute=options.recompute,
         recompute_blocks=(),
         recompute_keep=(),
+        offload=options.offload,
         compile=options.compile,
         sync=options.sync if options.sync != "auto" else ("dist_sync" if world > 1 else "local"),
         gradients="mean",

@@ -47,10 +47,11 @@ class Plan:
     global_batch: int
     micro_batch: int
     accumulation: int
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Literal["fp32", "bf16", "fp16", "fp8"]
     recompute: Recompute
     recompute_blocks: tuple[int, ...]
     recompute_keep: tuple[str, ...]
+    offload: bool
     compile: Compile
     sync: Literal["local", "dist_sync"]
     gradients: Literal["mean", "sum"]

@@ -43,7 +43,7 @@ from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import summed
 from unisono.parallel.context import Context
-from unisono.parallel.device import computes_bf16, find_device, set_backend
+from unisono.parallel.device import COMPUTE, computes_bf16, find_device, set_backend
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
 from unisono.parallel.loss_scale import LossScale
@@ -297,7 +297,7 @@ class Trainer:
 
     def _find_peak(self) -> Peak:
         """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.plan.precision]
+        dtype = COMPUTE[self.plan.precision]
         cache = default_cache_dir(os.environ) / "calibration.json"
         found = peak_flops(self.device, dtype, cache=cache, tf32=self.plan.tf32) if self.world.rank == 0 else None
         return Peak(**self.world.broadcast_json(asdict(found) if found else None))
