@@ -11,6 +11,7 @@ from torch import nn
 from unisono.errors import PlanError, Problem
 from unisono.parallel.batch_norm import batch_norms, check_batch_norm, synchronise_batch_norm
 from unisono.parallel.context import Context
+from unisono.parallel.dtypes import compute_in, convert
 from unisono.parallel.expert import count_whole_sequences, cut_experts, expert_layers
 from unisono.parallel.fp8 import use_fp8
 from unisono.parallel.grid import Grid
@@ -62,7 +63,7 @@ def apply(
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    whole, blocks = Whole.of(model), repeated_blocks(model)
+    blocks = repeated_blocks(model)
     for choice, acts, near in (
         ("recompute", plan.recompute != "none", "'none'"),
         ("offload", plan.offload, "False"),
@@ -89,6 +90,8 @@ def apply(
         )
     use_fp8(plan, blocks)
     check_batch_norm(model, plan)
+    computes = convert(plan, model)
+    whole = Whole.of(model)
     stages = None
     if grid is not None:
         if plan.data_ranks > 1 and batch_norms(model):
@@ -99,6 +102,7 @@ def apply(
             cut_experts(model, grid)
         if plan.cp > 1:
             count_whole_sequences(model, grid)
+    compute_in(model, computes, plan.device)
     if context is not None:
         context.wrap(blocks)
     if layout is not None:

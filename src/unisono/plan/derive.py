@@ -52,6 +52,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         micro_batch=micro_batch,
         accumulation=-(-share // micro_batch),
         precision=options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32"),
+        dtypes=(),
         recompute=options.recompute,
         recompute_blocks=(),
         recompute_keep=(),

@@ -39,8 +39,9 @@ class PlanOptions:
     )
     ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1)
     precision: Precision = option(
-        "auto", "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively. fp8 = the linear layers of "
-        "blocks, the rest bf16."
+        "auto",
+        "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively. fp8 = the linear layers of "
+        "blocks, the rest bf16.",
     )
     recompute: Recompute = option("none", "Activations dropped in forward and computed again in backward.")
     offload: bool = option(False, "Keep activations of blocks in pinned host memory until the backward pass.")

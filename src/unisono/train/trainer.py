@@ -211,7 +211,7 @@ class Trainer:
             pieces=pieces,
             optimizer=optimizer,
             scale=LossScale.create(self.device, initial=options.loss_scale)
-            if self.plan.precision == "fp16"
+            if self.plan.scaled
             else LossScale.off(self.device),
             guard=Guard(self.device, sigmas=options.spike_sigmas),
             average=Average(pieces.parameters, options.ema_decay) if options.ema_decay else None,
@@ -256,7 +256,9 @@ class Trainer:
         self._sync = (
             ShardedGradients(model, pieces, grid)
             if self.plan.sharded
-            else self.store.gradients(pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None)
+            else self.store.gradients(
+                pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None, pieces.travels
+            )
         )
         self._timers = StepTimers()
         asked = self._asked_schedule
