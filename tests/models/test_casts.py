@@ -44,5 +44,5 @@ def test_no_tensor_is_converted_twice() -> None:
     # once: positions; the last norm, the head's weight, logits to fp32 and their gradient back
     assert forward == 2 * (7 + 2 + 4) + 1 + 4
     # a block: gradients of 7 weights and 2 norms to fp32, and of 2 norms' inputs to bf16; of the rotation as before.
-    # once: the loss's gradient, those of the head's weight (to bf16 and back) and of the last norm
-    assert len(casts.seen) - forward == 2 * (7 + 2 + 2 + 4) + 4
+    # once: the loss's gradient, that of the last norm; the head's weight has its gradient in fp32 from the start
+    assert len(casts.seen) - forward == 2 * (7 + 2 + 2 + 4) + 2

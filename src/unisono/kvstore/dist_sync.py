@@ -23,16 +23,29 @@ BUCKET_BYTES = 4 * 2**20
 class _Bucket:
     """A flat buffer whose slices are the gradients of some parameters."""
 
-    def __init__(self, members: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, members: list[tuple[str, nn.Parameter]], travels: torch.dtype) -> None:
         self.names = [name for name, _ in members]
         first = members[0][1]
-        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
+        # what is sent: the gradients themselves, or a copy in another dtype
+        self._travels, self.sent = travels, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in members:
             self.views[name] = self.flat[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
         self.missing = len(members)
+
+    def pack(self) -> Tensor:
+        """What is summed over ranks, [elements]."""
+        self.sent = self.flat.to(self._travels)
+        return self.sent
+
+    def unpack(self) -> None:
+        """Take the sums over."""
+        if self.sent is not self.flat:
+            self.flat.copy_(self.sent)
+            self.sent = self.flat
 
 
 class BucketedAllReduce:
@@ -50,10 +63,14 @@ class BucketedAllReduce:
         bucket_bytes: int = BUCKET_BYTES,
         *,
         group: ProcessGroup | None = None,
+        travels: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self._world, self._group = world, group or world.group
         self._parameters = dict(parameters)
-        self._buckets = [_Bucket(members) for members in _partition(self._parameters, bucket_bytes)]
+        sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
+        self._buckets = [
+            _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, sent, bucket_bytes)
+        ]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._armed = False
         self._next = 0
@@ -94,7 +111,7 @@ class BucketedAllReduce:
             if only_complete and bucket.missing:
                 return
             with self._world.guard("gradient all-reduce"):
-                self._works.append(dist.all_reduce(bucket.flat, group=self._group, async_op=True))
+                self._works.append(dist.all_reduce(bucket.pack(), group=self._group, async_op=True))
             self._next += 1
 
     def finish(self, totals: Tensor) -> None:
@@ -106,6 +123,8 @@ class BucketedAllReduce:
             for work in self._works:
                 work.wait()
         self._works.clear()
+        for bucket in self._buckets:
+            bucket.unpack()
 
     def gradients(self) -> list[Tensor]:
         """In parameter order, each a view into its bucket."""
@@ -126,17 +145,24 @@ class BucketedAllReduce:
             parameter.grad = None
 
 
-def _partition(parameters: Mapping[str, nn.Parameter], bucket_bytes: int) -> list[list[tuple[str, nn.Parameter]]]:
-    """Cut the parameters, last first, into runs of one dtype and device of at most ``bucket_bytes``."""
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    """Its gradient's."""
+    return parameter.grad_dtype or parameter.dtype
+
+
+def _partition(
+    parameters: Mapping[str, nn.Parameter], travels: Mapping[str, torch.dtype], bucket_bytes: int
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Cut the parameters, last first, into runs of one dtype, here and under way, and device, of at most ``bucket_bytes``."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
-    size = 0
+    size, last = 0, None
     for name, parameter in reversed(list(parameters.items())):
-        nbytes = parameter.numel() * parameter.element_size()
-        last = buckets[-1][-1][1] if buckets else None
-        same = last is not None and (last.dtype, last.device) == (parameter.dtype, parameter.device)
+        nbytes = parameter.numel() * _dtype(parameter).itemsize
+        kind = (_dtype(parameter), travels[name], parameter.device)
+        same = kind == last
         if not same or size + nbytes > bucket_bytes:
             buckets.append([])
             size = 0
         buckets[-1].append((name, parameter))
-        size += nbytes
+        size, last = size + nbytes, kind
     return buckets

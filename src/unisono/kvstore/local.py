@@ -21,7 +21,7 @@ class LocalGradients:
         """Materialise the gradients no sample touched; ``totals`` is already complete."""
         for parameter in self._parameters:
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
 
     def gradients(self) -> list[Tensor]:
         """In parameter order."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -73,10 +74,20 @@ class KVStore:
         for name in sorted(values):
             self.world.broadcast(values[name].detach())
 
-    def gradients(self, parameters: Mapping[str, nn.Parameter], group: ProcessGroup | None = None) -> GradientSync:
-        """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers."""
+    def gradients(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: ProcessGroup | None = None,
+        travels: Mapping[str, torch.dtype] | None = None,
+    ) -> GradientSync:
+        """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers.
+
+        ``travels``: in what dtype gradients are sent and added where it is not their own, by name.
+        """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        return LocalGradients(trained) if self.kind == "local" else BucketedAllReduce(trained, self.world, group=group)
+        if self.kind == "local":
+            return LocalGradients(trained)
+        return BucketedAllReduce(trained, self.world, group=group, travels=travels)
 
 
 def table_hash(values: Mapping[str, Tensor]) -> str:

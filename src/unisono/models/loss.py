@@ -40,7 +40,7 @@ class Head(NamedTuple):
     """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
 
     ``hidden`` [..., dim], in autocast's precision where it was on, ``weight`` [vocab, dim], ``chunk`` rows of logits at a
-    time. Logits have the weight's precision. With ``part`` the matrix is this rank's rows of it only; everything else here is
+    time. Logits have the weight's precision, or that of ``compute``; the loss computes in autocast's, or in that. With ``part`` the matrix is this rank's rows of it only; everything else here is
     as without, on every rank alike.
     """
 
@@ -48,6 +48,7 @@ class Head(NamedTuple):
     weight: Tensor
     chunk: int
     part: Part | None = None
+    compute: torch.dtype | None = None
 
     def logits(self) -> Tensor:
         """All logits [..., vocab], for generation and small evaluations."""
@@ -61,10 +62,14 @@ class Head(NamedTuple):
             yield rows, self._times_weight(flat[rows])
 
     def _times_weight(self, hidden: Tensor) -> Tensor:
-        hidden = hidden.to(self.weight.dtype)
-        if self.part is None:
-            return F.linear(hidden, self.weight)
-        return self.part.gather(F.linear(self.part.enter(hidden), self.weight))
+        dtype = self.compute or self.weight.dtype
+        hidden, weight = hidden.to(dtype), self.weight.to(dtype)
+        with torch.autocast(
+            hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type) and not self.compute
+        ):
+            if self.part is None:
+                return F.linear(hidden, weight)
+            return self.part.gather(F.linear(self.part.enter(hidden), weight))
 
 
 def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,14 +77,17 @@ def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Ten
 
     ``targets`` [...] int64 and ``weights`` [...] float32 have the shape of ``head.hidden`` without its last dim.
     """
-    hidden, weight = head.hidden.flatten(0, -2), head.weight
-    if torch.is_autocast_enabled(hidden.device.type):
-        compute = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(compute), weight.to(compute)
+    hidden = head.hidden.flatten(0, -2)
+    kind = hidden.device.type
+    compute = head.compute or (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
+    if compute is not None:
+        hidden = hidden.to(compute)
     if head.part is not None:
         hidden = head.part.enter(hidden)
     flat_weights = weights.flatten().float()
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, targets.flatten(), flat_weights, head.chunk, head.part)  # pyright: ignore[reportAssignmentType]
+    loss: Tensor = _ChunkedCrossEntropy.apply(
+        hidden, head.weight, targets.flatten(), flat_weights, head.chunk, head.part
+    )  # pyright: ignore[reportAssignmentType]
     return loss, flat_weights.sum()
 
 
@@ -91,6 +99,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, chunk: int, part: Part | None
     ) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
+        ctx.weight_dtype = weight.dtype
+        weight = weight.to(hidden.dtype)  # in here, so that its gradient, made in fp32, is not rounded on the way out
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
@@ -115,7 +125,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if grad_weight is not None:
                     grad_weight += grad.mT @ x
         ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
         return loss
 
     @staticmethod

@@ -76,8 +76,13 @@ def roles(model: nn.Module, decay_exclude: Sequence[str] = ()) -> dict[str, Role
     return dict(sorted(found.items()))
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by the rule above."""
+    return any(_NORM.search(base.__name__) for base in type(module).__mro__)
+
+
 def _role(module: nn.Module, leaf: str, parameter: nn.Parameter) -> Role:
     classes = [base.__name__ for base in type(module).__mro__]
-    if parameter.ndim < 2 or _BIAS.search(leaf) or any(_NORM.search(name) for name in classes):
+    if parameter.ndim < 2 or _BIAS.search(leaf) or is_norm(module):
         return Role.PLAIN
     return Role.NO_DECAY if any(_EMBEDDING.search(name) for name in classes) else Role.DECAY

@@ -2,7 +2,7 @@
 
 Both are ordinary ``torch.optim.Optimizer`` objects and work in any loop, with ``GradScaler`` too. They run torch's
 fused Adam and SGD kernels where torch has them and add the layer-wise rate around them. Norms are those of the whole
-tensor, in float32 (float64 for float64); state has the parameter's dtype. A group with ``adapt=False`` takes the plain step.
+tensor, in float32 (float64 for float64); state has the gradient's dtype. A group with ``adapt=False`` takes the plain step.
 
 Left out: clipping the weight norm (LAMB's phi is the identity, as in the authors' code), AMSGrad, and any closure that
 should see scaled gradients.

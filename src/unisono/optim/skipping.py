@@ -117,7 +117,7 @@ def _match_layouts(params: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tenso
         grad = cast(Tensor, parameter.grad)
         if grad.stride() != parameter.stride() and _walk(grad) != _walk(parameter):
             replaced.append((parameter, grad))
-            parameter.grad = torch.empty_like(parameter).copy_(grad)
+            parameter.grad = torch.empty_like(parameter, dtype=grad.dtype).copy_(grad)
     return replaced
 
 

@@ -34,7 +34,7 @@ def create_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.P
 def _zero(name: str, group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
     if name == "step":
         return torch.zeros((), dtype=torch.float32, device=_home(name, group, parameter))
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype, memory_format=torch.preserve_format)
 
 
 Named = nn.Module | Mapping[str, nn.Parameter]

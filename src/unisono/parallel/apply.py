@@ -11,9 +11,12 @@ from torch import nn
 from unisono.errors import PlanError, Problem
 from unisono.parallel.batch_norm import batch_norms, check_batch_norm, synchronise_batch_norm
 from unisono.parallel.context import Context
+from unisono.parallel.dtypes import compute_in, convert
 from unisono.parallel.expert import count_whole_sequences, cut_experts, expert_layers
+from unisono.parallel.fp8 import use_fp8
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout
+from unisono.parallel.offload import offload
 from unisono.parallel.recompute import recompute
 from unisono.parallel.sharded import shard
 from unisono.parallel.stages import Stages
@@ -60,9 +63,10 @@ def apply(
     """
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    whole, blocks = Whole.of(model), repeated_blocks(model)
+    blocks = repeated_blocks(model)
     for choice, acts, near in (
         ("recompute", plan.recompute != "none", "'none'"),
+        ("offload", plan.offload, "False"),
         ("compile", plan.compile == "regional", "'model'"),
         ("cp", context is not None, "1"),
     ):
@@ -84,7 +88,10 @@ def apply(
                 nearest="compile='off', or model.experts=0",
             )
         )
+    use_fp8(plan, blocks)
     check_batch_norm(model, plan)
+    computes = convert(plan, model)
+    whole = Whole.of(model)
     stages = None
     if grid is not None:
         if plan.data_ranks > 1 and batch_norms(model):
@@ -95,6 +102,7 @@ def apply(
             cut_experts(model, grid)
         if plan.cp > 1:
             count_whole_sequences(model, grid)
+    compute_in(model, computes, plan.device)
     if context is not None:
         context.wrap(blocks)
     if layout is not None:
@@ -105,6 +113,8 @@ def apply(
         blocks = stages.blocks
     for piece, members in ({each: stages.members(each) for each in stages.numbers} if stages else {0: blocks}).items():
         recompute(plan, members, piece)
+    if plan.offload:
+        offload(blocks, pinned=True)
     if plan.compile == "regional":
         for block in blocks:
             block.compile(**_compile_arguments(plan))

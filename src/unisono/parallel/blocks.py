@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-_BLOCKS, _SUMMED = "_unisono_blocks", "_unisono_summed"
+_BLOCKS, _SUMMED, _TRAVELS = "_unisono_blocks", "_unisono_summed", "_unisono_travels"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,21 @@ def note_block(module: nn.Module, name: str, block: Block) -> None:
 def note_summed(module: nn.Module, name: str, group: ProcessGroup) -> None:
     """The gradient of ``module``'s own parameter ``name`` is the sum of those on the ranks of ``group``."""
     module.__dict__.setdefault(_SUMMED, {})[name] = group
+
+
+def note_travels(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """The gradient of ``module``'s own parameter ``name`` is summed over data ranks in ``dtype``."""
+    module.__dict__.setdefault(_TRAVELS, {})[name] = dtype
+
+
+def travels(model: nn.Module) -> dict[str, torch.dtype]:
+    """In what gradients travel where that is not their own dtype, by parameter name."""
+    return _noted(model, _TRAVELS)
+
+
+def travels_of(module: nn.Module) -> dict[str, torch.dtype]:
+    """The same of a module's own parameters."""
+    return module.__dict__.get(_TRAVELS, {})
 
 
 def blocks(model: nn.Module) -> dict[str, Block]:

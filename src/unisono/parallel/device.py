@@ -10,6 +10,9 @@ import torch
 from unisono.errors import PlanError, Problem
 from unisono.plan.plan import Plan
 
+# what a plan's precision computes in, by torch's name; fp8 is a matter of single layers
+COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
 
 def find_device(asked: str, local_rank: int) -> torch.device:
     """The torch device for ``plan.device``: ``auto``, ``cpu`` or an accelerator type. Raises PlanError when it is absent."""
@@ -50,6 +53,13 @@ def computes_bf16(device: torch.device) -> bool:
     return bool(supported()) if supported is not None else False
 
 
+def computes_fp8(device_type: str) -> bool:
+    """Whether the device has matrix products of 8-bit floats."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
+
+
 def set_backend(plan: Plan) -> None:
     """Apply tf32, autotune and determinism, all explicitly: none is left to a library's default."""
     if plan.device == "cpu":
@@ -64,11 +74,10 @@ def set_backend(plan: Plan) -> None:
 
 
 def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
-    """The forward pass's precision: fp32 parameters, products in bf16 or fp16, reductions in fp32."""
+    """The forward pass's precision: products in bf16 or fp16, reductions in fp32; with fp8, what else there is in bf16."""
     if plan.precision == "fp32":
         return contextlib.nullcontext()
-    dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float16
-    return torch.autocast(plan.device, dtype=dtype)
+    return torch.autocast(plan.device, dtype=COMPUTE[plan.precision])
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

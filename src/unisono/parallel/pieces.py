@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.optim import global_norm
-from unisono.parallel.blocks import blocks
+from unisono.parallel.blocks import blocks, travels
 from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
 from unisono.parallel.parts import Part
@@ -38,6 +38,16 @@ class Pieces:
         self._blocks = {name: block for name, block in noted.items() if name in self._live}
         self._experts = expert_dims(model) if grid.plan.ep > 1 else {}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
+        for piece in self.parameters.values():
+            # small gradients pile up, and moments of them are made: more digits than a bf16 parameter's
+            if grid.plan.dtypes and piece.dtype == torch.bfloat16:
+                piece.grad_dtype = torch.float32
+        # in what gradients travel between data ranks where it is not their own dtype
+        self.travels = {
+            whole.first_names[name]: dtype
+            for name, dtype in travels(model).items()
+            if whole.first_names[name] in self.parameters
+        }
         self._cut = {self.parameters[name]: block for name, block in self._blocks.items()}
         self._repeated = {self.parameters[name] for name in repeated if name in self.parameters}
 
@@ -129,7 +139,8 @@ class Pieces:
             gradient = self._live[name].grad
             if isinstance(gradient, DTensor):
                 gradient = gradient.to_local()
-            piece.grad = torch.zeros_like(piece) if gradient is None else gradient
+            dtype = piece.grad_dtype or piece.dtype
+            piece.grad = torch.zeros_like(piece, dtype=dtype) if gradient is None else gradient.to(dtype)
 
     def drop_gradients(self) -> None:
         """Forget all gradients."""

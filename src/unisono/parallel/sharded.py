@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.debug
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
+from unisono.parallel.blocks import travels_of
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
@@ -36,18 +38,49 @@ def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
     if plan.ep > 1:
         placed = _placed(model, grid.sizes["experts"])
         for _, experts in expert_layers(model):
-            fully_shard(experts, mesh=grid.expert_mesh, reshard_after_forward=plan.zero == 3, shard_placement_fn=placed)
+            _by_kind(experts, grid.expert_mesh, placed, reshard=plan.zero == 3)
     placed = _placed(model, grid.sizes["shard"])
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=plan.zero == 3, shard_placement_fn=placed)
+        _by_kind(block, mesh, placed, reshard=plan.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, shard_placement_fn=placed)
+    _by_kind(model, mesh, placed, reshard=False)
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
         unit.set_reduce_scatter_unused_params(True)
         # else the collective is asked to multiply a factor in, which gloo cannot
         unit.set_force_sum_reduction_for_comms(True)
+
+
+Kind = tuple[torch.dtype, torch.dtype]
+
+
+def _by_kind(module: nn.Module, mesh: DeviceMesh, placed: Callable[[nn.Parameter], Shard], *, reshard: bool) -> None:
+    """Make a unit of ``module``. FSDP2 wants one dtype in a unit, kept and under way: modules in it with another one become units
+    of their own, together. The kind of the last matrix is the unit's: the loss reads a head's weight outside of its module.
+    """
+    kinds: dict[nn.Module, Kind] = {}
+    matrices: list[Kind] = []
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor):  # of a unit inside this one
+                continue
+            own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+            kinds[inner] = parameter.dtype, travels_of(inner).get(name, own)
+            matrices += [kinds[inner]] * (parameter.dim() > 1)
+    main = (matrices or list(kinds.values()) or [(torch.float32, torch.float32)])[-1]
+    for kind in dict.fromkeys(kinds.values()):
+        if kind != main:
+            several = [inner for inner, own in kinds.items() if own == kind]
+            fully_shard(
+                several, mesh=mesh, mp_policy=_policy(kind), reshard_after_forward=reshard, shard_placement_fn=placed
+            )
+    fully_shard(module, mesh=mesh, mp_policy=_policy(main), reshard_after_forward=reshard, shard_placement_fn=placed)
+
+
+def _policy(kind: Kind) -> MixedPrecisionPolicy:
+    kept, travels = kind
+    return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
 
 
 def _placed(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:

@@ -182,6 +182,25 @@ def _recompute(plan: Plan) -> Iterator[Problem]:
         )
 
 
+def _offload(plan: Plan) -> Iterator[Problem]:
+    if not plan.offload:
+        return
+    if plan.device == "cpu":
+        yield Problem(
+            given="offload on the device 'cpu'",
+            rule="it moves activations from an accelerator to the host",
+            consequence="they would be copied to where they are",
+            nearest="offload=False, and recompute to save memory",
+        )
+    if plan.recompute != "none" or plan.compile != "off":
+        yield Problem(
+            given=f"offload with recompute {plan.recompute!r}, compile {plan.compile!r}",
+            rule="it moves what a block keeps; recomputed blocks keep next to nothing, compiled graphs choose for themselves",
+            consequence="little or nothing would be moved",
+            nearest="offload=False, or recompute='none' and compile='off'",
+        )
+
+
 def _choices(plan: Plan, world: int) -> Iterator[Problem]:
     for axis, what in (
         ("tp", "sums inside a layer"),
@@ -209,6 +228,14 @@ def _choices(plan: Plan, world: int) -> Iterator[Problem]:
             rule="it cuts what lies between layers that tp cuts",
             consequence="it would change nothing",
             nearest="sequence_parallel=False, or cp to share sequences",
+        )
+    yield from _offload(plan)
+    if plan.precision == "fp8" and (plan.tp > 1 or (plan.schedule == "zbv" and plan.pp > 1)):
+        yield Problem(
+            given=f"precision 'fp8' with tp {plan.tp}, schedule {plan.schedule!r}",
+            rule="layers that tp cuts, and those whose weight gradients zbv puts off, make their products in another way",
+            consequence="they would not compute in fp8",
+            nearest="precision='bf16', or dp_shard in place of tp and schedule='interleaved'",
         )
     if plan.schedule == "zbv" and plan.pp > 1 and plan.sharded:
         yield Problem(

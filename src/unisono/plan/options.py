@@ -7,7 +7,7 @@ from typing import Literal
 
 from unisono.config import option
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 Recompute = Literal["none", "full", "selective"]
 Compile = Literal["off", "model", "regional"]
 Zero = Literal[1, 2, 3]
@@ -39,9 +39,12 @@ class PlanOptions:
     )
     ep: int = option(1, "Ranks among those of dp_shard x cp that share the experts of a layer.", ge=1)
     precision: Precision = option(
-        "auto", "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively."
+        "auto",
+        "Compute dtype; parameters stay fp32. auto = bf16 where the device computes it natively. fp8 = the linear layers of "
+        "blocks, the rest bf16.",
     )
     recompute: Recompute = option("none", "Activations dropped in forward and computed again in backward.")
+    offload: bool = option(False, "Keep activations of blocks in pinned host memory until the backward pass.")
     compile: Compile = option("off", "torch.compile: the whole model, or each distinct block once (regional).")
     sync: Literal["auto", "local", "dist_sync"] = option("auto", "Who sums gradients; auto = dist_sync from two ranks.")
     tf32: bool = option(False, "Allow TF32 matrix products where the device has them.")

@@ -18,6 +18,7 @@ import msgspec
 
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.files import write_atomically
+from unisono.plan.dtypes import DtypeRule
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Zero
 from unisono.plan.rules import Rule
 
@@ -47,10 +48,12 @@ class Plan:
     global_batch: int
     micro_batch: int
     accumulation: int
-    precision: Literal["fp32", "bf16", "fp16"]
+    precision: Literal["fp32", "bf16", "fp16", "fp8"]
+    dtypes: tuple[DtypeRule, ...]
     recompute: Recompute
     recompute_blocks: tuple[int, ...]
     recompute_keep: tuple[str, ...]
+    offload: bool
     compile: Compile
     sync: Literal["local", "dist_sync"]
     gradients: Literal["mean", "sum"]
@@ -85,6 +88,11 @@ class Plan:
     def spread(self) -> bool:
         """Whether no rank holds the whole model."""
         return self.sharded or self.tp > 1 or self.pp > 1
+
+    @property
+    def scaled(self) -> bool:
+        """Whether anything computes in fp16, whose small gradients need a loss scale."""
+        return self.precision == "fp16" or any(rule.compute == "fp16" for rule in self.dtypes)
 
     @property
     def chunks(self) -> int:

@@ -15,14 +15,15 @@ class Average:
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
         self._weights = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._averages = {name: p.detach().clone() for name, p in self._weights.items()}
+        # kept in the gradients' dtype: a bf16 weight's would soon be too near to it to move
+        self._averages = {name: p.detach().to(p.grad_dtype or p.dtype, copy=True) for name, p in self._weights.items()}
 
     @torch.no_grad()
     def update(self, good: Tensor) -> None:
         """Move towards the weights; where ``good`` (0-dim bool) is false every average stays bit-equal."""
         step = ((1.0 - self._decay) * good).float()
         for name, average in self._averages.items():
-            average.lerp_(self._weights[name].detach(), step.to(average.dtype))
+            average.lerp_(self._weights[name].detach().to(average.dtype), step.to(average.dtype))
 
     @contextmanager
     def in_place(self) -> Generator[None]:

@@ -45,7 +45,7 @@ from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import blocks, summed
 from unisono.parallel.context import Context
 from unisono.parallel.deferred import Recipe, allocate, deferred, fill
-from unisono.parallel.device import computes_bf16, find_device, set_backend
+from unisono.parallel.device import COMPUTE, computes_bf16, find_device, set_backend
 from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
@@ -237,7 +237,7 @@ class Trainer:
             pieces=pieces,
             optimizer=optimizer,
             scale=LossScale.create(self.device, initial=options.loss_scale)
-            if self.plan.precision == "fp16"
+            if self.plan.scaled
             else LossScale.off(self.device),
             guard=Guard(self.device, sigmas=options.spike_sigmas),
             average=Average(pieces.parameters, options.ema_decay) if options.ema_decay else None,
@@ -282,7 +282,9 @@ class Trainer:
         self._sync = (
             ShardedGradients(model, pieces, grid)
             if self.plan.sharded
-            else self.store.gradients(pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None)
+            else self.store.gradients(
+                pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None, pieces.travels
+            )
         )
         self._timers = StepTimers()
         asked = self._asked_schedule
@@ -337,7 +339,7 @@ class Trainer:
 
     def _find_peak(self) -> Peak:
         """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.plan.precision]
+        dtype = COMPUTE[self.plan.precision]
         cache = default_cache_dir(os.environ) / "calibration.json"
         found = peak_flops(self.device, dtype, cache=cache, tf32=self.plan.tf32) if self.world.rank == 0 else None
         return Peak(**self.world.broadcast_json(asdict(found) if found else None))

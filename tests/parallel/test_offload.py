@@ -1,0 +1,69 @@
+"""Activations kept on the host: the same gradients, parameters left where they are, and on a device less of its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import PlanError
+from unisono.models.loss import cross_entropy_sum
+from unisono.parallel import offload as module
+from unisono.parallel.offload import offload
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    tokens = torch.arange(24).view(2, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = cross_entropy_sum(model(tokens), tokens, torch.ones(2, 12))
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_gradients_stay_bit_equal_and_parameters_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradients(tiny.model())
+    model, moved = tiny.model(), []
+
+    class Watched(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool) -> None:
+            super().__init__(pin_memory)
+            inner = self.pack_hook
+            self.pack_hook = lambda tensor: (moved.append(tensor.data_ptr()), inner(tensor))[1]
+
+    monkeypatch.setattr(module, "save_on_cpu", Watched)
+    offload(list(model.blocks), pinned=False)
+    found = gradients(model)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    assert moved
+    assert not {p.data_ptr() for p in model.parameters()} & set(moved)
+    moved.clear()
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    assert not moved
+
+
+def test_refused_where_it_moves_nothing() -> None:
+    with pytest.raises(PlanError) as caught:
+        derive(PlanOptions(offload=True, recompute="full"), world=1, device="cpu", native_bf16=False)
+    text = str(caught.value)
+    assert "offload on the device 'cpu'" in text
+    assert "they would be copied to where they are" in text
+    assert "offload with recompute 'full', compile 'off'" in text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+def test_takes_less_of_the_device(tmp_path: Path) -> None:
+    changes = {"steps": 4, "device": "auto", "precision": "bf16", "sizes": {"dim": 256, "layers": 8, "heads": 4}}
+    peaks, losses = [], []
+    for offloaded in (False, True):
+        torch.accelerator.reset_peak_memory_stats()
+        losses.append(tiny.complete(tmp_path / str(offloaded), offload=offloaded, **changes)["losses"])
+        peaks.append(torch.accelerator.max_memory_allocated())
+    assert losses[0] == losses[1]
+    assert peaks[1] < peaks[0]
