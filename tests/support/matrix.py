@@ -65,7 +65,7 @@ def _moe() -> tuple[torch.nn.Module, Any, Any]:
 def _bert() -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
     return (
-        BERT(BertOptions(vocab_size=tiny.VOCAB, layers=4, dim=16, heads=4, ffn_dim=32, max_length=12)),
+        BERT(BertOptions(vocab_size=tiny.VOCAB, layers=4, dim=16, heads=4, ffn_dim=32, max_length=12, dropout=0.0)),
         Masked(),
         masked_token,
     )
@@ -106,9 +106,9 @@ class Images:
 
     fingerprint = "images-1"
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "float32") -> None:
         rng = np.random.default_rng(5)
-        self._images = rng.standard_normal((tiny.SAMPLES, 3, 16, 16)).astype(np.float32)
+        self._images = rng.standard_normal((tiny.SAMPLES, 3, 16, 16)).astype(np.float32).astype(dtype)
         self._targets = rng.integers(0, 5, tiny.SAMPLES)
 
     def __len__(self) -> int:
@@ -149,6 +149,8 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
         shared = str(world.broadcast_json(folder))
         network, data, objective = MODELS[model]()
         network = network.to(getattr(torch, dtype))
+        if isinstance(data, Images):  # the only inputs that are no numbers of tokens
+            data = Images(dtype)
         with tiny.trainer(shared, world=world, network=network, data=data, objective=objective, **settings) as run:
             pieces = run.state.pieces
             trained = {name: p for name, p in pieces.parameters.items() if p.requires_grad}

@@ -16,6 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # has no public name; 
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
 
+from unisono.models.moe import even_loads
+
 
 class Op(NamedTuple):
     """One call of a torch function. ``module`` is the innermost module it is in, "" the model itself; ``parameters`` are those
@@ -66,7 +68,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: fake.from_tensor(tensor) for name, tensor in inputs.items()}
     try:
-        with fake, torch.no_grad(), recorder:
+        with even_loads(model), fake, torch.no_grad(), recorder:
             returned = model(**given)
     finally:
         for handle in handles:
