@@ -157,7 +157,7 @@ def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None
     assert "blocks.0.ffn, whose width of down is 64" in text
     text = pool.run(refused_stack, str(tmp_path / "three"), ranks=2)[0]
     assert "plan.tp=2 for Sequential" in text
-    assert "the built-in ones (unisono gpt, unisono bert, llama, gpt2, bert) do not name its modules" in text
+    assert "the built-in ones (unisono gpt, unisono gpt with experts, unisono bert, llama, gpt2, bert) do not name its modules" in text
     with pytest.raises(PlanError, match="the graph would break"):
         derive(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):
