@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(options.dim, options.dim)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, T, D]; mask [B, 1, 1, T], added to the scores, or None."""
+        """x [B, T, D]; mask [B, 1, 1, T] true where all may look (or added to the scores), or None for everywhere."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, E]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
@@ -187,9 +187,12 @@ class BERT(nn.Module):
         x = self.dropout(self.norm(x))
         mask = None
         if padding is not None:
-            # A number, not False: where a text has no token at all, attention to nothing would be NaN in some kernels and 0 in
-            # others. So all its places are seen alike, without asking what other ranks have of it.
-            mask = x.new_zeros(padding.shape).masked_fill(~padding, UNSEEN)[:, None, None]  # [B, 1, 1, T]
+            # in a text without any token all are seen: attention to nothing is NaN in some kernels and 0 in others
+            if positions is None:
+                mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
+            else:  # other ranks may have the text's tokens: a number hides filling beside them, and alone nothing
+                mask = x.new_zeros(padding.shape).masked_fill(~padding, UNSEEN)
+            mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:
             x = block(x, mask)
         if predicted is not None:
