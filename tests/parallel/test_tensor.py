@@ -12,6 +12,7 @@ from pool import Pool
 
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
+from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 
@@ -144,6 +145,15 @@ def refused_stack(world: World, run_dir: str) -> str:
     return refused(world, run_dir, {"tp": 2, "network": torch.nn.Sequential(torch.nn.Linear(2, 2))})
 
 
+def refused_resnet(world: World, run_dir: str, changes: dict) -> str:
+    network = ResNet(ResNetOptions(classes=3, depths=(2,), widths=(8,), groups=4, norm="group", stem="small"))
+    return refused(world, run_dir, {**changes, "network": network})
+
+
+def refused_experts(world: World, run_dir: str) -> str:
+    return refused(world, run_dir, {"tp": 2, "sizes": {"experts": 2, "ffn_dim": 15}})
+
+
 def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None:
     text = pool.run(
         refused, str(tmp_path / "one"), {"tp": 3, "sizes": {"dim": 24, "heads": 6, "kv_heads": 2}}, ranks=3
@@ -157,7 +167,15 @@ def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None
     assert "blocks.0.ffn, whose width of down is 64" in text
     text = pool.run(refused_stack, str(tmp_path / "three"), ranks=2)[0]
     assert "plan.tp=2 for Sequential" in text
-    assert "the built-in ones (unisono gpt, unisono bert, llama, gpt2, bert) do not name its modules" in text
+    text = pool.run(refused_resnet, str(tmp_path / "four"), {"tp": 2}, ranks=2)[0]
+    assert "plan.tp=2 for ResNet" in text
+    assert "plan.tp=1 with plan.dp_shard" in text
+    text = pool.run(refused_experts, str(tmp_path / "five"), ranks=2)[0]
+    assert "plan.tp=2 for blocks.0.ffn.experts, whose number of hidden units of an expert is 15" in text
+    assert (
+        "the built-in ones (unisono gpt, unisono gpt with experts, unisono bert, llama, gpt2, bert) do not name its modules"
+        in text
+    )
     with pytest.raises(PlanError, match="the graph would break"):
         derive(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):

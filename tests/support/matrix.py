@@ -65,7 +65,7 @@ def _moe() -> tuple[torch.nn.Module, Any, Any]:
 def _bert() -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
     return (
-        BERT(BertOptions(vocab_size=tiny.VOCAB, layers=4, dim=16, heads=4, ffn_dim=32, max_length=12)),
+        BERT(BertOptions(vocab_size=tiny.VOCAB, layers=4, dim=16, heads=4, ffn_dim=32, max_length=12, dropout=0.0)),
         Masked(),
         masked_token,
     )
@@ -106,9 +106,9 @@ class Images:
 
     fingerprint = "images-1"
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "float32") -> None:
         rng = np.random.default_rng(5)
-        self._images = rng.standard_normal((tiny.SAMPLES, 3, 16, 16)).astype(np.float32)
+        self._images = rng.standard_normal((tiny.SAMPLES, 3, 16, 16)).astype(np.float32).astype(dtype)
         self._targets = rng.integers(0, 5, tiny.SAMPLES)
 
     def __len__(self) -> int:
@@ -149,6 +149,8 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
         shared = str(world.broadcast_json(folder))
         network, data, objective = MODELS[model]()
         network = network.to(getattr(torch, dtype))
+        if isinstance(data, Images):  # the only inputs that are no numbers of tokens
+            data = Images(dtype)
         with tiny.trainer(shared, world=world, network=network, data=data, objective=objective, **settings) as run:
             pieces = run.state.pieces
             trained = {name: p for name, p in pieces.parameters.items() if p.requires_grad}
@@ -232,6 +234,17 @@ _MOE = (
     *("pp2 dp_shard2 ep2", "dp_shard2 tp2 ep2", "dp_shard2 cp2 ep2", "dp_shard2 cp2 ep4"),
     *("pp2 dp_shard4 ep2", "pp2 dp_shard2 tp2 ep2", "dp_shard2 cp2 tp2 ep2"),
 )
+_MOE_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tp2", {"sequence_parallel": True}),
+    ("dp_shard2 tp2 ep2", {"sequence_parallel": True, "recompute": "full"}),
+    ("pp2", {"schedule": "zbv"}),
+    ("pp2 dp_shard2 ep2", {"schedule": "interleaved"}),
+)
+_BERT_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tp2", {"sequence_parallel": True}),
+    ("pp2", {"schedule": "zbv"}),
+    ("pp2 tp2", {"schedule": "interleaved", "sequence_parallel": True}),
+)
 _BERT = (
     "dp_replicate2",
     "dp_shard2",
@@ -250,13 +263,15 @@ _RESNET = ("dp_replicate2", "dp_shard2", "pp2", "dp_replicate2 dp_shard2", "pp2 
 def _cases() -> Iterator[Case]:
     for axes in (*_ALONE, *_FOUR, *_EIGHT):
         yield Case(model="gpt", axes=_axes(axes))
-    for axes, settings in _GPT_SETTINGS:
-        yield Case(model="gpt", axes=_axes(axes), settings=settings)
+    for model, special in (("gpt", _GPT_SETTINGS), ("gpt-moe", _MOE_SETTINGS), ("bert", _BERT_SETTINGS)):
+        for axes, settings in special:
+            yield Case(model=model, axes=_axes(axes), settings=settings)
     for model, several in (("gpt-moe", _MOE), ("bert", _BERT), ("resnet", _RESNET)):
         for axes in several:
             yield Case(model=model, axes=_axes(axes))
-    yield Case(model="resnet-batchnorm", axes=_axes("dp_replicate2"), settings={"micro_batch": 3})
-    yield Case(model="resnet-batchnorm", axes=_axes("dp_replicate3"), settings={"micro_batch": 2})
+    # one micro-batch: of several, the ranks together would have other samples in each than one process
+    yield Case(model="resnet-batchnorm", axes=_axes("dp_replicate2"), settings={"micro_batch": 12})
+    yield Case(model="resnet-batchnorm", axes=_axes("dp_replicate3"), settings={"micro_batch": 8})
 
 
 CASES = tuple(_cases())

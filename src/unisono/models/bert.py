@@ -19,6 +19,8 @@ from unisono.models.loss import Head
 LOSS_CHUNK = 1024  # rows of logits that exist at once
 # columns that carry the output bias: one, and zeros up to the multiple of 8 that matrix units want
 _BIAS_COLUMNS = 8
+# added to the scores of filling: its share is exactly 0 beside any token; float16 has it too
+UNSEEN = -3e4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(options.dim, options.dim)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, T, D]; mask [B, 1, 1, T] true where all may look, or None for everywhere."""
+        """x [B, T, D]; mask [B, 1, 1, T] true where all may look (or added to the scores), or None for everywhere."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, E]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
@@ -151,13 +153,24 @@ class BERT(nn.Module):
         padding: Tensor | None = None,
         segments: Tensor | None = None,
         predicted: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Head:
         """Logits of every token, or of those at the places ``predicted`` [B, P] int64 only, which costs P/T as much.
 
         ``tokens`` [B, T] int64. ``padding`` [B, T] bool says where there is text: True is a real token, False is filling,
-        which nobody looks at; None is text everywhere. ``segments`` [B, T] int64, 0 where nothing is said.
-        Raises DataError for more tokens than there are positions.
+        which nobody looks at; None is text everywhere. ``segments`` [B, T] int64, 0 where nothing is said. ``positions`` [B or 1, T]
+        int64 are the places of the tokens where these are a part of a text; 0 to T - 1 if nothing is said.
+        Raises DataError for more tokens than there are positions, and for ``predicted`` together with ``positions``.
         """
+        if predicted is not None and positions is not None:
+            raise DataError(
+                Problem(
+                    given="predicted together with positions",
+                    rule="predicted counts places from a text's first token, and with positions (plan.cp) tokens are a part of it",
+                    consequence="other tokens than those would be predicted",
+                    nearest="weights that are 0 where nothing is predicted, or plan.cp=1",
+                )
+            )
         length = tokens.shape[1]
         if length > self.options.max_length:
             raise DataError(
@@ -168,15 +181,18 @@ class BERT(nn.Module):
                     nearest=f"texts of {self.options.max_length} tokens, or max_length={length}",
                 )
             )
-        places = torch.arange(length, device=tokens.device)  # [T]
+        places = torch.arange(length, device=tokens.device)[None] if positions is None else positions  # [B or 1, T]
         kinds = torch.zeros_like(tokens) if segments is None else segments
         x = self.embedding(tokens) + self.positions(places) + self.segments(kinds)  # [B, T, D]
         x = self.dropout(self.norm(x))
         mask = None
         if padding is not None:
             # in a text without any token all are seen: attention to nothing is NaN in some kernels and 0 in others
-            seen = padding | ~padding.any(1, keepdim=True)  # [B, T]
-            mask = seen[:, None, None]  # [B, 1, 1, T]
+            if positions is None:
+                mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
+            else:  # other ranks may have the text's tokens: a number hides filling beside them, and alone nothing
+                mask = x.new_zeros(padding.shape).masked_fill(~padding, UNSEEN)
+            mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:
             x = block(x, mask)
         if predicted is not None:

@@ -100,7 +100,7 @@ def apply(
             cut(model, grid)
         if plan.ep > 1:
             cut_experts(model, grid)
-        if plan.cp > 1:
+        if plan.cp > 1 or plan.sequence_parallel:
             count_whole_sequences(model, grid)
     compute_in(model, computes, plan.device)
     if context is not None:

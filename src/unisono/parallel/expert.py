@@ -9,6 +9,10 @@ sums over the tokens of all ``ep`` ranks, and sharding sums them over the rest.
     products  rows of all ranks, sorted again by expert
     back      the way they came
 
+Along ``tp`` each rank has some of the hidden units of every expert, and the choice is that of all: what goes in (tokens and their
+weights) gets the sum of the ranks' gradients, what comes out is the sum of the ranks' parts. With ``sequence_parallel`` the
+router sees a part of the tokens; the experts gather them, and each rank takes its part of the sum.
+
 The host must know the sizes, so it waits for the router once per layer and pass. All ranks of ``ep`` take part in every pass,
 also with no row to send or none to receive.
 """
@@ -16,6 +20,7 @@ also with no row to send or none to receive.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +30,10 @@ from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError, Problem
 from unisono.models.moe import Experts, Router, gather
+from unisono.parallel import collectives
+from unisono.parallel.cutter import Cutter
 from unisono.parallel.grid import Grid
+from unisono.parallel.hooks import behind
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -49,11 +57,34 @@ def cut_experts(model: nn.Module, grid: Grid) -> None:
         layer.compute = _elsewhere(layer.compute, group)
 
 
+def cut_hidden_units(layer: Any, cutter: Cutter, *, along_sequence: bool) -> None:
+    """Keep this rank's hidden units of each of the experts in ``layer``, in place."""
+    group, tokens = cutter.group, -2  # [B, T, D], and [B, T, k]
+    for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+        cutter.keep(layer, name, dim)
+    if along_sequence:
+        into, out = (partial(each, dim=tokens, group=group) for each in (collectives.gather, collectives.scatter))
+    else:
+        into, out = (partial(each, group=group) for each in (collectives.enter, collectives.leave))
+
+    def whole(_layer: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, weights, choice = args
+        return into(x), into(weights), into(choice)
+
+    layer.register_forward_pre_hook(whole)
+    behind(layer, out)
+
+
 def count_whole_sequences(model: nn.Module, grid: Grid) -> None:
-    """Where ranks of ``cp`` share sequences, let balance losses see the loads of whole sequences."""
+    """Where ranks share sequences, let balance losses see the loads of whole sequences."""
+
+    def summed(counts: Tensor) -> Tensor:
+        counts = grid.sum(counts, "cp")
+        return grid.sum(counts, "tp") if grid.plan.sequence_parallel else counts
+
     for module in model.modules():
         if isinstance(module, Router):
-            module.sum_over_sequence = lambda counts: grid.sum(counts, "cp")
+            module.sum_over_sequence = summed
 
 
 def _check(model: nn.Module, layers: list[tuple[str, Experts]], ep: int) -> None:

@@ -10,8 +10,9 @@ from operator import attrgetter
 from torch import Tensor, nn
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.models import moe
 from unisono.plan.plan import Plan
-from unisono.plan.rules import BUILT_IN, Embedding, Output, Pair, Rule, Sequence, built_in, matching, patterns
+from unisono.plan.rules import BUILT_IN, Embedding, Experts, Output, Pair, Rule, Sequence, built_in, matching, patterns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +124,9 @@ def _wrong_layers(found: list[Matched], model: nn.Module, modules: Mapping[str, 
             elif not _fits(modules[path], cut):
                 yield Problem(
                     given=f"{path}, a {type(modules[path]).__name__}, as {cut}",
-                    rule="pairs and outputs are linear layers; embeddings are nn.Embedding without max_norm, sparse "
+                    rule="experts are models.moe.Experts"
+                    if cut == "experts"
+                    else "pairs and outputs are linear layers; embeddings are nn.Embedding without max_norm, sparse "
                     "and scale_grad_by_freq",
                     consequence="it cannot be cut",
                     nearest="leave it out: what no rule names stays whole",
@@ -150,6 +153,8 @@ def _claimed(each: Matched) -> Iterator[tuple[str, str]]:
         case Pair() as pair:
             for layer in pair.layers:
                 yield f"{each.path}.{layer}", "row" if layer == pair.row else "column"
+        case Experts():
+            yield each.path, "experts"
         case Embedding() | Output():
             yield each.path, "vocabulary"
         case Sequence():
@@ -157,6 +162,8 @@ def _claimed(each: Matched) -> Iterator[tuple[str, str]]:
 
 
 def _fits(layer: nn.Module, cut: str) -> bool:
+    if cut == "experts":
+        return isinstance(layer, moe.Experts)
     if cut == "vocabulary" and isinstance(layer, nn.Embedding):
         return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
     # GPT-2's layers of transformers, linear with the weight turned round, know their width as nf
@@ -185,6 +192,8 @@ def _sizes(found: list[Matched], count: int) -> Iterator[Problem]:
 
 def _counts(each: Matched) -> Iterator[tuple[str, int, bool]]:
     """(name, size, whether several ranks may hold the same one): what ``tp`` has to divide."""
+    if isinstance(each.module, moe.Experts):
+        yield "number of hidden units of an expert", each.module.gate.shape[1], False
     if not isinstance(each.rule, Pair):
         return
     pair = each.rule

@@ -113,8 +113,9 @@ class Pieces:
         return self._grid.sum(values, "shard")
 
     def sum_over_data(self, values: Tensor) -> Tensor:
-        """``values`` of this rank's samples, summed over all samples of the step, in place."""
-        return self._grid.sum(self._grid.sum(values, "dp_replicate"), "shard")
+        """``values`` of this rank's tokens between the cut layers, summed over all tokens of the step, in place."""
+        values = self._grid.sum(self._grid.sum(values, "dp_replicate"), "shard")
+        return self._grid.sum(values, "tp") if self._grid.plan.sequence_parallel else values
 
     def largest(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold pieces; NaN where one has it."""

@@ -8,7 +8,7 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
     column      y_r = x W_rᵀ + b_r
     row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
 
-Where a layer has fewer key/value heads than there are ranks, several ranks hold the same one, and their gradients are summed
+Experts are cut likewise, by the hidden units of each (``expert``). Where a layer has fewer key/value heads than there are ranks, several ranks hold the same one, and their gradients are summed
 (``SharedGradients``); so are those of whole parameters that lie between the layers of a pair, such as norms of single heads.
 What no rule names stays whole on every rank and is computed by each. Dropout outside of pairs drops the same everywhere.
 """
@@ -26,12 +26,13 @@ from torch.distributed import ProcessGroup
 from unisono.parallel.blocks import note_summed
 from unisono.parallel.collectives import enter, gather, leave, scatter
 from unisono.parallel.cutter import Cutter
+from unisono.parallel.expert import cut_hidden_units
 from unisono.parallel.grid import Grid
 from unisono.parallel.hooks import before
 from unisono.parallel.matched import Matched, count_of, features, match
 from unisono.parallel.sequence import TOKENS, cut_sequence
 from unisono.parallel.vocabulary import VocabularyPart, cut_embedding, cut_output, return_cut_heads
-from unisono.plan.rules import Embedding, Output, Pair
+from unisono.plan.rules import Embedding, Experts, Output, Pair
 
 
 def cut(model: nn.Module, grid: Grid) -> None:
@@ -47,6 +48,8 @@ def cut(model: nn.Module, grid: Grid) -> None:
         match each.rule:
             case Pair():
                 _cut_pair(each, each.rule, cutter, replicas, along_sequence=grid.plan.sequence_parallel)
+            case Experts():
+                cut_hidden_units(each.module, cutter, along_sequence=grid.plan.sequence_parallel)
             case Embedding():
                 tables[each.module] = cut_embedding(each.module, cutter)
             case Output():

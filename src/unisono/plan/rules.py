@@ -1,6 +1,7 @@
 """Rules of tensor parallelism as data: which layers of a model are cut, and how. They are part of a strategy file.
 
     pair        layers cut by output features, and behind them one cut by input features (Shoeybi et al. 2019)
+    experts     stacks of experts, cut by the hidden units of each
     embedding   a table cut by vocabulary
     output      the matrix that makes logits, cut by vocabulary
     sequence    modules between whose cut layers activations are cut along the sequence (Korthikanti et al. 2022)
@@ -46,6 +47,12 @@ class Pair(
         return (*self.column, *self.shared, *self.fused, self.row)
 
 
+class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="experts"):
+    """``module`` is a ``models.moe.Experts``: every rank has some of the hidden units of each expert, and the router is whole."""
+
+    module: str
+
+
 class Embedding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="embedding"):
     """``module`` is an ``nn.Embedding``; every rank looks up the tokens it has, and the sum is everyone's."""
 
@@ -65,24 +72,26 @@ class Sequence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
     modules: tuple[str, ...]
 
 
-Rule = Pair | Embedding | Output | Sequence
+Rule = Pair | Experts | Embedding | Output | Sequence
 
-# In order: the first set all of whose pairs name something is taken.
+_GPT_ATTENTION = Pair(
+    module="blocks.*.attention",
+    column=("q",),
+    shared=("k", "v"),
+    row="out",
+    units="heads",
+    shared_units="kv_heads",
+)
+_GPT_REST = (Embedding(module="embedding"), Output(module="head"), Sequence(modules=("blocks.*", "norm")))
+
+# In order: the first set all of whose pairs and experts name something is taken.
 BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
     "unisono gpt": (
-        Pair(
-            module="blocks.*.attention",
-            column=("q",),
-            shared=("k", "v"),
-            row="out",
-            units="heads",
-            shared_units="kv_heads",
-        ),
+        _GPT_ATTENTION,
         Pair(module="blocks.*.ffn", column=("gate", "up"), row="down"),
-        Embedding(module="embedding"),
-        Output(module="head"),
-        Sequence(modules=("blocks.*", "norm")),
+        *_GPT_REST,
     ),
+    "unisono gpt with experts": (_GPT_ATTENTION, Experts(module="blocks.*.ffn.experts"), *_GPT_REST),
     "unisono bert": (
         Pair(module="blocks.*.attention", column=("q", "k", "v"), row="out", units="heads"),
         Pair(module="blocks.*.ffn", column=("up",), row="down"),
@@ -146,8 +155,7 @@ _PIECES = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
 def built_in(names: Collection[str]) -> tuple[Rule, ...]:
     """The built-in rules for a model with modules of these ``names``, without those that name nothing in it; or ()."""
     for rules in BUILT_IN.values():
-        pairs = [rule for rule in rules if isinstance(rule, Pair)]
-        if all(_names_layers(pair, names) for pair in pairs):
+        if all(_names_layers(rule, names) for rule in rules if isinstance(rule, Pair | Experts)):
             return tuple(rule for rule in rules if any(matching(pattern, names) for pattern in patterns(rule)))
     return ()
 
@@ -157,6 +165,6 @@ def patterns(rule: Rule) -> tuple[str, ...]:
     return rule.modules if isinstance(rule, Sequence) else (rule.module,)
 
 
-def _names_layers(pair: Pair, names: Collection[str]) -> bool:
-    found = matching(pair.module, names)
-    return bool(found) and all(f"{path}.{layer}" in names for path in found for layer in pair.layers)
+def _names_layers(rule: Pair | Experts, names: Collection[str]) -> bool:
+    found, layers = matching(rule.module, names), rule.layers if isinstance(rule, Pair) else ()
+    return bool(found) and all(f"{path}.{layer}" in names for path in found for layer in layers)

@@ -17,6 +17,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
 
+from unisono.models.moe import even_loads
+
 
 class Op(NamedTuple):
     """One call of a torch function. ``module`` is the innermost module it is in, "" the model itself; ``parameters`` are those
@@ -69,7 +71,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     recorder = _Recorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
     handles = recorder.watch(model)
     try:
-        with fake, torch.no_grad(), recorder:
+        with even_loads(model), fake, torch.no_grad(), recorder:
             returned = functional_call(model, moved, (), given)
     finally:
         for handle in handles:
