@@ -92,9 +92,9 @@ def _cut_pair(
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
     _tell_counts(module, pair, cutter.count)
-    first = module.get_submodule(pair.enter)
-    _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
-    before(first, lambda x: gather(x, TOKENS, group) if along_sequence else enter(x, group))
+    for first in map(module.get_submodule, pair.entries):
+        _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
+        before(first, lambda x: gather(x, TOKENS, group) if along_sequence else enter(x, group))
     _leave_behind(last, group, along_sequence=along_sequence)
 
 
@@ -109,9 +109,8 @@ def _tell_sizes(layer: Any) -> None:
 def _tell_counts(module: nn.Module, pair: Pair, count: int) -> None:
     """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
     local: dict[str, int] = {}
-    for name in (pair.units, pair.shared_units, *pair.divided):
-        if name:
-            local[name] = max(1, int(attrgetter(name)(module)) // count)
+    for name in pair.told:
+        local[name] = max(1, int(attrgetter(name)(module)) // count)
     if pair.ratio:
         local[pair.ratio] = local[pair.units] // local[pair.shared_units]
     for name, number in local.items():

@@ -25,8 +25,8 @@ class Pair(
     ``shared_units`` parts (key/value heads); where those are fewer than ranks, several ranks hold the same one. ``fused``
     layers are column layers that hold three side by side. Attributes in ``divided`` count output features of this rank's
     part; ``ratio`` is set to units per shared unit. ``enter`` is the submodule whose input the columns read, ``module``
-    itself if empty. Names are relative to ``module``; where the owner of an attribute is no module (a configuration) it is
-    read and left as it is.
+    itself if empty; ``*`` where there is none: each of them then sums the gradient of its input by itself. Names are relative
+    to ``module``; where the owner of an attribute is no module (a configuration) it is read and left as it is.
     """
 
     module: str
@@ -44,6 +44,16 @@ class Pair(
     def layers(self) -> tuple[str, ...]:
         """All that are cut."""
         return (*self.column, *self.shared, *self.fused, self.row)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The attributes that are divided."""
+        return tuple(name for name in (self.units, self.shared_units, *self.divided) if name)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The submodules whose inputs the columns read."""
+        return self.layers[:-1] if self.enter == "*" else (self.enter,)
 
 
 class Embedding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="embedding"):

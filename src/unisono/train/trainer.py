@@ -54,8 +54,10 @@ from unisono.parallel.sharded import ShardedGradients, release
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
+from unisono.plan.infer import infer, pairs_of
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, why_precision
+from unisono.plan.rules import built_in
 from unisono.train import resume as resuming
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 from unisono.train.ema import Average
@@ -193,6 +195,8 @@ class Trainer:
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
         self._loader = self._feed(model)
+        if self.plan.tp > 1 and not (self.plan.rules or built_in(dict(model.named_modules()))):
+            self._infer(model, inputs)
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
         model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
@@ -350,6 +354,14 @@ class Trainer:
             self.events.close()
         if self._given_world is None:
             self.world.close()
+
+    def _infer(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
+        """Write rules into the plan that are read from a micro-batch of the first step."""
+        first = next(iter(self._loader.iterate(0, 1)))
+        found = infer(model, inputs(first.micro_batches[0]))
+        self.plan = self._grid.plan = replace(self.plan, rules=pairs_of(found, type(model).__name__, self.plan.tp))
+        agree(self.world, "inferred rules", self.plan.decisions())
+        self.events.emit("rules_inferred", rules=self.plan.to_json()["rules"], left=dict(found.left))
 
     def _lay_out(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Layout:
         """Where the stages of a pipeline begin, seen on a micro-batch of the first step."""
