@@ -167,7 +167,10 @@ def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None
     text = pool.run(refused_stack, str(tmp_path / "three"), ranks=2)[0]
     assert "plan.tp=2 for Looked" in text
     assert "the built-in ones (unisono gpt, unisono bert, llama, gpt2, bert) do not name its modules" in text
-    assert "no pair of layers was found in what it computes (last: its result is what the model returns)" in text
+    assert (
+        "no pair of layers was found in what it computes (last: its result is what the model returns; words: it has"
+        in text
+    )
     with pytest.raises(PlanError, match="the graph would break"):
         derive(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):
