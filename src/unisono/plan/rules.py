@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -76,6 +77,16 @@ class Sequence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 Rule = Pair | Embedding | Output | Sequence
+
+
+class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Semi-automatic: parameters of ``module`` (a pattern; the whole model if empty) whose names fit ``parameter`` are cut along
+    the dim that has "tp" in ``dims``; the others have null. What lies between, DTensor decides."""
+
+    module: str = ""
+    parameter: str
+    dims: tuple[Literal["tp"] | None, ...]
+
 
 # In order: the first set all of whose pairs name something is taken.
 BUILT_IN: Mapping[str, tuple[Rule, ...]] = {

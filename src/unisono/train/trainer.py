@@ -50,6 +50,7 @@ from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.pipeline import Pipeline
+from unisono.parallel.shard import PlacedGradients
 from unisono.parallel.sharded import ShardedGradients, release
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
@@ -195,7 +196,7 @@ class Trainer:
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
         self._loader = self._feed(model)
-        if self.plan.tp > 1 and not (self.plan.rules or built_in(dict(model.named_modules()))):
+        if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements or built_in(dict(model.named_modules()))):
             self._infer(model, inputs)
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
@@ -260,6 +261,8 @@ class Trainer:
         self._sync = (
             ShardedGradients(model, pieces, grid)
             if self.plan.sharded
+            else PlacedGradients(model, pieces, grid)
+            if self.plan.placements
             else self.store.gradients(pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None)
         )
         self._timers = StepTimers()
