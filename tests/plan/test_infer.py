@@ -124,6 +124,6 @@ def test_what_is_left_has_a_reason() -> None:
     assert left["halves"] == "its result is split unevenly"
     assert left["added"] == "its result meets a value that is whole and has a number for each of its parts"
     assert left["twice"] == "its result goes into other and one: a pair ends in one layer"
-    assert left["plain"] == "no module encloses the layers of its pair"
+    assert left["plain"] == left["added"]
     assert left["counted.inside"] == "no attribute of Counted holds its number of heads, 4"
     assert left["last"] == "its result is what the model returns"
