@@ -103,7 +103,7 @@ class Refusing(nn.Module):
         x = x + self.added(x + self.plain(x).relu())
         hidden = self.twice(x).relu()
         x = self.one(hidden).relu() + self.other(hidden).relu()
-        return self.last(nn.functional.layer_norm(self.counted(x), (8,)))
+        return self.last(self.counted(nn.functional.layer_norm(x, (8,))))
 
 
 class Counted(nn.Module):
