@@ -203,6 +203,15 @@ def _held(count_bytes: Fields) -> str:
     return f"; held here: parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}"
 
 
+def _rules_inferred(event: Fields) -> Message:
+    """Which layers are cut, and what stays whole for which reason."""
+    rules = cast("list[Fields]", event.get("rules") or [])
+    left = cast("Fields", event.get("left") or {})
+    cut = ", ".join(str(rule["module"]) for rule in rules)
+    whole = "".join(f"; {name} stays whole: {why}" for name, why in left.items())
+    return Message(level="notice", text=f"rules of tensor parallelism inferred for {cut}{whole}", code="rules_inferred")
+
+
 def _packing(stats: Fields) -> str:
     """What packing whole documents costs beside what windows of the plain stream would."""
     return (
@@ -295,6 +304,7 @@ def _reason(event: Fields) -> str:
 
 _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "run_start": _run_start,
+    "rules_inferred": _rules_inferred,
     "compiled": _compiled,
     "eval": _eval,
     "resumed": _resumed,

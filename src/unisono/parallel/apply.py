@@ -18,6 +18,7 @@ from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout
 from unisono.parallel.offload import offload
 from unisono.parallel.recompute import recompute
+from unisono.parallel.shard import place
 from unisono.parallel.sharded import shard
 from unisono.parallel.stages import Stages
 from unisono.parallel.tensor import cut
@@ -96,7 +97,9 @@ def apply(
     if grid is not None:
         if plan.data_ranks > 1 and batch_norms(model):
             synchronise_batch_norm(model, grid.group("data"))
-        if plan.tp > 1:
+        if plan.placements:
+            place(model, grid)
+        elif plan.tp > 1:
             cut(model, grid)
         if plan.ep > 1:
             cut_experts(model, grid)

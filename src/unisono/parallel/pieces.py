@@ -64,7 +64,9 @@ class Pieces:
     def part(self, name: str, tensor: Tensor) -> Part | None:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
         live, block, experts = self._live[name], self._blocks.get(name), self._experts.get(name)
-        placements, sizes = live.placements if isinstance(live, DTensor) else (), self._grid.sizes
+        # DTensors of the plan's placements lie along tp, and have blocks
+        cut_by_rows = isinstance(live, DTensor) and self._grid.plan.sharded
+        placements, sizes = live.placements if cut_by_rows else (), self._grid.sizes
         sharded = bool(placements)
         if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None

@@ -38,7 +38,8 @@ def cut_sequence(matched: list[Matched], cutter: Cutter) -> None:
         module
         for each in matched
         if isinstance(each.rule, Pair)
-        for module in each.module.get_submodule(each.rule.enter).modules()
+        for name in each.rule.entries
+        for module in each.module.get_submodule(name).modules()
     }
     for module in {inner: None for outer in between for inner in outer.modules()}:
         cut = blocks(module)

@@ -16,13 +16,19 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.parallel.blocks import Block, note_block
 from unisono.parallel.grid import Grid
+from unisono.parallel.pieces import Pieces
+from unisono.plan.layout import WHOLE, Layout
+from unisono.plan.rules import matching
 
 AXIS = "tp"
 Dims = tuple[str | None, ...]
@@ -59,9 +65,95 @@ def shard(model: nn.Module, placements: Mapping[str, Dims], grid: Grid) -> None:
             module.register_forward_hook(_sum_at_once)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, made[parameter])
+            dims = chosen.get(parameter, ())
+            if AXIS in dims:
+                note_block(module, name, _block(dims, tuple(parameter.shape), grid))
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None))
     _enter_and_leave(model, mesh)
+
+
+def place(model: nn.Module, grid: Grid) -> None:
+    """Cut ``model`` in place as the placements of the plan say. Raises PlanError, as ``shard`` does."""
+    modules = dict(model.named_modules())
+    wanted: dict[str, dict[str, Dims]] = {}
+    for each in grid.plan.placements:
+        found = matching(each.module, modules)
+        if not found:
+            raise PlanError(
+                Problem(
+                    given=f"a placement in {each.module!r}",
+                    rule="it names modules of the model, by pattern",
+                    consequence="it would act on nothing",
+                    nearest=nearest_name(each.module, modules),
+                )
+            )
+        for path in found:
+            wanted.setdefault(path, {})[each.parameter] = each.dims
+    holders: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(parameter, []).append(name)
+    for path in wanted:
+        inside = [other for other in wanted if other != path and (not path or other.startswith(path + "."))]
+        outside = [n for names in holders.values() if any(_within(n, path) for n in names) for n in names]
+        outside = [name for name in outside if not _within(name, path)]
+        if inside or outside:
+            raise PlanError(
+                Problem(
+                    given=f"placements in {path or 'the model'!r} beside {', '.join(inside + outside)}",
+                    rule="modules with placements hold no others, and share no parameter with the rest of the model",
+                    consequence="a value would be asked for both as a DTensor and as a plain tensor",
+                    nearest="placements in one module that holds both",
+                )
+            )
+    for path, placements in wanted.items():
+        shard(modules[path], placements, grid)
+
+
+def _within(name: str, path: str) -> bool:
+    return not path or name.startswith(path + ".")
+
+
+def _block(dims: Dims, shape: tuple[int, ...], grid: Grid) -> Block:
+    """Where this rank's part lies."""
+    layout = Layout((grid.plan.tp,), (AXIS,))(*(dim or WHOLE for dim in dims))
+    at = dims.index(AXIS)
+    held = layout.slices(shape)[grid.index(AXIS)][at]
+    return Block(dim=at, size=shape[at], runs=((held.start, held.stop - held.start),))
+
+
+class PlacedGradients:
+    """The gradient synchronisation of a model with placements: what DTensor left open is summed when the step ends."""
+
+    def __init__(self, model: nn.Module, pieces: Pieces, grid: Grid) -> None:
+        self._model, self._pieces, self._grid = model, pieces, grid
+
+    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+        """Nothing leaves before the end."""
+
+    def finish(self, totals: Tensor) -> None:
+        """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
+        world = self._grid.world
+        with world.guard("gradient totals"):
+            dist.all_reduce(totals, group=world.group)
+        settle_gradients(self._model)
+        self._pieces.take_gradients()
+        for gradient in self.gradients():
+            self._grid.sum(gradient, "dp_replicate")
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's pieces, in parameter order."""
+        return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
+
+    def reset(self) -> None:
+        """Forget the gradients."""
+        self._pieces.drop_gradients()
+
+    def close(self) -> None:
+        """Let the gradients go, and what torch remembers of the mesh: it would keep the groups' sockets open."""
+        self._pieces.drop_gradients()
+        debug: Any = torch.distributed.tensor.debug
+        debug._clear_sharding_prop_cache()
 
 
 def shard_function(

@@ -8,9 +8,10 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
     column      y_r = x W_rᵀ + b_r
     row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
 
-Experts are cut likewise, by the hidden units of each (``expert``). Where a layer has fewer key/value heads than there are ranks, several ranks hold the same one, and their gradients are summed
-(``SharedGradients``); so are those of whole parameters that lie between the layers of a pair, such as norms of single heads.
-What no rule names stays whole on every rank and is computed by each. Dropout outside of pairs drops the same everywhere.
+Experts are cut likewise, by the hidden units of each. Where a layer has fewer key/value heads than there are ranks, several
+ranks hold the same one, and their gradients are summed (``SharedGradients``); so are those of whole parameters that lie between
+the layers of a pair, such as norms of single heads. What no rule names stays whole on every rank and is computed by each. Dropout
+outside of pairs drops the same everywhere.
 """
 
 from __future__ import annotations
@@ -95,9 +96,9 @@ def _cut_pair(
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
     _tell_counts(module, pair, cutter.count)
-    first = module.get_submodule(pair.enter)
-    _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
-    before(first, lambda x: gather(x, TOKENS, group) if along_sequence else enter(x, group))
+    for first in map(module.get_submodule, pair.entries):
+        _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
+        before(first, lambda x: gather(x, TOKENS, group) if along_sequence else enter(x, group))
     _leave_behind(last, group, along_sequence=along_sequence)
 
 
@@ -112,9 +113,8 @@ def _tell_sizes(layer: Any) -> None:
 def _tell_counts(module: nn.Module, pair: Pair, count: int) -> None:
     """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
     local: dict[str, int] = {}
-    for name in (pair.units, pair.shared_units, *pair.divided):
-        if name:
-            local[name] = max(1, int(attrgetter(name)(module)) // count)
+    for name in pair.told:
+        local[name] = max(1, int(attrgetter(name)(module)) // count)
     if pair.ratio:
         local[pair.ratio] = local[pair.units] // local[pair.shared_units]
     for name, number in local.items():

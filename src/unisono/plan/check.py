@@ -28,6 +28,7 @@ def check(plan: Plan, world: int) -> None:
         *_pipeline(plan),
         *_recompute(plan),
         *_choices(plan, world),
+        *_placements(plan),
     ]
     if problems:
         raise PlanError(*problems)
@@ -250,6 +251,35 @@ def _choices(plan: Plan, world: int) -> Iterator[Problem]:
             rule="the local store sums inside one process only",
             consequence="ranks would train different models",
             nearest="plan.sync='dist_sync' (or leave it at 'auto')",
+        )
+
+
+def _placements(plan: Plan) -> Iterator[Problem]:
+    """What cannot be beside placements, and why."""
+    if not plan.placements:
+        return
+    reasons = {
+        "dp_shard": (plan.dp_shard > 1, "FSDP2 would cut each parameter again, along dims that DTensor has cut"),
+        "cp": (plan.cp > 1, "attention over shared sequences runs on plain tensors, not on DTensors"),
+        "pp": (plan.pp > 1, "stages pass on plain tensors, and each has some of the modules only"),
+        "ep": (plan.ep > 1, "tokens are sent to experts as plain tensors"),
+        "sequence_parallel": (plan.sequence_parallel, "DTensor decides how activations lie"),
+        "rules": (bool(plan.rules), "a layer is cut by rules or by placements"),
+    }
+    for name, (there, why) in reasons.items():
+        if there:
+            yield Problem(
+                given=f"placements with {name} {getattr(plan, name) if name != 'rules' else len(plan.rules)}",
+                rule=why,
+                consequence="the model could not be laid out both ways",
+                nearest=f"no {name}, or plan.rules in place of placements" if name != "rules" else "one of the two",
+            )
+    if plan.tp == 1:
+        yield Problem(
+            given="placements with plan.tp=1",
+            rule="they spread parameters over the ranks of tp",
+            consequence="they would act on nothing",
+            nearest="plan.tp=2, or no placements",
         )
 
 

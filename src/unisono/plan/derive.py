@@ -48,6 +48,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         schedule=options.schedule,
         splits=(),
         rules=(),
+        placements=(),
         global_batch=options.global_batch,
         micro_batch=micro_batch,
         accumulation=-(-share // micro_batch),

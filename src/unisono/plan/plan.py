@@ -20,7 +20,7 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.files import write_atomically
 from unisono.plan.dtypes import DtypeRule
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Zero
-from unisono.plan.rules import Rule
+from unisono.plan.rules import Placement, Rule
 
 _MAX_FILE_BYTES = 1 << 20
 VERSION = 2
@@ -45,6 +45,7 @@ class Plan:
     schedule: Schedule
     splits: tuple[int, ...]
     rules: tuple[Rule, ...]
+    placements: tuple[Placement, ...]
     global_batch: int
     micro_batch: int
     accumulation: int

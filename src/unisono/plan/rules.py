@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from typing import Literal
 
 from msgspec import Struct
 
@@ -26,8 +27,8 @@ class Pair(
     ``shared_units`` parts (key/value heads); where those are fewer than ranks, several ranks hold the same one. ``fused``
     layers are column layers that hold three side by side. Attributes in ``divided`` count output features of this rank's
     part; ``ratio`` is set to units per shared unit. ``enter`` is the submodule whose input the columns read, ``module``
-    itself if empty. Names are relative to ``module``; where the owner of an attribute is no module (a configuration) it is
-    read and left as it is.
+    itself if empty; ``*`` where there is none: each of them then sums the gradient of its input by itself. Names are relative
+    to ``module``; where the owner of an attribute is no module (a configuration) it is read and left as it is.
     """
 
     module: str
@@ -45,6 +46,16 @@ class Pair(
     def layers(self) -> tuple[str, ...]:
         """All that are cut."""
         return (*self.column, *self.shared, *self.fused, self.row)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The attributes that are divided."""
+        return tuple(name for name in (self.units, self.shared_units, *self.divided) if name)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The submodules whose inputs the columns read."""
+        return self.layers[:-1] if self.enter == "*" else (self.enter,)
 
 
 class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="experts"):
@@ -73,6 +84,16 @@ class Sequence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 
 
 Rule = Pair | Experts | Embedding | Output | Sequence
+
+
+class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Semi-automatic: parameters of ``module`` (a pattern; the whole model if empty) whose names fit ``parameter`` are cut along
+    the dim that has "tp" in ``dims``; the others have null. What lies between, DTensor decides."""
+
+    module: str = ""
+    parameter: str
+    dims: tuple[Literal["tp"] | None, ...]
+
 
 _GPT_ATTENTION = Pair(
     module="blocks.*.attention",

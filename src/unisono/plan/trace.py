@@ -6,7 +6,7 @@ Where a pipeline may be cut, or which layers form a pair, is read from what is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +20,18 @@ from torch.utils import _pytree as pytree  # the same: it goes through whatever 
 from unisono.models.moe import even_loads
 
 
+class Operand(NamedTuple):
+    """A tensor among an operation's arguments: the number of a value, or the name of a parameter and -1."""
+
+    value: int
+    parameter: str
+    shape: tuple[int, ...]
+
+
 class Op(NamedTuple):
     """One call of a torch function. ``module`` is the innermost module it is in, "" the model itself; ``parameters`` are those
-    among its arguments, ``inputs`` and ``outputs`` numbers of values, ``shapes`` those of the outputs."""
+    among its arguments, ``inputs`` and ``outputs`` numbers of values, ``shapes`` those of the outputs. ``arguments`` and
+    ``keywords`` are all it was given, with an ``Operand`` in place of each tensor."""
 
     name: str
     module: str
@@ -30,6 +39,13 @@ class Op(NamedTuple):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+    def operands(self) -> list[Operand]:
+        """All of them, in order."""
+        leaves = pytree.tree_leaves((self.arguments, self.keywords), is_leaf=lambda each: isinstance(each, Operand))
+        return [each for each in leaves if isinstance(each, Operand)]
 
 
 class Call(NamedTuple):
@@ -46,8 +62,10 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """Operations in order; calls in the order in which they ended; the values and the parameters that the model returned."""
+    """Operations in order; calls in the order in which they ended; the values and the parameters that the model returned.
+    ``inputs`` are the values that it was given."""
 
+    inputs: tuple[int, ...]
     ops: tuple[Op, ...]
     calls: tuple[Call, ...]
     outputs: tuple[int, ...]
@@ -72,6 +90,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     handles = recorder.watch(model)
     try:
         with even_loads(model), fake, torch.no_grad(), recorder:
+            recorder.given(given.values())
             returned = functional_call(model, moved, (), given)
     finally:
         for handle in handles:
@@ -104,6 +123,11 @@ class _Recorder(TorchFunctionMode):
         self._within = [""]
         self._ops: list[Op] = []
         self._calls: list[Call] = []
+        self._inputs: tuple[int, ...] = ()
+
+    def given(self, tensors: Iterable[Tensor]) -> None:
+        """What the model is about to be called with."""
+        self._inputs = tuple(self._number(each) for each in tensors)
 
     def watch(self, model: nn.Module) -> list[Any]:
         """Hooks that tell which module is running."""
@@ -142,8 +166,14 @@ class _Recorder(TorchFunctionMode):
             inputs = tuple(self._number(each) for each in given if id(each) not in self._names)
             made = tuple(self._number(each) for each in outputs)
             shapes = tuple(tuple(each.shape) for each in outputs)
-            self._ops.append(Op(_name(func), self._within[-1], tuple(parameters), inputs, made, shapes))
+            arguments, keywords = pytree.tree_map_only(Tensor, self._operand, (tuple(args), dict(kwargs or {})))
+            op = Op(_name(func), self._within[-1], tuple(parameters), inputs, made, shapes, arguments, keywords)
+            self._ops.append(op)
         return result
+
+    def _operand(self, tensor: Tensor) -> Operand:
+        name = self._names.get(id(tensor), "")
+        return Operand(-1 if name else self._number(tensor), name, tuple(tensor.shape))
 
     def _number(self, value: Tensor) -> int:
         if id(value) not in self._numbers:
@@ -158,6 +188,7 @@ class _Recorder(TorchFunctionMode):
         """What was recorded of a run that returned ``returned``."""
         parameters = dict.fromkeys(self._names[id(each)] for each in _tensors(returned) if id(each) in self._names)
         return Trace(
+            inputs=self._inputs,
             ops=tuple(self._ops),
             calls=tuple(self._calls),
             outputs=self._values(returned),

@@ -54,12 +54,15 @@ from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.pipeline import Pipeline
+from unisono.parallel.shard import PlacedGradients
 from unisono.parallel.sharded import ShardedGradients, release
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
+from unisono.plan.infer import infer, pairs_of
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, why_precision
+from unisono.plan.rules import built_in
 from unisono.train import resume as resuming
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 from unisono.train.ema import Average
@@ -205,6 +208,8 @@ class Trainer:
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
         self._loader = self._feed(model)
+        if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements or built_in(dict(model.named_modules()))):
+            self._infer(model, inputs)
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
         model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
@@ -282,6 +287,8 @@ class Trainer:
         self._sync = (
             ShardedGradients(model, pieces, grid)
             if self.plan.sharded
+            else PlacedGradients(model, pieces, grid)
+            if self.plan.placements
             else self.store.gradients(
                 pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None, pieces.travels
             )
@@ -398,14 +405,23 @@ class Trainer:
         if self._given_world is None:
             self.world.close()
 
+    def _first_micro_batch(self) -> Mapping[str, Tensor]:
+        with closing(self._loader.iterate(0, 1)) as steps:
+            return next(steps).micro_batches[0]
+
+    def _infer(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
+        """Write rules into the plan that are read from a micro-batch of the first step."""
+        found = infer(model, inputs(self._first_micro_batch()))
+        self.plan = self._grid.plan = replace(self.plan, rules=pairs_of(found, type(model).__name__, self.plan.tp))
+        agree(self.world, "inferred rules", self.plan.decisions())
+        self.events.emit("rules_inferred", rules=self.plan.to_json()["rules"], left=dict(found.left))
+
     def _lay_out(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Layout:
         """Where the stages of a pipeline begin, seen on a micro-batch of the first step."""
-        with closing(self._loader.iterate(0, 1)) as steps:
-            first = next(steps)
         layout = lay_out(
             model,
             repeated_blocks(model),
-            inputs(first.micro_batches[0]),
+            inputs(self._first_micro_batch()),
             self.plan.pp * self.plan.chunks,
             self.plan.splits,
         )

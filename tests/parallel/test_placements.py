@@ -1,0 +1,64 @@
+"""Placements of a strategy file, through the trainer: equal to one process, saved and loaded by one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from pool import Pool
+
+from unisono import PlanOptions
+from unisono.dist import JobSpec, World
+from unisono.errors import PlanError
+from unisono.plan.check import check
+from unisono.plan.derive import derive
+from unisono.plan.plan import Plan
+from unisono.plan.rules import Pair, Placement
+
+COLUMNS, ROWS = ("tp", None), (None, "tp")
+FFN = (
+    Placement(module="blocks.*.ffn", parameter="gate.weight", dims=COLUMNS),
+    Placement(module="blocks.*.ffn", parameter="up.weight", dims=COLUMNS),
+    Placement(module="blocks.*.ffn", parameter="down.weight", dims=ROWS),
+)
+
+
+def planned(ranks: int, **options: int) -> Plan:
+    given = PlanOptions(**{"device": "cpu", "global_batch": 8, "precision": "fp32", "tp": ranks, **options})
+    return derive(given, world=ranks, device="cpu", native_bf16=False)
+
+
+def trained(world: World, run_dir: str, file: str, stop_after: int) -> dict:
+    found = []
+    axes = {"file": file, "device": "auto", "global_batch": 8, "precision": "auto"} if file else {}
+    with tiny.trainer(run_dir, world=world, steps=4, **axes) as run:
+        for step in run:
+            found.append((step.loss, float(step.stats[1])))
+            if step.index == stop_after:
+                break
+        pieces = run.state.pieces
+        held = sum(p.numel() for p in pieces.parameters.values()) / pieces.count
+    return {"figures": found, "held": held}
+
+
+def test_trains_like_one_process_and_goes_on_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    replace(planned(2), placements=FFN).save(tmp_path / "plan.json")
+    alone = trained(World(JobSpec()), str(tmp_path / "alone"), "", 4)["figures"]
+    first = pool.run(trained, str(tmp_path / "run"), str(tmp_path / "plan.json"), 2, ranks=2)[0]
+    rest = trained(World(JobSpec()), str(tmp_path / "run"), "", 4)["figures"]
+    assert first["held"] < 0.8
+    for found, expected in zip([*first["figures"], *rest], alone, strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        assert found[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def test_what_cannot_be_beside_placements() -> None:
+    plan = replace(planned(2), placements=FFN, rules=(Pair(module="a", row="b"),))
+    with pytest.raises(PlanError, match="placements with rules 1"):
+        check(plan, 2)
+    with pytest.raises(PlanError, match="FSDP2 would cut each parameter again"):
+        check(replace(planned(2, tp=1, dp_shard=2), placements=FFN), 2)
+    with pytest.raises(PlanError, match=r"placements with plan\.tp=1"):
+        check(replace(planned(1), placements=FFN), 1)

@@ -1,0 +1,129 @@
+"""What is inferred: for known models the pairs of their built-in sets, for others reasons where there are none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from msgspec.structs import replace
+from stacks import TOKENS, VOCAB, Stack
+from torch import Tensor, nn
+
+from unisono.models.bert import BERT, BertOptions
+from unisono.plan.infer import infer
+from unisono.plan.rules import BUILT_IN, Embedding, Output, Pair
+
+BATCH = torch.zeros(2, TOKENS, dtype=torch.long)
+
+
+def pairs(rules: Any) -> list[Pair]:
+    return [rule for rule in rules if isinstance(rule, Pair)]
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_a_gpt_gets_the_pairs_of_its_set(kv_heads: int) -> None:
+    model = tiny.model(heads=4, kv_heads=kv_heads, dim=32)
+    before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
+    found = infer(model, {"tokens": BATCH})
+    assert pairs(found.rules) == pairs(BUILT_IN["unisono gpt"])
+    assert found.left == {"embedding": "its table is used for more than looking up"}
+    assert {name: (id(p), p.shape) for name, p in model.named_parameters()} == before
+    assert (model.blocks[0].attention.heads, model.blocks[0].ffn.up.out_features) == (
+        4,
+        before["blocks.0.ffn.up.weight"][1][0],
+    )
+
+
+def test_heads_that_are_counted_twice_are_told_twice() -> None:
+    """With as many key/value heads as query heads nothing tells them apart but what the forward pass does with the numbers."""
+    (attention, _) = pairs(infer(tiny.model(heads=4, kv_heads=4, dim=32), {"tokens": BATCH}).rules)
+    assert (attention.units, attention.divided) == ("heads", ("kv_heads",))
+
+
+def test_a_bert_gets_the_pairs_of_its_set() -> None:
+    options = BertOptions(vocab_size=VOCAB, layers=2, dim=32, heads=4, ffn_dim=48, max_length=16)
+    found = infer(BERT(options), {"tokens": BATCH})
+    assert pairs(found.rules) == pairs(BUILT_IN["unisono bert"])
+    assert found.left["head.dense"] == "its result goes through layer_norm along the dim that is cut"
+    assert found.left["positions"] == "what is looked up in it is no entry of the batch"
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_models_of_transformers_get_the_rules_of_their_set(kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' is not installed")
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "intermediate_size": 48,
+    }
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes))
+    else:
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    found = [rule for rule in infer(model, {"input_ids": BATCH}).rules if isinstance(rule, (Pair, Embedding, Output))]
+    built_in = [rule for rule in BUILT_IN[kind] if isinstance(rule, (Pair, Embedding, Output))]
+    root = "bert." if kind == "bert" else "model."
+    # sizes that older versions of transformers read in a forward pass
+    built_in = [replace(rule, divided=()) if isinstance(rule, Pair) else rule for rule in built_in]
+    assert [replace(r, module=r.module.removeprefix(root)) for r in found] == [
+        replace(r, module=r.module.removeprefix("**.")) for r in built_in
+    ]
+
+
+def test_layers_are_entered_one_by_one_where_no_module_holds_them() -> None:
+    attention, wide, *_ = infer(Stack("parallel"), {"tokens": BATCH}).rules
+    assert attention == Pair(
+        module="blocks.*", column=("q", "k", "v"), row="proj", units="n_head", divided=("n_embd",), enter="*"
+    )
+    assert wide == Pair(module="blocks.*", column=("wide",), row="narrow", enter="wide")
+    (fused, *_) = infer(Stack("decoder"), {"tokens": BATCH}).rules
+    assert fused == Pair(module="blocks.*.own", fused=("qkv",), row="out", units="heads")
+
+
+class Refusing(nn.Module):
+    """Layers that cannot be cut, each for its own reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.positions = nn.Conv1d(8, 8, 1), nn.Parameter(torch.zeros(4, 8))
+        self.halves, self.after = nn.Linear(8, 12), nn.Linear(6, 8)
+        self.plain, self.added = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.twice, self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.counted = Counted()
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2) + self.positions
+        first, second = self.halves(x).split([4, 8], dim=-1)
+        x = x + self.after(torch.cat([first, second[..., :2]], -1))
+        x = x + self.added(x + self.plain(x).relu())
+        hidden = self.twice(x).relu()
+        x = self.one(hidden).relu() + self.other(hidden).relu()
+        return self.last(self.counted(nn.functional.layer_norm(x, (8,))))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outside(self.inside(x).unflatten(-1, (4, 2)).tanh().flatten(2))
+
+
+def test_what_is_left_has_a_reason() -> None:
+    found = infer(Refusing(), {"x": torch.zeros(2, 4, 8)})
+    assert found.rules == ()
+    left = found.left
+    assert left["conv"] == "there is no rule for Conv1d"
+    assert left["positions"] == "it is a parameter of the model itself"
+    assert left["halves"] == "its result is split unevenly"
+    assert left["added"] == "its result meets a value that is whole and has a number for each of its parts"
+    assert left["twice"] == "its result goes into other and one: a pair ends in one layer"
+    assert left["plain"] == left["added"]
+    assert left["counted.inside"] == "no attribute of Counted holds its number of heads, 4"
+    assert left["last"] == "its result is what the model returns"
