@@ -14,6 +14,7 @@ from pool import Pool
 
 from unisono.data.order import Order
 from unisono.dist import JobSpec, World
+from unisono.errors import PlanError
 from unisono.train.metrics import METRICS
 
 STEPS, BAD = 4, 3
@@ -110,3 +111,40 @@ def test_all_of_it_is_as_on_one_process(pool: Pool, folder: Path, tmp_path: Path
             assert ours[name]["nonfinite"] == figures["nonfinite"] == 0, name
             for figure in ("norm", "max"):
                 assert math.isclose(ours[name][figure], figures[figure], rel_tol=1e-4, abs_tol=1e-9), (name, figure)
+
+
+class OneTargetEach(tiny.RaggedTokens):
+    """A class for each sequence, as in classification."""
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        batch = super().read(indices)
+        return {"tokens": batch["tokens"], "targets": batch["targets"][:, 0]}
+
+
+class FewTargets(tiny.RaggedTokens):
+    """Targets of three places of each sequence, as in masked language models."""
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: entry[:, :3] if name != "tokens" else entry for name, entry in super().read(indices).items()}
+
+
+def told(world: World, run_dir: str) -> list[str]:
+    found = []
+    for data in (OneTargetEach(), FewTargets()):
+        with pytest.raises(PlanError) as caught, tiny.trainer(run_dir, world=world, cp=2, data=data) as run:
+            next(iter(run))
+        found.append(str(caught.value))
+    with tiny.trainer(f"{run_dir}-eval", world=world, steps=1, cp=2, eval_data=FewTargets()) as run:
+        list(run)
+        with pytest.raises(PlanError) as caught:
+            run.evaluate()
+        found.append(str(caught.value))
+    return found
+
+
+def test_targets_of_whole_sequences_are_refused_where_ranks_share_them(pool: Pool, tmp_path: Path) -> None:
+    for one, few, evaluated in pool.run(told, str(tmp_path / "run"), ranks=2):
+        assert "plan.cp=2 with targets [8], for sequences of 12 tokens" in one
+        assert "counted on every rank" in one
+        assert "plan.cp=2 with targets [8, 3], for sequences of 12 tokens" in few
+        assert "with targets [8, 3]" in evaluated

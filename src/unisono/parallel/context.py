@@ -45,6 +45,8 @@ _reduce_scatter = getattr(_collectives, "reduce_scatter_single", None) or _colle
 # entries that say how long a sequence is, and what a model may call the place of a token
 _TOKENS = ("tokens", "input_ids")
 _POSITIONS = ("positions", "position_ids")
+# what losses and metrics count
+_COUNTED = ("targets", "labels", "weights", "target_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +84,11 @@ class Context:
 
         T is dim 1 of ``tokens`` or ``input_ids``, else the size of dim 1 that most entries share. A model that takes
         ``positions`` or ``position_ids`` gets them ([1, T/cp], places in the whole sequence) where the batch has none.
-        ``documents`` are left out: attention knows them. Raises PlanError where T is no multiple of 2·cp.
+        ``documents`` are left out: attention knows them. Raises PlanError where T is no multiple of 2·cp, and for targets that
+        are not of tokens, which every rank would count.
         """
         length = self._length(micro)
+        self._check_counted(micro, length)
         order = self._order(length, next(iter(micro.values())).device)
         part = {
             name: entry[:, order] if entry.dim() > 1 and entry.shape[1] == length else entry
@@ -93,6 +97,20 @@ class Context:
         }
         part |= {name: order[None] for name in _POSITIONS if name in self._takes and name not in micro}
         return self._transformers.complete(part, micro, length)
+
+    def _check_counted(self, micro: Mapping[str, Tensor], length: int) -> None:
+        for name in _COUNTED:
+            entry = micro.get(name)
+            if entry is not None and (entry.dim() < 2 or entry.shape[1] != length):
+                raise PlanError(
+                    Problem(
+                        given=f"plan.cp={self._count} with {name} {list(entry.shape)}, for sequences of {length} tokens",
+                        rule="each rank computes losses and metrics of its own tokens, so every token has an entry",
+                        consequence="each sample would be judged by a part of its tokens, and counted on every rank",
+                        nearest=f"{name} [B, {length}] with weight 0 where nothing is asked, or plan.cp=1 (dp_shard shares the "
+                        "state as well)",
+                    )
+                )
 
     @contextmanager
     def of(self, micro: Mapping[str, Tensor]) -> Generator[None]:
