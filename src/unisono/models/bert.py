@@ -158,15 +158,15 @@ class BERT(nn.Module):
         """Logits of every token, or of those at the places ``predicted`` [B, P] int64 only, which costs P/T as much.
 
         ``tokens`` [B, T] int64. ``padding`` [B, T] bool says where there is text: True is a real token, False is filling,
-        which nobody looks at; None is text everywhere. ``segments`` [B, T] int64, 0 where nothing is said. ``positions`` [B or 1, T]
-        int64 are the places of the tokens where these are a part of a text; 0 to T - 1 if nothing is said.
+        which nobody looks at; None is text everywhere. ``segments`` [B, T] int64, 0 where nothing is said.
+        ``positions`` [B or 1, T] int64 are the places of the tokens where these are a part of a text; 0 to T - 1 if nothing is said.
         Raises DataError for more tokens than there are positions, and for ``predicted`` together with ``positions``.
         """
         if predicted is not None and positions is not None:
             raise DataError(
                 Problem(
                     given="predicted together with positions",
-                    rule="predicted counts places from a text's first token, and with positions (plan.cp) tokens are a part of it",
+                    rule="predicted counts from a text's first token, and with positions (plan.cp) tokens are a part of it",
                     consequence="other tokens than those would be predicted",
                     nearest="weights that are 0 where nothing is predicted, or plan.cp=1",
                 )

@@ -171,7 +171,7 @@ def weigh_balance(model: nn.Module, factor: Tensor | float) -> None:
 
 @contextmanager
 def even_loads(model: nn.Module) -> Generator[None]:
-    """Inside, each expert computes an equal share of the rows, whatever is chosen: on fake tensors nobody knows how many it has."""
+    """Inside, each expert computes an equal share of the rows, whatever is chosen: fake tensors do not say how many it has."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     for layer in layers:
         layer.forward = partial(_evenly, layer)

@@ -8,7 +8,9 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
     column      y_r = x W_rᵀ + b_r
     row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
 
-Experts are cut likewise, by the hidden units of each (``expert``). Where a layer has fewer key/value heads than there are ranks, several ranks hold the same one, and their gradients are summed
+Experts are cut likewise, by the hidden units of each (``expert``).
+
+Where a layer has fewer key/value heads than there are ranks, several ranks hold the same one, and their gradients are summed
 (``SharedGradients``); so are those of whole parameters that lie between the layers of a pair, such as norms of single heads.
 What no rule names stays whole on every rank and is computed by each. Dropout outside of pairs drops the same everywhere.
 """
