@@ -159,7 +159,8 @@ class BERT(nn.Module):
 
         ``tokens`` [B, T] int64. ``padding`` [B, T] bool says where there is text: True is a real token, False is filling,
         which nobody looks at; None is text everywhere. ``segments`` [B, T] int64, 0 where nothing is said.
-        ``positions`` [B or 1, T] int64 are the places of the tokens where these are a part of a text; 0 to T - 1 if nothing is said.
+        ``positions`` [B or 1, T] int64 are the places of the tokens where these are a part of a text; 0 to T - 1
+        if nothing is said.
         Raises DataError for more tokens than there are positions, and for ``predicted`` together with ``positions``.
         """
         if predicted is not None and positions is not None:
