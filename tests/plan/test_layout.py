@@ -6,7 +6,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import PlanError
@@ -63,6 +63,7 @@ def placed(draw: st.DrawFn) -> tuple[TensorLayout, tuple[int, ...]]:
     return layout(*dims), tuple(draw(st.lists(st.integers(0, 9), min_size=len(dims), max_size=len(dims))))
 
 
+@settings(deadline=None)
 @given(placed())
 def test_slices_tile_the_tensor(case: tuple[TensorLayout, tuple[int, ...]]) -> None:
     """Each element is held by as many ranks as there are copies."""
@@ -73,6 +74,7 @@ def test_slices_tile_the_tensor(case: tuple[TensorLayout, tuple[int, ...]]) -> N
     assert (times == tensor.layout.ranks // prod(tensor.parts)).all()
 
 
+@settings(deadline=None)
 @given(placed(), st.randoms())
 def test_a_permutation_of_ranks_permutes_the_slices(case: tuple[TensorLayout, tuple[int, ...]], random) -> None:
     tensor, shape = case

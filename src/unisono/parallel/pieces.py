@@ -65,9 +65,8 @@ class Pieces:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
         live, block, experts = self._live[name], self._blocks.get(name), self._experts.get(name)
         # DTensors of the plan's placements lie along tp, and have blocks
-        cut_by_rows = isinstance(live, DTensor) and self._grid.plan.sharded
-        placements, sizes = live.placements if cut_by_rows else (), self._grid.sizes
-        sharded = bool(placements)
+        placements = live.placements if isinstance(live, DTensor) and self._grid.plan.sharded else ()
+        sharded, sizes = bool(placements), self._grid.sizes
         if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None
         shape, offset = self._whole.entries[name].shape, [0] * live.ndim
