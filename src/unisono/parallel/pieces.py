@@ -65,13 +65,12 @@ class Pieces:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
         live, block, experts = self._live[name], self._blocks.get(name), self._experts.get(name)
         # DTensors of the plan's placements lie along tp, and have blocks
-        placements = live.placements if isinstance(live, DTensor) and self._grid.plan.sharded else ()
-        sharded, sizes = bool(placements), self._grid.sizes
+        sharded, sizes = isinstance(live, DTensor) and self._grid.plan.sharded, self._grid.sizes
         if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None
         shape, offset = self._whole.entries[name].shape, [0] * live.ndim
-        if sharded:
-            line, placed = "shard" if experts is None else "experts", placements[-1]
+        if isinstance(live, DTensor) and sharded:
+            line, placed = "shard" if experts is None else "experts", live.placements[-1]
             along = placed.dim if isinstance(placed, Shard) else 0
             size = -(-live.shape[along] // sizes[line])
             offset[along] = min(self._grid.index(line) * size, live.shape[along])
