@@ -191,8 +191,8 @@ def test_rules_of_a_strategy_file(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_an_unknown_field_of_a_rule_is_an_error() -> None:
-    data = plan_with(()).to_json() | {"rules": [{"rule": "pair", "module": "a", "row": "b", "colum": ["c"]}]}
-    with pytest.raises(PlanError, match="Object contains unknown field `colum`"):
+    data = plan_with(()).to_json() | {"rules": [{"rule": "pair", "module": "a", "row": "b", "columns": ["c"]}]}
+    with pytest.raises(PlanError, match="Object contains unknown field `columns`"):
         Plan.from_json(data)
     with pytest.raises(PlanError, match="Invalid value 'triple'"):
         Plan.from_json(data | {"rules": [{"rule": "triple"}]})
