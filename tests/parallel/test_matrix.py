@@ -28,7 +28,9 @@ def alone(model: str, settings: tuple[tuple[str, object], ...], dtype: str, step
 
 def reference(case: Case, dtype: str, steps: int) -> dict:
     """One process, with the same batch and nothing spread; the micro-batch matters to batch statistics only."""
-    kept = {name: value for name, value in matrix.settings_of(case).items() if name in ("global_batch", "clip_norm", "lr")}
+    kept = {
+        name: value for name, value in matrix.settings_of(case).items() if name in ("global_batch", "clip_norm", "lr")
+    }
     return alone(
         case.model, tuple(sorted({**kept, "micro_batch": matrix.reference_micro_batch(case)}.items())), dtype, steps
     )
