@@ -40,8 +40,8 @@ class Head(NamedTuple):
     """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
 
     ``hidden`` [..., dim], in autocast's precision where it was on, ``weight`` [vocab, dim], ``chunk`` rows of logits at a
-    time. Logits have the weight's precision, or that of ``compute``; the loss computes in autocast's, or in that. With ``part`` the matrix is this rank's rows of it only; everything else here is
-    as without, on every rank alike.
+    time. Logits have the weight's precision, or that of ``compute``; the loss computes in autocast's, or in that. With ``part``
+    the matrix is this rank's rows of it only; everything else here is as without, on every rank alike.
     """
 
     hidden: Tensor

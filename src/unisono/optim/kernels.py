@@ -27,7 +27,8 @@ def fused_supported(params: Iterable[Tensor], *, momentum_kernel: bool) -> bool:
     """Whether torch's fused update (SGD's if ``momentum_kernel``, else Adam's) takes these parameters.
 
     The kernels read memory linearly, so a parameter must be dense (state made by ``zeros_like`` then has the same
-    strides), and its gradient of its own dtype. SGD's on a CPU leaves most fp16 and bf16 elements as they were (pytorch#191763, torch 2.12 and 2.13).
+    strides), and take no gradient of another dtype. SGD's on a CPU leaves most fp16 and bf16 elements as they were
+    (pytorch#191763, torch 2.12 and 2.13).
     """
     devices = frozenset(_get_fused_kernels_supported_devices())
     return all(
