@@ -49,13 +49,16 @@ def test_sums_equal_one_process(pool: Pool, ranks: int, bucket_bytes: int, accum
 
 def test_buckets_are_a_function_of_the_parameters_alone() -> None:
     parameters = dict(network(width=64).named_parameters())
-    names = [[name for name, _ in bucket] for bucket in _partition(parameters, 1024)]
+    sent = {name: p.dtype for name, p in parameters.items()}
+    names = [[name for name, _ in bucket] for bucket in _partition(parameters, 1024, sent)]
     assert names == [["2.bias", "2.weight"], ["0.bias"], ["0.weight"]] or names == [
         ["2.bias", "2.weight"],
         ["0.bias", "0.weight"],
     ]
     mixed = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))}
-    assert [len(bucket) for bucket in _partition(mixed, 1 << 20)] == [1, 1]
+    assert [len(bucket) for bucket in _partition(mixed, 1 << 20, {"a": torch.float32, "b": torch.bfloat16})] == [1, 1]
+    several = dict.fromkeys("ab", nn.Parameter(torch.zeros(2)))
+    assert [len(bucket) for bucket in _partition(several, 1 << 20, {"a": torch.float32, "b": torch.bfloat16})] == [1, 1]
 
 
 def replaced_views(world) -> bool:

@@ -22,8 +22,9 @@ from unisono.plan.derive import derive
 from unisono.plan.dtypes import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.train.checkpoint import open_checkpoint
+from unisono.train.load import reader_of
 
-BLOCKS = DtypeRule(module="blocks.*", parameters="bf16")
 STEPS = 4
 
 
@@ -47,7 +48,7 @@ def train(world: World, rules: list[dict[str, str]], options: dict[str, Any], ki
     return {"losses": losses, "held": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()}}
 
 
-@pytest.mark.parametrize("kind", ["adamw", pytest.param("adam"), "sgd", "lamb", "lars"])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd", "lamb", "lars"])
 def test_bf16_parameters_have_fp32_gradients_and_moments(kind: str) -> None:
     found = train(World(JobSpec()), [{"module": "blocks.*", "parameters": "bf16"}], {}, kind)
     for name, dtype in found["held"].items():
@@ -59,6 +60,30 @@ def test_bf16_parameters_have_fp32_gradients_and_moments(kind: str) -> None:
     exact = train(World(JobSpec()), [], {}, kind)
     assert found["losses"] != exact["losses"]
     assert found["losses"] == pytest.approx(exact["losses"], rel=2e-2)
+
+
+def test_a_run_goes_on_and_is_read_into_fp32(tmp_path: Path) -> None:
+    losses: list[float] = []
+    for folder, stops in (("whole", [4]), ("parts", [2, 4])):
+        losses.clear()
+        for stop in stops:
+            made = tiny.trainer(tmp_path / folder, steps=4)
+            made._asked_plan = plan_of([{"module": "blocks.*", "parameters": "bf16"}])
+            with made as run:
+                for step in run:
+                    losses.append(step.loss)
+                    if step.index == stop:
+                        break
+                digest, trained = tiny.digest(run), run.state.model.state_dict()
+        if folder == "whole":
+            expected = (digest, list(losses))
+    assert (digest, losses) == expected
+    model = tiny.model()
+    read = reader_of(model, open_checkpoint(tmp_path / "parts" / "checkpoints" / "step-00000004"))
+    for name, tensor in model.state_dict().items():
+        read(name, tensor)
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, trained[name].float()), name
 
 
 def test_the_head_in_fp32() -> None:

@@ -21,7 +21,7 @@ def test_refused_on_a_device_without_it(tmp_path: Path) -> None:
         pass
     text = str(caught.value)
     assert "precision 'fp8' on a cpu without fp8 products" in text
-    assert "fp8 products need torchao (the extra unisono[quant]) and a device that has them" in text
+    assert "fp8 products need torchao (the extra unisono[quant]) and a device with them" in text
     assert "plan.precision='bf16'" in text
 
 

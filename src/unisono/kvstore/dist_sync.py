@@ -69,7 +69,7 @@ class BucketedAllReduce:
         self._parameters = dict(parameters)
         sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
-            _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, sent, bucket_bytes)
+            _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, bucket_bytes, sent)
         ]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._armed = False
@@ -151,7 +151,7 @@ def _dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _partition(
-    parameters: Mapping[str, nn.Parameter], travels: Mapping[str, torch.dtype], bucket_bytes: int
+    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, travels: Mapping[str, torch.dtype]
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Cut the parameters, last first, into runs of one dtype, here and under way, and device, of at most ``bucket_bytes``."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
