@@ -6,6 +6,7 @@ import tiny
 import torch
 from torch import nn
 
+from unisono.parallel.deferred import deferred
 from unisono.plan.trace import trace
 
 
@@ -57,3 +58,11 @@ def test_an_operation_is_of_the_innermost_module_and_returned_parameters_are_nam
     assert seen.ops[0].parameters == ("inner.weight", "inner.bias")
     assert seen.returned == ("scale",)
     assert seen.ops[3].outputs == seen.outputs
+
+
+def test_a_model_without_values_computes_the_same() -> None:
+    def build() -> torch.nn.Module:
+        return tiny.model(experts=4, experts_per_token=2, ffn_dim=16)
+
+    inputs = {"tokens": torch.zeros(2, 12, dtype=torch.int64)}
+    assert trace(build(), inputs) == trace(deferred(build).model, inputs)
