@@ -18,7 +18,7 @@ from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 
 # one of each axis and one of everything at once also in the short tier
-SHORT = {"gpt-dp_shard2-tp2", "gpt-pp2-cp2", "gpt-moe-dp_shard2-ep2", "bert-tp2", "resnet-pp2"}
+SHORT = {"gpt-pp2-cp2", "gpt-moe-dp_shard2-ep2", "resnet-pp2"}
 
 
 @cache

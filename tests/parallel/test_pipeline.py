@@ -164,7 +164,7 @@ def on_ranks(
         losses.append(float(totals[0] / totals[1]))
         live.append(sum(type(each) is Tensor for each in gc.get_objects()))
     gc.enable()
-    assert armed == list(range(STEPS))
+    assert armed == ([] if plan.schedule == "zbv" else list(range(STEPS)))  # weight gradients come later
     # gloo lets go of a message a moment after it is through
     assert live[2] < live[1] + micros, f"a step leaves tensors behind: {live}"
     if sync:
@@ -248,10 +248,9 @@ def test_models_from_transformers(pool: Pool, kind: str, schedule: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "zero"),
     [
-        ("1f1b", 3),
+        pytest.param("1f1b", 3, marks=pytest.mark.full),
+        ("gpipe", 2),
         pytest.param("1f1b", 1, marks=pytest.mark.full),
-        pytest.param("gpipe", 2, marks=pytest.mark.full),
-        pytest.param("interleaved", 1, marks=pytest.mark.full),
         pytest.param("interleaved", 2, marks=pytest.mark.full),
         pytest.param("interleaved", 3, marks=pytest.mark.full),
     ],

@@ -184,7 +184,7 @@ def test_rules_of_a_strategy_file(pool: Pool, tmp_path: Path) -> None:
     plan = plan_with(OWN)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert plan.diff(plan_with(())) == {"rules": (plan.to_json()["rules"], ())}
+    assert plan.diff(plan_with(())) == {"rules": (plan.to_json()["rules"], [])}
     outcomes = pool.run(own_rules, ranks=2)
     compare(outcomes)
     assert outcomes[0]["held"] < 0.6

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from matrix import Images
 from plans import like_one_process, on_ranks, save_at
 from pool import Pool
 
@@ -156,7 +157,7 @@ def refused_stack(world: World, run_dir: str) -> str:
 
 def refused_resnet(world: World, run_dir: str, changes: dict) -> str:
     network = ResNet(ResNetOptions(classes=3, depths=(2,), widths=(8,), groups=4, norm="group", stem="small"))
-    return refused(world, run_dir, {**changes, "network": network})
+    return refused(world, run_dir, {**changes, "network": network, "data": Images()})
 
 
 def refused_experts(world: World, run_dir: str) -> str:

@@ -115,15 +115,17 @@ def ledger(
             size = -(-shape[dim] // ranks)
             shape[dim] = max(0, min(shape[dim] - place[line] * size, size))
         numel, size = math.prod(shape), entry.dtype.itemsize
+        # of what rules make bf16, gradients and moments stay in fp32
+        wide = max(size, 4) if plan.dtypes and entry.dtype == torch.bfloat16 else size
         moments = [each for each in state if each not in _COUNTERS] if entry.trained else []
         counters = len(state) - len(moments) if entry.trained else 0
         held[name] = Held(
             shape=tuple(shape),
             dtype=entry.dtype,
             parameter_bytes=numel * size,
-            gradient_bytes=(before_rows if plan.zero == 1 else numel) * size if entry.trained else 0,
+            gradient_bytes=(before_rows if plan.zero == 1 else numel) * wide if entry.trained else 0,
             state_numel=numel * len(moments),
-            state_bytes=numel * len(moments) * size + counters * _COUNTER_BYTES,
+            state_bytes=numel * len(moments) * wide + counters * _COUNTER_BYTES,
         )
     return Ledger(held=held)
 
