@@ -251,8 +251,7 @@ def test_models_from_transformers(pool: Pool, kind: str, schedule: str) -> None:
         pytest.param("1f1b", 3, marks=pytest.mark.full),
         ("gpipe", 2),
         pytest.param("1f1b", 1, marks=pytest.mark.full),
-        pytest.param("interleaved", 2, marks=pytest.mark.full),
-        pytest.param("interleaved", 3, marks=pytest.mark.full),
+        *(pytest.param("interleaved", zero, marks=pytest.mark.full) for zero in (1, 2, 3)),
     ],
 )
 def test_with_sharded_states(pool: Pool, schedule: str, zero: int) -> None:
