@@ -197,7 +197,7 @@ def _axes(text: str) -> dict[str, int]:
     return {word.rstrip("0123456789"): int(word.lstrip("abcdefghijklmnopqrstuvwxyz_")) for word in text.split()}
 
 
-_ALONE = ("dp_replicate2", "dp_replicate3", "dp_shard2", "dp_shard3", "tp2", "tp4", "cp2", "cp3", "pp2", "pp4")
+_ALONE = ("dp_replicate2", "dp_replicate3", "dp_shard2", "dp_shard3", "tp2", "tp4", "cp2", "cp3", "pp2", "pp3", "pp4")
 _FOUR = (
     "dp_replicate2 dp_shard2",
     "dp_replicate2 tp2",

@@ -31,7 +31,7 @@ def use_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
         raise PlanError(
             Problem(
                 given=f"precision 'fp8' on {' and '.join(lacking)}",
-                rule="fp8 products need torchao (the extra unisono[quant]) and a device that has them (compute capability 8.9)",
+                rule="fp8 products need torchao (the extra unisono[quant]) and a device with them (compute capability 8.9 up)",
                 consequence="nothing was started",
                 nearest="plan.precision='bf16'",
             )
