@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -117,12 +117,25 @@ def _recompute(block: nn.Module, policy: _Policy | None, *, last: bool) -> None:
         # Nothing is saved in evaluation, so there is nothing to compute again.
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        result = checkpoint(inner, *args, **arguments, **kwargs)
-        if last and policy is not None and policy.unused and not torch.compiler.is_compiling():
+        return checkpoint(inner, *args, **arguments, **kwargs)
+
+    block.forward = forward
+    # beside the others' forward, not in it: blocks that are alike are compiled once
+    if last and policy is not None and policy.unused:
+        block.forward = _checked(forward, policy)
+
+
+def _checked(forward: Callable[..., Any], policy: _Policy) -> Callable[..., Any]:
+    """The last block's: names that no block has run are known behind it."""
+
+    @functools.wraps(forward)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             policy.check()
         return result
 
-    block.forward = forward
+    return checked
 
 
 def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
