@@ -213,3 +213,9 @@ def test_it_learns_what_its_neighbours_tell(tmp_path: Path) -> None:
         losses = [step.loss for step in run]
     assert losses[0] == pytest.approx(np.log(21), rel=0.1)
     assert np.mean(losses[-5:]) < 0.5 * losses[0]
+
+
+def test_predicted_places_do_not_go_with_positions() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(DataError, match="predicted together with positions"):
+        build()(tokens, predicted=torch.zeros(1, 1, dtype=torch.int64), positions=torch.arange(4)[None])
