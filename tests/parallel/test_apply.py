@@ -143,11 +143,14 @@ def test_compiled_gradients_agree(how: str) -> None:
 
 
 @pytest.mark.full
-def test_regional_compile_compiles_one_block_once() -> None:
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_regional_compile_compiles_one_block_once(recompute: str) -> None:
+    """And none for another model of the same shape in the same process: past eight, torch would stop compiling."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    gradients(apply(plan(compile="regional", recompute="full"), gpt()).model)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for _ in range(2):
+        gradients(apply(plan(compile="regional", recompute=recompute), gpt()).model)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:

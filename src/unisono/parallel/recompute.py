@@ -46,7 +46,7 @@ def recompute(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
                 nearest=f"{len(blocks)}",
             )
         )
-    policy = _Policy(plan.recompute_keep) if plan.recompute == "selective" else None
+    policy = _one_policy(plan.recompute_keep).begin() if plan.recompute == "selective" else None
     for block in blocks[:count]:
         _recompute(block, policy, last=block is blocks[count - 1])
 
@@ -69,7 +69,12 @@ class _Policy:
         if problems:
             raise PlanError(*problems)
         self._names = frozenset(names)
-        self.unused = set(names)
+        self.unused: set[str] = set()
+
+    def begin(self) -> _Policy:
+        """Before the blocks of a model run."""
+        self.unused = set(self._names)
+        return self
 
     def __call__(self, _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         if not self._names:
@@ -89,6 +94,12 @@ class _Policy:
                     nearest="leave it out, or see which operators run with torch.profiler",
                 )
             )
+
+
+@functools.cache
+def _one_policy(names: tuple[str, ...]) -> _Policy:
+    # One object for all models of a process: compiled code is bound to it, and would be compiled again for each model.
+    return _Policy(names)
 
 
 def _draws(name: str) -> bool:
