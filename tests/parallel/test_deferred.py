@@ -311,7 +311,7 @@ def through_the_trainer(world: World, folder: str, name: str, changes: dict) -> 
                 ("gpt", 2, {}),
                 ("gpt", 2, {"dp_shard": 2, "zero": 1}),
                 ("gpt", 2, {"tp": 2, "sequence_parallel": True}),
-                ("gpt", 2, {"cp": 2}),
+                ("gpt", 2, {"cp": 2, "shard_threshold_numel": 100}),
                 ("tied", 2, {"tp": 2}),
                 ("tied", 4, {"pp": 2, "dp_shard": 2, "schedule": "interleaved"}),
                 ("gpt", 8, {"pp": 2, "dp_shard": 2, "tp": 2}),

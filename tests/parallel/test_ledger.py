@@ -149,9 +149,8 @@ def without_the_last_unit(world: World, run_dir: str) -> str:
 
     def once_less(module: torch.nn.Module, **how: object) -> None:
         kept.append(module)
-        ignored = {"ignored_params": set(kept[1].parameters())} if len(kept) > 2 else {}
         if len(kept) != 2:
-            cut(module, **how, **ignored)
+            cut(module, **how | {"ignored_params": set(kept[1].parameters()) if len(kept) > 2 else set()})
 
     sharded.fully_shard = once_less
     try:

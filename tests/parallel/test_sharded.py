@@ -66,6 +66,55 @@ def test_stages_compute_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     assert found[2, 2] == found[3, 2]
 
 
+def test_small_parameters_stay_whole(pool: Pool, tmp_path: Path) -> None:
+    """Norms, and all but the embedding: to a layer-wise optimizer, an average and a checkpoint they are as on one process."""
+    held = {}
+    for threshold in (0, 100, 1 << 20):
+        changes = {
+            "shard_threshold_numel": threshold,
+            "dp_shard": 3,
+            "global_batch": 9,
+            "kind": "lamb",
+            "ema_decay": 0.9,
+        }
+        together = like_one_process(pool, tmp_path / str(threshold), 3, **changes)
+        held[threshold] = sum(outcome["held"] for outcome in together)
+    norms = 5 * 16 / (48 * 16 + 5 * 16 + 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * tiny.model().options.hidden_ffn))
+    assert held[0] == pytest.approx(1)
+    assert held[100] == pytest.approx(1 + 2 * norms)
+    assert held[1 << 20] == pytest.approx(3)
+
+
+def test_gathering_ahead_and_whole_parameters_change_nothing_about_resume(pool: Pool, tmp_path: Path) -> None:
+    common = {"dp_shard": 2, "dropout": 0.1}
+    plain = pool.run(on_ranks, str(tmp_path / "plain"), common, ranks=2)
+    ahead = {**common, "prefetch_blocks": 1}
+    assert [o["digest"] for o in pool.run(on_ranks, str(tmp_path / "ahead"), ahead, ranks=2)] == [
+        o["digest"] for o in plain
+    ]
+    changes = {**ahead, "shard_threshold_numel": 100}
+    straight = pool.run(on_ranks, str(tmp_path / "straight"), changes, ranks=2)
+    pool.run(save_at, str(tmp_path / "cut"), changes, 3, ranks=2)
+    resumed = pool.run(on_ranks, str(tmp_path / "cut"), changes, ranks=2)
+    assert [o["digest"] for o in resumed] == [o["digest"] for o in straight]
+    assert straight[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-6)
+
+
+def sent(world: World, run_dir: str, changes: dict) -> list[int]:
+    """Elements of each message of gradients."""
+    with tiny.trainer(run_dir, world=world, steps=1, **changes) as run:
+        return [bucket.flat.numel() for bucket in run._sync._buckets]  # type: ignore[attr-defined]
+
+
+def test_the_plan_says_how_many_gradients_travel_together(pool: Pool, tmp_path: Path) -> None:
+    """Of 4 bytes each; a parameter larger than a bucket has its own."""
+    (one,) = pool.run(sent, str(tmp_path / "one"), {}, ranks=2)[0]
+    several = pool.run(sent, str(tmp_path / "several"), {"bucket_bytes": 4096}, ranks=2)[0]
+    assert sum(several) == one
+    assert len(several) > 3
+    assert max(several) == max(1024, 48 * 16)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recompute_changes_no_bit(pool: Pool, tmp_path: Path, recompute: str) -> None:
     common = {"dp_shard": 2, "dropout": 0.1}

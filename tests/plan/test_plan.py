@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import PlanError
+from unisono.plan.check import check
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
@@ -47,6 +48,27 @@ def test_all_problems_come_at_once_with_what_would_work() -> None:
         "  rule: the local store sums inside one process only\n"
         "  so:   ranks would train different models\n"
         "  try:  plan.sync='dist_sync' (or leave it at 'auto')"
+    )
+
+
+def test_what_says_nothing_of_how_the_state_is_kept_is_refused() -> None:
+    whole = plan(2)
+    with pytest.raises(PlanError) as raised:
+        check(dataclasses.replace(whole, shard_threshold_numel=100, prefetch_blocks=-1, bucket_bytes=0), 2)
+    assert str(raised.value) == (
+        "3 problems\n"
+        "1. shard_threshold_numel 100 with dp_shard 1 x cp 1\n"
+        "  rule: it is 0 or more, and says something of a state that ranks share\n"
+        "  so:   it would change nothing\n"
+        "  try:  shard_threshold_numel=0, or dp_shard=2\n"
+        "2. prefetch_blocks -1 with dp_shard 1 x cp 1\n"
+        "  rule: it is 0 or more, and says something of a state that ranks share\n"
+        "  so:   it would change nothing\n"
+        "  try:  prefetch_blocks=0, or dp_shard=2\n"
+        "3. bucket_bytes 0\n"
+        "  rule: so many bytes of gradients, at least 1, are summed by one all-reduce (a larger gradient by one of its own)\n"
+        "  so:   nothing could be sent\n"
+        "  try:  bucket_bytes=4194304"
     )
 
 

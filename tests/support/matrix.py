@@ -222,6 +222,8 @@ _GPT_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp_shard2", {"zero": 1}),
     ("dp_shard2", {"zero": 2}),
     ("dp_shard2", {"recompute": "full"}),
+    ("dp_shard2", {"shard_threshold_numel": 600, "prefetch_blocks": 2}),
+    ("pp2 dp_replicate2 dp_shard2", {"shard_threshold_numel": 600, "zero": 1}),
     ("tp2", {"sequence_parallel": True}),
     ("dp_shard2 tp2", {"sequence_parallel": True}),
     ("pp2", {"schedule": "gpipe"}),
@@ -240,6 +242,7 @@ _MOE = (
 _MOE_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tp2", {"sequence_parallel": True}),
     ("dp_shard2 tp2 ep2", {"sequence_parallel": True, "recompute": "full"}),
+    ("dp_replicate2 dp_shard2 tp2 ep2", {"shard_threshold_numel": 600}),
     ("pp2", {"schedule": "zbv"}),
     ("pp2 dp_shard2 ep2", {"schedule": "interleaved"}),
 )

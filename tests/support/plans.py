@@ -15,7 +15,20 @@ from unisono.train.checkpoint import open_checkpoint
 
 STEPS = 6
 # settings that say how a step is spread, not what it computes
-OF_RANKS = {"dp_shard", "zero", "micro_batch", "tp", "sequence_parallel", "cp", "pp", "schedule", "ep"}
+OF_RANKS = {
+    *(
+        "dp_shard",
+        "zero",
+        "shard_threshold_numel",
+        "micro_batch",
+        "tp",
+        "sequence_parallel",
+        "cp",
+        "pp",
+        "schedule",
+        "ep",
+    ),
+}
 
 
 def on_ranks(world: World, run_dir: str, changes: dict) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from unisono.dist import World
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
 from unisono.parallel.parts import Part
+from unisono.plan.derive import derive
+from unisono.plan.plan import Plan
 from unisono.train.objectives import next_token
 
 VOCAB, SEQ_LEN, SAMPLES = 48, 12, 37
@@ -74,10 +77,15 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
         return cls(**{**defaults, **chosen})
 
     network = changes.pop("network", None) or model(dropout=changes.pop("dropout", 0.0), **changes.pop("sizes", {}))
+    asked: PlanOptions | Plan = take(PlanOptions, device="cpu", global_batch=8, precision="fp32")
+    of_plan = {name: changes.pop(name) for name in list(changes) if name in Plan.__dataclass_fields__}
+    if of_plan:  # fields that only strategy files have
+        ranks = world.world if world else 1
+        asked = replace(derive(asked, world=ranks, device="cpu", native_bf16=False), **of_plan)
     made = Trainer(
         network,
         data,
-        take(PlanOptions, device="cpu", global_batch=8, precision="fp32"),
+        asked,
         objective=changes.pop("objective", next_token),
         optimizer=take(OptimOptions, lr=1e-2),
         schedule=ScheduleOptions(kind="cosine", warmup_steps=min(2, steps)),

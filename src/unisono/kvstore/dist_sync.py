@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
-
-BUCKET_BYTES = 4 * 2**20
+from unisono.plan.plan import BUCKET_BYTES
 
 
 class _Bucket:

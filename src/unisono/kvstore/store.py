@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from unisono.dist import World, agree
 from unisono.kvstore.dist_sync import BucketedAllReduce
 from unisono.kvstore.local import LocalGradients
+from unisono.plan.plan import BUCKET_BYTES
 
 
 class GradientSync(Protocol):
@@ -79,15 +80,17 @@ class KVStore:
         parameters: Mapping[str, nn.Parameter],
         group: ProcessGroup | None = None,
         travels: Mapping[str, torch.dtype] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientSync:
         """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers.
 
-        ``travels``: in what dtype gradients are sent and added where it is not their own, by name.
+        ``travels``: in what dtype gradients are sent and added where it is not their own, by name. ``bucket_bytes`` of
+        gradients are sent together.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.kind == "local":
             return LocalGradients(trained)
-        return BucketedAllReduce(trained, self.world, group=group, travels=travels)
+        return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels)
 
 
 def table_hash(values: Mapping[str, Tensor]) -> str:

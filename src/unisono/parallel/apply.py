@@ -125,7 +125,7 @@ def apply(
         model.compile(**_compile_arguments(plan))
     if plan.sharded:
         assert grid is not None
-        shard(model, blocks, grid)
+        shard(model, whole, blocks, grid)
     return Applied(model, whole, stages)
 
 

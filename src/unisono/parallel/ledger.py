@@ -1,7 +1,7 @@
 """What a rank must hold, by arithmetic: from a plan and the table of the whole model, before anything is built.
 
     parameters   those of the rank's stages, in blocks that rules cut (tp, ep), then over the ranks that share the state, by rows
-                 or (stacks of experts) along dim 1; equal for all ZeRO stages
+                 or (stacks of experts) along dim 1, if not small; equal for all ZeRO stages
     gradients    as the parameters from stage 2 on, in stage 1 not cut by rows until the step's end
     state        the optimizer's tensors of the parameters' shape, and a step count of 4 bytes per parameter where it has one
 
@@ -110,10 +110,10 @@ def ledger(
             shape[0] //= plan.ep
         before_rows = math.prod(shape)
         if plan.sharded:
-            line, ranks = ("experts", plan.shards // plan.ep) if expert and plan.ep > 1 else ("shard", plan.shards)
+            line, ranks = "experts" if expert else "shard", plan.shards_of(entry.numel, expert=expert)
             dim = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
             size = -(-shape[dim] // ranks)
-            shape[dim] = max(0, min(shape[dim] - place[line] * size, size))
+            shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))
         numel, size = math.prod(shape), entry.dtype.itemsize
         # of what rules make bf16, gradients and moments stay in fp32
         wide = max(size, 4) if plan.dtypes and entry.dtype == torch.bfloat16 else size

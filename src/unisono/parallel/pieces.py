@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from unisono.optim import global_norm
@@ -26,8 +27,9 @@ class Pieces:
     """``parameters``: by first name, the model's own where they are whole, else this rank's piece of them.
 
     Along ``pp`` each rank has some of them; along ``tp`` a rule cuts a parameter or leaves it whole and equal; ``ep`` cuts the
-    experts; FSDP2 then cuts what is there over the other ranks that share a copy of the state, mostly by rows. ``repeated`` are
-    names of what an earlier stage has too.
+    experts; FSDP2 then cuts what is there over the other ranks that share a copy of the state, mostly by rows, but for what the
+    plan leaves whole. ``repeated`` are names of what an earlier stage has too. ``summed``: ranks, and the names of parameters
+    beside a sharded state whose gradients are still to be summed over them.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, whole: Whole, repeated: Collection[str] = ()) -> None:
@@ -49,7 +51,14 @@ class Pieces:
             if whole.first_names[name] in self.parameters
         }
         self._cut = {self.parameters[name]: block for name, block in self._blocks.items()}
-        self._repeated = {self.parameters[name] for name in repeated if name in self.parameters}
+        # those that FSDP2 was not given; experts among them, which are others on each rank, are not equal
+        uncut = [name for name, live in self._live.items() if grid.plan.sharded and not isinstance(live, DTensor)]
+        equal = [name for name in uncut if name not in self._experts]
+        sums = [(grid.group(line), names) for line, names in (("shard", equal), ("dp_replicate", uncut)) if names]
+        self.summed: list[tuple[ProcessGroup, list[str]]] = [each for each in sums if each[0].size() > 1]
+        first_of_shard = not grid.plan.sharded or grid.index("shard") == 0
+        self._counted_before = {self.parameters[name] for name in ([] if first_of_shard else equal)}
+        self._repeated = {self.parameters[name] for name in repeated if name in self.parameters} | self._counted_before
 
     @property
     def spread(self) -> bool:
@@ -65,11 +74,12 @@ class Pieces:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
         live, block, experts = self._live[name], self._blocks.get(name), self._experts.get(name)
         # DTensors of the plan's placements lie along tp, and have blocks
-        sharded, sizes = isinstance(live, DTensor) and self._grid.plan.sharded, self._grid.sizes
+        by_fsdp, sizes = isinstance(live, DTensor) and self._grid.plan.sharded, self._grid.sizes
+        sharded = by_fsdp or experts is not None
         if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None
         shape, offset = self._whole.entries[name].shape, [0] * live.ndim
-        if isinstance(live, DTensor) and sharded:
+        if isinstance(live, DTensor) and by_fsdp:
             line, placed = "shard" if experts is None else "experts", live.placements[-1]
             along = placed.dim if isinstance(placed, Shard) else 0
             size = -(-live.shape[along] // sizes[line])
@@ -110,6 +120,9 @@ class Pieces:
             counted = torch.tensor([piece in self._cut and not self._cut[piece].replica for piece in pieces])
             total = self._grid.sum(torch.where(counted.to(values.device), values, 0), "tp")
             values = torch.where(cut, total, values)
+        if self._counted_before:
+            again = torch.tensor([piece in self._counted_before for piece in pieces], device=values.device)
+            values = torch.where(again, 0, values)
         return self._grid.sum(values, "shard")
 
     def sum_over_data(self, values: Tensor) -> Tensor:

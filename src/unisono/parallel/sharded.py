@@ -7,7 +7,9 @@ A block's parameters are gathered before its forward pass; its gradients leave b
     3   parameters go after use and are gathered again for the backward pass
 
 Experts that ``ep`` has spread already are a unit of their own, over the ranks that hold the same ones. A stack whose experts do
-not divide among the ranks is cut along its next dimension, where that divides: else some ranks would hold nothing.
+not divide among the ranks is cut along its next dimension, where that divides: else some ranks would hold nothing. Parameters
+below the plan's threshold, and experts that one rank alone holds, stay whole: their gradients are summed once per step
+(``Pieces.summed``).
 
 With ``dp_replicate`` above 1 (hybrid sharding) the reduced pieces are summed over the replicas in the last micro-batch only.
 Gradients are summed, never averaged. All ranks must run the same number of passes: the plan sees to it.
@@ -16,6 +18,7 @@ Gradients are summed, never averaged. All ranks must run the same number of pass
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,20 +33,36 @@ from unisono.parallel.blocks import travels_of
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
+from unisono.parallel.whole import Whole
 
 
-def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
+def shard(model: nn.Module, whole: Whole, blocks: list[nn.Module], grid: Grid) -> None:
     """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another."""
-    mesh, plan = grid.state_mesh, grid.plan
-    if plan.ep > 1:
-        placed = _placed(model, grid.sizes["experts"])
+    plan = grid.plan
+    stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
+    ranks = {
+        parameter: plan.shards_of(whole.entries[whole.first_names[name]].numel, expert=parameter in stacks)
+        for name, parameter in model.named_parameters()
+    }
+    left = {parameter for parameter, count in ranks.items() if count == 1}
+
+    def placed(parameter: nn.Parameter) -> Shard:
+        experts, units, *_ = *parameter.shape, 1
+        count = ranks[parameter]
+        return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)
+
+    unit_of = partial(_by_kind, left=left, placed=placed)
+    if plan.ep > 1 and plan.shards > plan.ep:
         for _, experts in expert_layers(model):
-            _by_kind(experts, grid.expert_mesh, placed, reshard=plan.zero == 3)
-    placed = _placed(model, grid.sizes["shard"])
+            unit_of(experts, grid.expert_mesh, reshard=plan.zero == 3)
     for block in blocks:
-        _by_kind(block, mesh, placed, reshard=plan.zero == 3)
+        unit_of(block, grid.state_mesh, reshard=plan.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
-    _by_kind(model, mesh, placed, reshard=False)
+    unit_of(model, grid.state_mesh, reshard=False)
+    units: Any = blocks
+    for number in range(len(blocks) if plan.prefetch_blocks else 0):
+        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.prefetch_blocks])
+        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.prefetch_blocks) : number][::-1])
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
@@ -55,43 +74,47 @@ def shard(model: nn.Module, blocks: list[nn.Module], grid: Grid) -> None:
 Kind = tuple[torch.dtype, torch.dtype]
 
 
-def _by_kind(module: nn.Module, mesh: DeviceMesh, placed: Callable[[nn.Parameter], Shard], *, reshard: bool) -> None:
-    """Make a unit of ``module``. FSDP2 wants one dtype in a unit, kept and under way: modules in it with another one become units
-    of their own, together. The kind of the last matrix is the unit's: the loss reads a head's weight outside of its module.
+def _by_kind(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    left: set[nn.Parameter],
+    placed: Callable[[nn.Parameter], Shard],
+    reshard: bool,
+) -> None:
+    """Make a unit of ``module`` without what is ``left`` whole. FSDP2 wants one dtype in a unit, kept and under way: modules in it
+    with another one become units of their own, together. The kind of the last matrix is the unit's: the loss reads a head's
+    weight outside of its module.
     """
     kinds: dict[nn.Module, Kind] = {}
     matrices: list[Kind] = []
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
-            if isinstance(parameter, DTensor):  # of a unit inside this one
+            if parameter in left or isinstance(parameter, DTensor):  # of a unit inside this one
                 continue
             own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
             kinds[inner] = parameter.dtype, travels_of(inner).get(name, own)
             matrices += [kinds[inner]] * (parameter.dim() > 1)
     main = (matrices or list(kinds.values()) or [(torch.float32, torch.float32)])[-1]
-    for kind in dict.fromkeys(kinds.values()):
-        if kind != main:
-            several = [inner for inner, own in kinds.items() if own == kind]
-            fully_shard(
-                several, mesh=mesh, mp_policy=_policy(kind), reshard_after_forward=reshard, shard_placement_fn=placed
-            )
-    fully_shard(module, mesh=mesh, mp_policy=_policy(main), reshard_after_forward=reshard, shard_placement_fn=placed)
+    units: list[tuple[Any, Kind]] = [
+        ([inner for inner, own in kinds.items() if own == kind], kind)
+        for kind in dict.fromkeys(kinds.values())
+        if kind != main
+    ]
+    for unit, kind in (*units, (module, main)):
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=_policy(kind),
+            reshard_after_forward=reshard,
+            shard_placement_fn=placed,
+            ignored_params=left,
+        )
 
 
 def _policy(kind: Kind) -> MixedPrecisionPolicy:
     kept, travels = kind
     return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
-
-
-def _placed(model: nn.Module, ranks: int) -> Callable[[nn.Parameter], Shard]:
-    """Along which dimension a parameter is cut over ``ranks``: by rows, but see above for experts."""
-    stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
-
-    def dim(parameter: nn.Parameter) -> Shard:
-        experts, units, *_ = *parameter.shape, 1
-        return Shard(1 if parameter in stacks and experts % ranks and units % ranks == 0 else 0)
-
-    return dim
 
 
 def release(model: nn.Module) -> None:

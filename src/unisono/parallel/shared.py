@@ -1,7 +1,7 @@
 """Gradients of parameters that several ranks hold alike and to which each of them contributes a part.
 
-Data parallelism does not see them: its ranks hold the same parameters too, but compute other samples. Examples: a key/value head
-that serves query heads on several ranks; norms between layers whose activations are cut along the sequence.
+The gradient synchronisation does not see them. Examples: a key/value head that serves query heads on several ranks; norms
+between layers whose activations are cut along the sequence; beside a sharded state, what a plan leaves whole.
 """
 
 from __future__ import annotations

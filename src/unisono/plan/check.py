@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem
-from unisono.plan.plan import CHUNKS, Plan
+from unisono.plan.plan import BUCKET_BYTES, CHUNKS, Plan
 
 COUNTS = (
     "pp",
@@ -27,6 +27,7 @@ def check(plan: Plan, world: int) -> None:
         *_batch(plan, world),
         *_pipeline(plan),
         *_recompute(plan),
+        *_state(plan),
         *_choices(plan, world),
         *_placements(plan),
     ]
@@ -199,6 +200,26 @@ def _offload(plan: Plan) -> Iterator[Problem]:
             rule="it moves what a block keeps; recomputed blocks keep next to nothing, compiled graphs choose for themselves",
             consequence="little or nothing would be moved",
             nearest="offload=False, or recompute='none' and compile='off'",
+        )
+
+
+def _state(plan: Plan) -> Iterator[Problem]:
+    """How the state is cut and summed."""
+    for name in ("shard_threshold_numel", "prefetch_blocks"):
+        number: int = getattr(plan, name)
+        if number < 0 or (number and not plan.sharded):
+            yield Problem(
+                given=f"{name} {number} with dp_shard {plan.dp_shard} x cp {plan.cp}",
+                rule="it is 0 or more, and says something of a state that ranks share",
+                consequence="it would change nothing",
+                nearest=f"{name}=0, or dp_shard=2",
+            )
+    if plan.bucket_bytes < 1:
+        yield Problem(
+            given=f"bucket_bytes {plan.bucket_bytes}",
+            rule="so many bytes of gradients, at least 1, are summed by one all-reduce (a larger gradient by one of its own)",
+            consequence="nothing could be sent",
+            nearest=f"bucket_bytes={BUCKET_BYTES}",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from unisono.errors import PlanError, Problem
 from unisono.plan.check import check
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan
+from unisono.plan.plan import BUCKET_BYTES, Plan
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 32
 
@@ -44,6 +44,9 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         tp=options.tp,
         ep=options.ep,
         zero=options.zero,
+        shard_threshold_numel=0,
+        prefetch_blocks=0,
+        bucket_bytes=BUCKET_BYTES,
         sequence_parallel=options.sequence_parallel,
         schedule=options.schedule,
         splits=(),

@@ -24,6 +24,8 @@ from unisono.plan.rules import Placement, Rule
 
 _MAX_FILE_BYTES = 1 << 20
 VERSION = 2
+# of gradients summed by one all-reduce, where a plan does not say
+BUCKET_BYTES = 4 * 2**20
 # pieces of the model per pipeline rank, where a plan does not say more
 CHUNKS: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
 
@@ -41,6 +43,9 @@ class Plan:
     tp: int
     ep: int
     zero: Zero
+    shard_threshold_numel: int
+    prefetch_blocks: int
+    bucket_bytes: int
     sequence_parallel: bool
     schedule: Schedule
     splits: tuple[int, ...]
@@ -84,6 +89,15 @@ class Plan:
     def sharded(self) -> bool:
         """Whether ranks gather parameters from each other."""
         return self.shards > 1
+
+    def shards_of(self, numel: int, *, expert: bool = False) -> int:
+        """Over how many ranks a parameter of ``numel`` elements in the whole model is cut, as part of the state.
+
+        ``expert``: of a stack of experts, which ``ep`` spreads first. Others below the threshold stay whole on each rank.
+        """
+        if expert and self.ep > 1:
+            return self.shards // self.ep
+        return 1 if numel < self.shard_threshold_numel else self.shards
 
     @property
     def spread(self) -> bool:

@@ -290,7 +290,10 @@ class Trainer:
             else PlacedGradients(model, pieces, grid)
             if self.plan.placements
             else self.store.gradients(
-                pieces.parameters, grid.group("dp_replicate") if self.plan.spread else None, pieces.travels
+                pieces.parameters,
+                grid.group("dp_replicate") if self.plan.spread else None,
+                pieces.travels,
+                self.plan.bucket_bytes,
             )
         )
         self._timers = StepTimers()
@@ -308,7 +311,9 @@ class Trainer:
             state=self.state,
             pieces=pieces,
             sync=self._sync,
-            shared=SharedGradients([*summed(model), *(pipeline.shared if pipeline is not None else ())], self.world),
+            shared=SharedGradients(
+                [*pieces.summed, *summed(model), *(pipeline.shared if pipeline is not None else ())], self.world
+            ),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),
