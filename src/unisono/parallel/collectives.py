@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 _Exchange = Callable[[Tensor], Tensor]
 # torch 2.13 calls them so, and warns of the names that 2.11 and 2.12 have
 _torch: Any = dist
-_all_gather = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
-_scatter_sum = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or _torch.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or _torch.reduce_scatter_tensor
 
 
 def enter(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -91,7 +91,7 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ())
     room = part.new_zeros(max(sizes), *part.shape[1:])  # the collective wants parts of one size
     room[: part.shape[0]] = part
     whole = room.new_empty(group.size() * room.shape[0], *room.shape[1:])
-    _all_gather(whole, room, group=group)
+    all_gather_single(whole, room, group=group)
     parts = zip(whole.split(room.shape[0]), sizes, strict=True)
     return torch.cat([each[:size].movedim(0, dim) for each, size in parts], dim)
 
@@ -99,7 +99,7 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ())
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     whole = x.movedim(dim, 0).contiguous()
     part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-    _scatter_sum(part, whole, group=group)
+    reduce_scatter_single(part, whole, group=group)
     return part.movedim(0, dim).contiguous()
 
 

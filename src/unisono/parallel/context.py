@@ -36,12 +36,9 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from unisono.errors import PlanError, Problem
 from unisono.parallel import context_transformers
+from unisono.parallel.collectives import all_gather_single, reduce_scatter_single
 from unisono.parallel.grid import Grid
 
-# torch 2.13 has new names for them, and warns of the old ones, which 2.11 has only
-_collectives: Any = dist
-_all_gather = getattr(_collectives, "all_gather_single", None) or _collectives.all_gather_into_tensor
-_reduce_scatter = getattr(_collectives, "reduce_scatter_single", None) or _collectives.reduce_scatter_tensor
 # entries that say how long a sequence is, and what a model may call the place of a token
 _TOKENS = ("tokens", "input_ids")
 _POSITIONS = ("positions", "position_ids")
@@ -280,7 +277,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         count = dist.get_world_size(group)
         parts = part.new_empty((count, *part.shape))
-        _all_gather(parts.flatten(), part.flatten(), group=group)
+        all_gather_single(parts.flatten(), part.flatten(), group=group)
         first, second = parts.unflatten(-2, (2, -1)).unbind(-3)  # [cp, ..., r, E]: runs 0 … cp - 1, and 2·cp - 1 … cp
         return torch.cat([first, second.flip(0)]).movedim(0, -3).flatten(-3, -2)
 
@@ -290,5 +287,5 @@ class _Gather(torch.autograd.Function):
         runs = gradients[0].unflatten(-2, (2 * count, -1)).movedim(-3, 0)  # [2·cp, ..., r, E]
         parts = torch.cat([runs[:count], runs[count:].flip(0)], -2)  # [cp, ..., T/cp, E]
         own = parts.new_empty(parts.shape[1:])
-        _reduce_scatter(own.flatten(), parts.flatten(), group=ctx.group)
+        reduce_scatter_single(own.flatten(), parts.flatten(), group=ctx.group)
         return own, None

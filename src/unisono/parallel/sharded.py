@@ -82,8 +82,8 @@ def _by_kind(
     placed: Callable[[nn.Parameter], Shard],
     reshard: bool,
 ) -> None:
-    """Make a unit of ``module`` without what is ``left`` whole. FSDP2 wants one dtype in a unit, kept and under way: modules in it
-    with another one become units of their own, together. The kind of the last matrix is the unit's: the loss reads a head's
+    """Make a unit of ``module`` without what is ``left`` whole. FSDP2 wants one dtype in a unit, kept and under way: modules in
+    it with another one become units of their own, together. The kind of the last matrix is the unit's: the loss reads a head's
     weight outside of its module.
     """
     kinds: dict[nn.Module, Kind] = {}
