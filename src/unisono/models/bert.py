@@ -184,10 +184,9 @@ class BERT(nn.Module):
                     nearest="weights that are 0 where nothing is predicted, or plan.cp=1",
                 )
             )
-        self.check_length(tokens.shape[1])
-        places = (
-            torch.arange(tokens.shape[1], device=tokens.device)[None] if positions is None else positions
-        )  # [B or 1, T]
+        length = tokens.shape[1]
+        self.check_length(length)
+        places = torch.arange(length, device=tokens.device)[None] if positions is None else positions  # [B or 1, T]
         kinds = torch.zeros_like(tokens) if segments is None else segments
         x = self.embedding(tokens) + self.positions(places) + self.segments(kinds)  # [B, T, D]
         x = self.dropout(self.norm(x))
