@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import matrix
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from pool import Pool
@@ -15,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.dist import World
-from unisono.errors import PlanError
+from unisono.errors import PlanError, UnisonoError
+from unisono.models.bert import BERT, BertOptions
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.apply import apply
@@ -24,7 +28,7 @@ from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
-from unisono.train.objectives import next_token
+from unisono.train.objectives import masked_token, next_token
 
 B, T, VOCAB = 2, 24, 48
 
@@ -403,7 +407,7 @@ def refusals(world: World) -> dict[str, str]:
     crossed.blocks = nn.ModuleList([Narrow()])
     cases: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {
         "length": (Stack("causal"), {"tokens": torch.randn(B, 22, 16), "weights": torch.ones(B)}),
-        "nothing": (Stack("causal"), {"weights": torch.ones(B)}),
+        "nothing": (Stack("causal"), {"numbers": torch.ones(B)}),
         "mask": (Masked("causal"), {"tokens": tokens}),
         "own products": (Eager(), {"tokens": tokens}),
         "first": (crossed, {"tokens": tokens}),
@@ -471,3 +475,50 @@ def test_what_transformers_cannot_be_asked(pool: Pool) -> None:
     assert "shifted targets under another name" in texts["labels"]
     assert "LlamaForCausalLM with attention 'eager'" in texts["eager"]
     assert "model.set_attn_implementation('sdpa')" in texts["eager"]
+
+
+class Tokens:
+    """Texts of twelve tokens."""
+
+    fingerprint = "twelve-1"
+
+    def __len__(self) -> int:
+        return tiny.SAMPLES
+
+    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        tokens = np.full((len(indices), 12), 7)
+        return {"tokens": tokens, "targets": tokens, "weights": np.ones(tokens.shape, np.float32)}
+
+
+def entered(world: World, folder: str) -> dict[str, str]:
+    """What a trainer says on entering, by model; twelve tokens on two ranks are six on each, for a table of eight."""
+    bert = BERT(BertOptions(vocab_size=VOCAB, layers=2, dim=16, heads=4, ffn_dim=32, max_length=8))
+    cases: dict[str, tuple[nn.Module, Any, Any]] = {
+        "resnet": matrix.MODELS["resnet"](),
+        "bert": (bert, Tokens(), masked_token),
+    }
+    found = {}
+    for name, (network, data, objective) in cases.items():
+        run = tiny.trainer(
+            f"{folder}/{name}", world=world, network=network, data=data, objective=objective, micro_batch=4, cp=2
+        )
+        with pytest.raises(UnisonoError) as caught:
+            run.__enter__()
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+    return found
+
+
+def test_what_has_no_sequence_or_too_long_ones_is_refused_before_a_step(pool: Pool, tmp_path: Path) -> None:
+    for texts in pool.run(entered, str(tmp_path), ranks=2):
+        assert texts["resnet"] == (
+            "PlanError: plan.cp=2 for a batch of image [4, 3, 16, 16], targets [4], weights [4]\n"
+            "  rule: the ranks of cp share sequences: a batch has tokens [B, T], and targets and weights of every token\n"
+            "  so:   nothing here is a sequence: each rank would count whole samples\n"
+            "  try:  plan.cp=1 (dp_shard shares the state as well)"
+        )
+        assert texts["bert"] == (
+            "DataError: texts of 12 tokens for a model of max_length 8\n"
+            "  rule: every place in a text has a learned position\n"
+            "  so:   the last tokens would have none\n"
+            "  try:  texts of 8 tokens, or max_length=12"
+        )

@@ -147,6 +147,19 @@ class BERT(nn.Module):
             else:
                 nn.init.constant_(parameter, float(name.endswith("norm.weight")))
 
+    def check_length(self, tokens: int) -> None:
+        """Raises DataError for texts of more than ``max_length`` tokens. Under ``plan.cp`` a rank's forward sees a part of each
+        text, so ``parallel.context`` asks here for the whole ones."""
+        if tokens > self.options.max_length:
+            raise DataError(
+                Problem(
+                    given=f"texts of {tokens} tokens for a model of max_length {self.options.max_length}",
+                    rule="every place in a text has a learned position",
+                    consequence="the last tokens would have none",
+                    nearest=f"texts of {self.options.max_length} tokens, or max_length={tokens}",
+                )
+            )
+
     def forward(
         self,
         tokens: Tensor,
@@ -172,15 +185,7 @@ class BERT(nn.Module):
                 )
             )
         length = tokens.shape[1]
-        if length > self.options.max_length:
-            raise DataError(
-                Problem(
-                    given=f"texts of {length} tokens for a model of max_length {self.options.max_length}",
-                    rule="every place in a text has a learned position",
-                    consequence="the last tokens would have none",
-                    nearest=f"texts of {self.options.max_length} tokens, or max_length={length}",
-                )
-            )
+        self.check_length(length)
         places = torch.arange(length, device=tokens.device)[None] if positions is None else positions  # [B or 1, T]
         kinds = torch.zeros_like(tokens) if segments is None else segments
         x = self.embedding(tokens) + self.positions(places) + self.segments(kinds)  # [B, T, D]

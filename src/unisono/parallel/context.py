@@ -65,7 +65,8 @@ class Context:
         with context.of(micro):                 # the forward pass of a micro-batch, and its backward pass
             outputs = model(**inputs(context.cut(micro)))
 
-    Outside ``of`` a model computes whole sequences by itself, as if it had not been wrapped.
+    Outside ``of`` a model computes whole sequences by itself, as if it had not been wrapped. A model that has a method
+    ``check_length(tokens)`` is asked there whether it takes whole sequences of so many: its own forward sees a part of them.
     """
 
     def __init__(self, grid: Grid, model: nn.Module) -> None:
@@ -73,6 +74,7 @@ class Context:
         self._group, self._count = grid.group("cp"), grid.plan.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
+        self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)
         self._transformers = context_transformers.Models(model)
         self._current: _Current | None = None
 
@@ -81,11 +83,13 @@ class Context:
 
         T is dim 1 of ``tokens`` or ``input_ids``, else the size of dim 1 that most entries share. A model that takes
         ``positions`` or ``position_ids`` gets them ([1, T/cp], places in the whole sequence) where the batch has none.
-        ``documents`` are left out: attention knows them. Raises PlanError where T is no multiple of 2·cp, and for targets that
-        are not of tokens, which every rank would count.
+        ``documents`` are left out: attention knows them. Raises PlanError where T is no multiple of 2·cp, for a batch without
+        sequences, and for targets that are not of tokens, which every rank would count; what ``check_length`` raises too.
         """
         length = self._length(micro)
         self._check_counted(micro, length)
+        if self._check_length is not None:
+            self._check_length(length)
         order = self._order(length, next(iter(micro.values())).device)
         part = {
             name: entry[:, order] if entry.dim() > 1 and entry.shape[1] == length else entry
@@ -155,6 +159,16 @@ class Context:
 
     def _length(self, micro: Mapping[str, Tensor]) -> int:
         named = [micro[name].shape[1] for name in _TOKENS if name in micro and micro[name].dim() > 1]
+        counted = [micro[name] for name in _COUNTED if name in micro]
+        if not named and counted and all(entry.dim() < 2 for entry in counted):
+            raise PlanError(
+                Problem(
+                    given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
+                    rule="the ranks of cp share sequences: a batch has tokens [B, T], and targets and weights of every token",
+                    consequence="nothing here is a sequence: each rank would count whole samples",
+                    nearest="plan.cp=1 (dp_shard shares the state as well)",
+                )
+            )
         sizes = Counter(entry.shape[1] for entry in micro.values() if entry.dim() > 1)
         length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
         runs = 2 * self._count
@@ -162,7 +176,7 @@ class Context:
             near = [each for each in (length // runs * runs, -(-length // runs) * runs) if each] or [runs]
             raise PlanError(
                 Problem(
-                    given=f"plan.cp={self._count} for a batch of {', '.join(f'{n} {list(e.shape)}' for n, e in micro.items())}",
+                    given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
                     rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
                     consequence=f"{length} tokens cannot be shared equally",
                     nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
@@ -256,6 +270,10 @@ class _Replaced(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.calls += 1
         return self.attend(*args, **(kwargs or {}))
+
+
+def _shapes(micro: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(entry.shape)}" for name, entry in micro.items())
 
 
 def _both(mask: Tensor | None, same: Tensor | None) -> Tensor | None:

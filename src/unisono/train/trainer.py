@@ -212,6 +212,8 @@ class Trainer:
             self._infer(model, inputs)
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
         context = Context(grid, model) if self.plan.cp > 1 else None
+        if context is not None:
+            context.cut(self._first_micro_batch())  # what cannot be shared is said here, not in the first step
         model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
         if recipe is not None:
             allocate(model, self.device)
