@@ -12,6 +12,7 @@ from pool import Pool
 from unisono import PlanOptions
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
+from unisono.observe.lines import message
 from unisono.plan.check import check
 from unisono.plan.derive import derive
 from unisono.plan.plan import Plan
@@ -49,6 +50,13 @@ def test_trains_like_one_process_and_goes_on_on_one_rank(pool: Pool, tmp_path: P
     first = pool.run(trained, str(tmp_path / "run"), str(tmp_path / "plan.json"), 2, ranks=2)[0]
     rest = trained(World(JobSpec()), str(tmp_path / "run"), "", 4)["figures"]
     assert first["held"] < 0.8
+    (said,) = [event for event in tiny.events(tmp_path / "run") if event["kind"] == "placements"]
+    cut = {name for name, dims in said["placed"].items() if "tp" in dims}
+    assert cut == {f"blocks.{n}.ffn.{name}.weight" for n in range(2) for name in ("gate", "up", "down")}
+    line = message(said)
+    assert line is not None
+    assert "blocks.0.ffn.down.weight (dim 1)" in line.text
+    assert "; whole on every rank: embedding.weight, " in line.text
     for found, expected in zip([*first["figures"], *rest], alone, strict=True):
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
         assert found[1] == pytest.approx(expected[1], rel=1e-4)

@@ -212,6 +212,16 @@ def _rules_inferred(event: Fields) -> Message:
     return Message(level="notice", text=f"rules of tensor parallelism inferred for {cut}{whole}", code="rules_inferred")
 
 
+def _placements(event: Fields) -> Message:
+    """Which parameters lie cut over the ranks of tp, along which dim, and which stayed whole."""
+    placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
+    cut = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
+    whole = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
+    return Message(
+        level="notice", text=f"placed over tp: {cut}; whole on every rank: {whole or 'none'}", code="placements"
+    )
+
+
 def _packing(stats: Fields) -> str:
     """What packing whole documents costs beside what windows of the plain stream would."""
     return (
@@ -305,6 +315,7 @@ def _reason(event: Fields) -> str:
 _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "run_start": _run_start,
     "rules_inferred": _rules_inferred,
+    "placements": _placements,
     "compiled": _compiled,
     "eval": _eval,
     "resumed": _resumed,

@@ -25,12 +25,11 @@ from torch import Tensor, nn
 
 from unisono.data.ahead import copied_ahead
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
-from unisono.data.loader import Loader
 from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.data.recipe import BatchTransform, PairTransform, Transform
-from unisono.data.stream import StreamLoader, is_stream
+from unisono.data.stream import is_stream
 from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
-from unisono.errors import CheckpointError, DataError, Problem
+from unisono.errors import CheckpointError, Problem
 from unisono.kvstore import create
 from unisono.measure.ceiling import Peak, peak_flops
 from unisono.measure.flops import CONVENTION
@@ -54,7 +53,7 @@ from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.pipeline import Pipeline
-from unisono.parallel.shard import PlacedGradients
+from unisono.parallel.shard import PlacedGradients, pins
 from unisono.parallel.sharded import ShardedGradients, release
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
@@ -68,6 +67,7 @@ from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 from unisono.train.ema import Average
 from unisono.train.engine import Engine, Step, input_selector
 from unisono.train.evaluate import evaluate
+from unisono.train.feed import feed
 from unisono.train.gradient_stats import GradientStats
 from unisono.train.guard import Guard
 from unisono.train.metrics import Metric
@@ -207,7 +207,19 @@ class Trainer:
         self._grid = grid = Grid(self.plan, self.world)
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
-        self._loader = self._feed(model)
+        self._loader = feed(
+            self.data,
+            self._loading,
+            self.plan,
+            data_rank=grid.data_rank,
+            seed=self._seed,
+            device=self.device,
+            transform=self._transform,
+            pair=self._pair,
+            finish=self._finish,
+            shuffle_block=self._shuffle_block,
+            batch_statistics=bool(batch_norms(model)),
+        )
         if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements or built_in(dict(model.named_modules()))):
             self._infer(model, inputs)
         layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
@@ -215,6 +227,8 @@ class Trainer:
         if context is not None:
             context.cut(self._first_micro_batch())  # what cannot be shared is said here, not in the first step
         model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
+        if self.plan.placements:
+            self.events.emit("placements", placed=pins(model))
         if recipe is not None:
             allocate(model, self.device)
         pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
@@ -434,43 +448,6 @@ class Trainer:
         )
         self.plan = replace(self.plan, splits=layout.splits)
         return layout
-
-    def _feed(self, model: nn.Module) -> Loader | StreamLoader:
-        common: dict[str, Any] = {
-            "seed": self._seed,
-            "global_batch": self.plan.global_batch,
-            "micro_batch": self.plan.micro_batch,
-            "rank": self._grid.data_rank,
-            "world": self.plan.data_ranks,
-            "transform": self._transform,
-            "device": None if self.device.type == "cpu" else self.device,
-        }
-        loading, pair, finish, block = self._loading, self._pair, self._finish, self._shuffle_block
-        together = "dp_shard" if self.plan.sharded else "pp" if self.plan.pp > 1 else ""
-        if not together and self.plan.data_ranks > 1 and batch_norms(model):
-            together = "batch norm"
-        if together and loading.last_batch == "keep":
-            raise DataError(
-                Problem(
-                    given=f"{together} on {self.plan.world} ranks with loader.last_batch=keep",
-                    rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
-                    consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
-                    nearest="loader.last_batch=pad, which fills it up with weight 0",
-                )
-            )
-        if isinstance(self.data, Dataset):
-            return Loader(self.data, options=loading, shuffle_block=block, pair=pair, finish=finish, **common)
-        defaults = LoaderOptions(workers=min(loading.workers, 0))  # 0: no thread, which a stream can do
-        if (loading, pair, finish, block) != (defaults, None, None, 0):
-            raise DataError(
-                Problem(
-                    given=f"a stream ({type(self.data).__name__}) with loader settings, pair, finish or shuffle_block",
-                    rule="a stream is read from its beginning by one thread, in its own order",
-                    consequence="they would act on nothing",
-                    nearest="leave them out, or a data set with a length",
-                )
-            )
-        return StreamLoader(self.data, prefetch_depth=0 if loading.workers == 0 else 2, **common)
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
