@@ -24,7 +24,13 @@ FAMILIES = {
     "LlamaForCausalLM": {**SIZES, "intermediate_size": 32},
     "GPT2LMHeadModel": {"vocab_size": tiny.VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2},
     "BertForMaskedLM": {**SIZES, "intermediate_size": 32},
-    "T5ForConditionalGeneration": {"vocab_size": tiny.VOCAB, "d_model": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2},
+    "T5ForConditionalGeneration": {
+        "vocab_size": tiny.VOCAB,
+        "d_model": 16,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
 }
 
 

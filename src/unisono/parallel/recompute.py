@@ -140,8 +140,8 @@ def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _draws(name: str) -> bool:
-    """Whether random numbers are skipped when the operator's result is kept. Attention draws only with a dropout of its own, which
-    is known when it runs."""
+    """Whether random numbers are skipped when the operator's result is kept. Attention draws only with a dropout of its own,
+    which is known when it runs."""
     packet: Any = getattr(torch.ops.aten, name)
     overloads = [getattr(packet, each) for each in packet.overloads()]
     return "attention" not in name and any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
