@@ -4,8 +4,8 @@ The ranks of ``tp`` share one stream of random numbers, since what they all comp
 pair cuts they hold different heads or hidden units: drawn from that stream, head n of every rank would drop the same places. So
 from the first cut layer on a rank draws from a stream of its own (as in Megatron-LM, Shoeybi et al. 2019), whose seed follows
 from where the common one is and from the rank. At the last layer the common one goes on, one number further where anything
-was drawn, so that the next pair's streams are others. Nothing of it must be saved: recompute and a resumed run, which put the common stream
-back to where it was, draw the same.
+was drawn, so that the next pair's streams are others. Nothing of it must be saved: recompute and a resumed run, which put the
+common stream back to where it was, draw the same.
 """
 
 from __future__ import annotations
