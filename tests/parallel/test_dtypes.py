@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -34,11 +35,20 @@ def plan_of(rules: list[dict[str, str]], ranks: int = 1, **options: Any) -> Plan
     return replace(made, dtypes=tuple(msgspec.convert(rule, DtypeRule) for rule in rules))
 
 
-def train(world: World, rules: list[dict[str, str]], options: dict[str, Any], kind: str = "adamw") -> dict[str, Any]:
+def train(
+    world: World,
+    rules: list[dict[str, str]],
+    options: dict[str, Any],
+    kind: str = "adamw",
+    sizes: dict[str, Any] | None = None,
+    deferred: bool = False,
+) -> dict[str, Any]:
     """Losses, and dtypes of what a checkpoint holds."""
+    sizes = {"tied": False, **(sizes or {})}
+    model = {"network": functools.partial(tiny.model, **sizes)} if deferred else {"sizes": sizes}
     with tempfile.TemporaryDirectory() as folder:
         made = tiny.trainer(
-            str(world.broadcast_json(folder)), world=world, steps=STEPS, kind=kind, ema_decay=0.9, sizes={"tied": False}
+            str(world.broadcast_json(folder)), world=world, steps=STEPS, kind=kind, ema_decay=0.9, **model
         )
         made._asked_plan = plan_of(rules, world.world, **options)
         with made as run:
@@ -136,8 +146,29 @@ ALL = [
     [pytest.param(*each, id=name, marks=[] if name == "fsdp" else pytest.mark.full) for name, *each in SPREAD],
 )
 def test_spread_over_ranks(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
-    together = pool.run(train, ALL, options, ranks=ranks)
-    alone = train(World(JobSpec()), ALL, {})
+    like_one_process(pool.run(train, ALL, options, ranks=ranks), train(World(JobSpec()), ALL, {}))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        pytest.param({"dp_shard": 2, "ep": 2, "micro_batch": 4}, {"experts": 2, "experts_per_token": 1}, id="ep"),
+        pytest.param({"pp": 2, "schedule": "zbv", "micro_batch": 2}, {"layers": 4}, id="zbv"),
+    ],
+)
+def test_spread_over_ranks_from_a_callable(pool: Pool, options: dict[str, Any], sizes: dict[str, Any]) -> None:
+    alone = train(World(JobSpec()), ALL, {}, sizes=sizes)
+    like_one_process(pool.run(train, ALL, options, sizes=sizes, deferred=True, ranks=2), alone)
+
+
+@pytest.mark.full
+def test_compiled_blocks_follow_the_rules() -> None:
+    alone = World(JobSpec())
+    like_one_process([train(alone, ALL, {"compile": "regional"})], train(alone, ALL, {}))
+
+
+def like_one_process(together: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert len({str(each["losses"]) for each in together}) == 1
     # bf16 parameters move by steps of 2^-8: one that rounds the other way is that far off
     assert together[0]["losses"] == pytest.approx(alone["losses"], rel=4e-3)

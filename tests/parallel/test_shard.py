@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from pool import Pool
@@ -13,9 +17,10 @@ from unisono.errors import PlanError
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.grid import Grid
-from unisono.parallel.shard import pins, settle_gradients, shard, shard_function
+from unisono.parallel.shard import pins, place, settle_gradients, shard, shard_function
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
+from unisono.plan.rules import Placement
 
 PINS = {"blocks.*.up.*": ("tp", None), "blocks.*.down.weight": (None, "tp"), "table.weight": (None, "tp")}
 
@@ -145,6 +150,11 @@ def refusals(world: World) -> list[str]:
         with pytest.raises(PlanError) as caught:
             shard_function(torch.relu, inputs=[("tp",)])(value)
         found.append(str(caught.value))
+    net = Net()
+    shard(net, PINS, grid)
+    with pytest.raises(PlanError) as caught:
+        shard_function(torch.relu, inputs=[("tp",)])(net.table.weight)
+    found.append(str(caught.value))
     gpt = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11))
     shard(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, grid)
     with pytest.raises(PlanError) as caught:
@@ -153,7 +163,7 @@ def refusals(world: World) -> list[str]:
 
 
 def test_what_cannot_apply_is_said(pool: Pool) -> None:
-    unknown, axis, twice, plain, number, gpt = pool.run(refusals, ranks=2)[0]
+    unknown, axis, twice, plain, number, dims, gpt = pool.run(refusals, ranks=2)[0]
     assert unknown == (
         "2 problems\n"
         "1. a placement of 'blocks.*.upp.weight'\n"
@@ -165,9 +175,30 @@ def test_what_cannot_apply_is_said(pool: Pool) -> None:
         "  so:   it is unclear which dim is meant\n"
         "  try:  2 entries of 'tp' or None"
     )
-    assert "the placement ('dp_shard', None) of 'table.weight'" in axis
-    assert "head.weight placed as ('tp', None) and, by 'head.weight', as (None, 'tp')" in twice
-    assert "input 0 of relu: Tensor" in plain
+    assert axis == (
+        "the placement ('dp_shard', None) of 'table.weight'\n"
+        "  rule: a placement has 'tp' for one dim at most and None for the others\n"
+        "  so:   there are no other ranks that compute the same samples and could share it\n"
+        "  try:  plan.tp for what is pinned, plan.dp_shard for the state of all parameters"
+    )
+    assert twice == (
+        "head.weight placed as ('tp', None) and, by 'head.weight', as (None, 'tp')\n"
+        "  rule: a parameter has one placement\n"
+        "  so:   it is unclear which counts\n"
+        "  try:  patterns that do not overlap"
+    )
+    assert plain == (
+        "input 0 of relu: Tensor\n"
+        "  rule: a value can be moved inside a model whose parameters shard() has placed\n"
+        "  so:   its placement would act on nothing\n"
+        "  try:  shard(model, …) first, and None for what is no tensor"
+    )
+    assert dims == (
+        "the placement ('tp',) of input 0 of relu of shape [11, 8]\n"
+        "  rule: a placement says for each dim whether it is cut\n"
+        "  so:   it is unclear which dim is meant\n"
+        "  try:  2 entries of 'tp' or None"
+    )
     assert "input 0 of relu: int" in number
     assert gpt == (
         "GPT with pinned placements: aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to "
@@ -176,5 +207,59 @@ def test_what_cannot_apply_is_said(pool: Pool) -> None:
         "  so:   the operation cannot run on parts\n"
         "  try:  shard() on a part of the model, such as a feed-forward layer, or plan.dp_shard"
     )
-    with pytest.raises(PlanError, match=r"placements with plan\.tp=1"):
+    with pytest.raises(PlanError) as caught:
         shard(Net(), PINS, grid_of(World(JobSpec())))
+    assert str(caught.value) == (
+        "placements with plan.tp=1\n"
+        "  rule: they spread parameters over the ranks of tp\n"
+        "  so:   they would act on nothing\n"
+        "  try:  plan.tp=2, or no placements"
+    )
+
+
+def test_a_function_is_told_at_once() -> None:
+    for inputs, outputs, value in (([("tp", "tp")], None, 0), ([None], ("cp",), 1)):
+        with pytest.raises(PlanError) as caught:
+            shard_function(torch.relu, inputs=inputs, outputs=outputs)
+        dims = outputs or inputs[0]
+        assert str(caught.value).startswith(
+            f"the placement {dims} of value {value} of relu\n  rule: a placement has 'tp'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("modules", "text"),
+    [
+        (
+            ["block.*"],
+            "a placement in 'block.*'\n"
+            "  rule: it names modules of the model, by pattern\n"
+            "  so:   it would act on nothing\n"
+            "  try:  did you mean 'blocks.1'?",
+        ),
+        (
+            ["blocks.0", "blocks.*.up"],
+            "placements in 'blocks.0' beside blocks.0.up\n"
+            "  rule: modules with placements hold no others, and share no parameter with the rest of the model\n"
+            "  so:   a value would be asked for both as a DTensor and as a plain tensor\n"
+            "  try:  placements in one module that holds both",
+        ),
+        (
+            ["head"],
+            "placements in 'head' beside table.weight\n"
+            "  rule: modules with placements hold no others, and share no parameter with the rest of the model\n"
+            "  so:   a value would be asked for both as a DTensor and as a plain tensor\n"
+            "  try:  placements in one module that holds both",
+        ),
+    ],
+)
+def test_where_placements_cannot_be(modules: list[str], text: str) -> None:
+    """Known before any rank is asked for anything, so one process stands for two."""
+    plan = derive(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
+    placed = tuple(Placement(module=each, parameter="weight", dims=("tp", None)) for each in modules)
+    grid: Any = SimpleNamespace(plan=replace(plan, placements=placed))
+    net = Net()
+    with pytest.raises(PlanError) as caught:
+        place(net, grid)
+    assert str(caught.value) == text
+    assert not any(isinstance(p, DTensor) for p in net.parameters())

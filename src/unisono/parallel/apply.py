@@ -17,7 +17,7 @@ from unisono.parallel.fp8 import use_fp8
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout
 from unisono.parallel.offload import offload
-from unisono.parallel.recompute import recompute
+from unisono.parallel.recompute import check_caches, recompute
 from unisono.parallel.shard import place
 from unisono.parallel.sharded import shard
 from unisono.parallel.stages import Stages
@@ -89,6 +89,7 @@ def apply(
                 nearest="compile='off', or model.experts=0",
             )
         )
+    check_caches(plan, model)
     use_fp8(plan, blocks)
     check_batch_norm(model, plan)
     computes = convert(plan, model)

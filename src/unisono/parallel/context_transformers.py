@@ -21,6 +21,12 @@ from unisono.errors import PlanError, Problem
 _NAME = "unisono_context"
 
 
+def models_of_transformers(model: nn.Module) -> list[Any]:
+    """``model`` itself, or those inside it, outermost first."""
+    library: Any = sys.modules.get("transformers")  # not imported: no model of it is here
+    return [] if library is None else [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
+
+
 class Models:
     """The models of transformers inside ``model``; most models have none, and then nothing happens here.
 
@@ -28,9 +34,7 @@ class Models:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        library: Any = sys.modules.get("transformers")  # not imported: no model of it is here
-        found = [] if library is None else [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
-        self._models: list[Any] = found
+        self._models = models_of_transformers(model)
         for each in self._models:
             chosen = each.config._attn_implementation
             if chosen not in ("sdpa", _NAME):

@@ -12,10 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.parallel.context_transformers import models_of_transformers
 from unisono.plan.plan import Plan
 
 _aten: Any = torch.ops.aten
 # Selective recompute keeps what costs a matrix product or an attention to make again (Korthikanti et al. 2022, turned around).
+# Attention that drops is run again all the same: kept, it would draw nothing, and dropout behind it would draw its numbers.
 _KEPT = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -51,6 +53,23 @@ def recompute(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
         _recompute(block, policy, last=block is blocks[count - 1])
 
 
+def check_caches(plan: Plan, model: nn.Module) -> None:
+    """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
+    backward pass, and what recompute drops would be held by the cache."""
+    for each in models_of_transformers(model) if plan.recompute != "none" else []:
+        # encoders, such as BERT, have the setting and keep nothing
+        decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
+        if decodes and getattr(each.config, "use_cache", False):
+            raise PlanError(
+                Problem(
+                    given=f"plan.recompute={plan.recompute!r} for {type(each).__name__} with config.use_cache=True",
+                    rule="a block that is computed again leaves nothing behind; a cache takes its keys and values each time",
+                    consequence="the second pass would see another cache than the first, and nothing be saved of keys and values",
+                    nearest="model.config.use_cache=False (a cache is of use in generation only)",
+                )
+            )
+
+
 class _Policy:
     """Which results stay: those of the operators named, or of the built-in list."""
 
@@ -76,10 +95,20 @@ class _Policy:
         self.unused = set(self._names)
         return self
 
-    def __call__(self, _context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    def __call__(self, _context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if not self._names:
-            return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+            keeps = operator in _KEPT and not _dropout_of(operator, args, kwargs)
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
         name = str(operator.overloadpacket.__name__)
+        if name in self._names and (dropout := _dropout_of(operator, args, kwargs)):
+            raise PlanError(
+                Problem(
+                    given=f"recompute_keep {name!r} of attention with dropout {dropout}",
+                    rule="what is kept is not run again, and then draws nothing",
+                    consequence="dropout behind it in the block would draw other numbers than in the forward pass",
+                    nearest=f"recompute_keep without {name!r}, or attention without dropout",
+                )
+            )
         self.unused.discard(name)
         return CheckpointPolicy.MUST_SAVE if name in self._names else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -102,8 +131,17 @@ def _one_policy(names: tuple[str, ...]) -> _Policy:
     return _Policy(names)
 
 
+def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """``dropout_p`` of a call of attention; 0 of anything else."""
+    if "attention" not in operator.overloadpacket.__name__:
+        return 0.0
+    names = [each.name for each in operator._schema.arguments]
+    return float((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0))
+
+
 def _draws(name: str) -> bool:
-    """Whether random numbers are skipped when the operator's result is kept. Attention draws only with a dropout of its own."""
+    """Whether random numbers are skipped when the operator's result is kept. Attention draws only with a dropout of its own,
+    which is known when it runs."""
     packet: Any = getattr(torch.ops.aten, name)
     overloads = [getattr(packet, each) for each in packet.overloads()]
     return "attention" not in name and any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)

@@ -11,7 +11,7 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
 Experts are cut likewise, by the hidden units of each. Where a layer has fewer key/value heads than there are ranks, several
 ranks hold the same one, and their gradients are summed (``SharedGradients``); so are those of whole parameters that lie between
 the layers of a pair, such as norms of single heads. What no rule names stays whole on every rank and is computed by each. Dropout
-outside of pairs drops the same everywhere.
+outside of pairs drops the same everywhere; between the layers of a pair each rank draws for its own part (``draws``).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 from unisono.parallel.blocks import note_summed
 from unisono.parallel.collectives import enter, gather, leave, scatter
 from unisono.parallel.cutter import Cutter
+from unisono.parallel.draws import Draws
 from unisono.parallel.expert import cut_hidden_units
 from unisono.parallel.grid import Grid
 from unisono.parallel.hooks import before
@@ -45,10 +46,15 @@ def cut(model: nn.Module, grid: Grid) -> None:
     replicas = _groups_of_replicas(matched, grid)
     cutter = Cutter(model, grid)
     tables: dict[nn.Module, VocabularyPart] = {}
+    draws: dict[nn.Module, Draws] = {}
     for each in matched:
         match each.rule:
             case Pair():
                 _cut_pair(each, each.rule, cutter, replicas, along_sequence=grid.plan.sequence_parallel)
+                around = _called(model, each.path)
+                draws[around] = draws.get(around) or Draws(around, cutter.index)
+                *first, last = map(each.module.get_submodule, each.rule.layers)
+                draws[around].add(first, last)
             case Experts():
                 cut_hidden_units(each.module, cutter, along_sequence=grid.plan.sequence_parallel)
             case Embedding():
@@ -60,6 +66,15 @@ def cut(model: nn.Module, grid: Grid) -> None:
     return_cut_heads(model, tables)
     if grid.plan.sequence_parallel:
         cut_sequence(matched, cutter)
+
+
+def _called(model: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, or the nearest around it that has a forward pass."""
+    module = model.get_submodule(path)
+    while isinstance(module, nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+    return module
 
 
 def _groups_of_replicas(matched: list[Matched], grid: Grid) -> dict[int, ProcessGroup]:

@@ -1,0 +1,124 @@
+"""Recompute of models with caches, and of attention that drops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from unisono.errors import PlanError
+from unisono.parallel import recompute
+from unisono.parallel.apply import apply
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+
+SIZES = {"vocab_size": tiny.VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+FAMILIES = {
+    "LlamaForCausalLM": {**SIZES, "intermediate_size": 32},
+    "GPT2LMHeadModel": {"vocab_size": tiny.VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    "BertForMaskedLM": {**SIZES, "intermediate_size": 32},
+    "T5ForConditionalGeneration": {
+        "vocab_size": tiny.VOCAB,
+        "d_model": 16,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+    },
+}
+
+
+def plan(**options: Any) -> Plan:
+    return derive(
+        PlanOptions(**{"device": "cpu", "global_batch": 4, "precision": "fp32", **options}),
+        world=1,
+        device="cpu",
+        native_bf16=False,
+    )
+
+
+def of_transformers(name: str, *, use_cache: bool) -> Any:
+    library = pytest.importorskip("transformers")
+    made = getattr(library, name)
+    config = made.config_class(**FAMILIES[name])
+    config.use_cache = use_cache
+    torch.manual_seed(0)
+    return made(config).train()
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
+def test_a_cache_is_refused(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        apply(plan(recompute="selective"), of_transformers(name, use_cache=True))
+    assert str(caught.value) == (
+        f"plan.recompute='selective' for {name} with config.use_cache=True\n"
+        "  rule: a block that is computed again leaves nothing behind; a cache takes its keys and values each time\n"
+        "  so:   the second pass would see another cache than the first, and nothing be saved of keys and values\n"
+        "  try:  model.config.use_cache=False (a cache is of use in generation only)"
+    )
+    apply(plan(), of_transformers(name, use_cache=True))
+
+
+@pytest.mark.parametrize(("name", "use_cache"), [("GPT2LMHeadModel", False), ("BertForMaskedLM", True)])
+def test_without_a_cache_gradients_are_bitwise_equal_with_dropout(name: str, use_cache: bool) -> None:
+    def gradients(how: str) -> dict[str, Tensor | None]:
+        model = apply(plan(recompute=how), of_transformers(name, use_cache=use_cache)).model
+        torch.manual_seed(1)
+        tokens = torch.randint(0, tiny.VOCAB, (2, 8))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    plain = gradients("none")
+    for how in ("full", "selective"):
+        again = gradients(how)
+        assert all(torch.equal(gradient, plain[name]) for name, gradient in again.items() if gradient is not None), how
+
+
+def test_attention_that_drops_is_not_kept() -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    policy, named = recompute._Policy(()), recompute._Policy((flash.__name__,))
+    assert policy(None, flash.default, 0, 0, 0) == CheckpointPolicy.MUST_SAVE
+    assert policy(None, flash.default, 0, 0, 0, 0.0) == CheckpointPolicy.MUST_SAVE
+    assert policy(None, flash.default, 0, 0, 0, 0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert policy(None, efficient, 0, 0, 0, None, True, dropout_p=0.1) == CheckpointPolicy.PREFER_RECOMPUTE
+    assert named(None, flash.default, 0, 0, 0) == CheckpointPolicy.MUST_SAVE
+    with pytest.raises(PlanError) as caught:
+        named(None, flash.default, 0, 0, 0, 0.1)
+    assert "recompute_keep '_scaled_dot_product_flash_attention' of attention with dropout 0.1" in str(caught.value)
+    assert "dropout behind it in the block would draw other numbers" in str(caught.value)
+
+
+class Dropping(nn.Module):
+    """Attention with dropout, and dropout behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each[:, None] for each in self.mix(x).chunk(3, -1))  # one head: [B, 1, T, 64]
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+        return x + F.dropout(mixed[:, 0], 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+def test_attention_that_drops_on_an_accelerator() -> None:
+    def gradients(how: str) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(Dropping(), Dropping()).to("cuda", torch.bfloat16)
+        model = apply(replace(plan(), recompute=how), blocks).model
+        model(torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    plain, again = gradients("none"), gradients("selective")
+    for gradient, expected in zip(again, plain, strict=True):
+        assert gradient is not None
+        torch.testing.assert_close(gradient, expected)
