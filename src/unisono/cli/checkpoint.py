@@ -79,7 +79,7 @@ def _nothing_at(path: str, consequence: str) -> Problem:
 
 def _a_whole_run(source: str, checkpoints: Sequence[Path]) -> Problem:
     return Problem(
-        given=f"{source!r} is the folder of a run with {len(checkpoints)} checkpoints",
+        given=f"{source!r} is the folder of a run, no checkpoint",
         rule="one checkpoint is converted at a time",
         consequence="nothing was written",
         nearest=str(max(checkpoints)),
