@@ -272,6 +272,10 @@ def test_checkpoint_convert(desk: Desk, trained: Path, tmp_path: Path) -> None:
     gone = desk.here("checkpoint", "convert", str(tmp_path / "none"), str(tmp_path / "out"))
     assert gone.code == 2
     assert "nothing was written" in gone.err
+    whole = desk.here("checkpoint", "convert", str(trained), str(tmp_path / "out"))
+    assert whole.code == 2
+    assert "is the folder of a run" in whole.err
+    assert "checkpoints/step-00000004" in whole.err
 
 
 def test_an_export_never_replaces_what_is_no_export(desk: Desk, trained: Path, tmp_path: Path) -> None:

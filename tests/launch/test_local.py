@@ -66,6 +66,25 @@ def test_a_user_error_is_never_restarted(tmp_path: Path) -> None:
     assert len(launched.record()["attempts"]) == 1
 
 
+def test_what_a_user_must_change_is_said_once_and_by_rank_0(tmp_path: Path) -> None:
+    # rank 0 is slower to end than the launcher waits for the peers of a crash
+    code, said, launched = run("time.sleep(1.5 * (1 - job.rank)); sys.exit(2)", tmp_path)
+    assert (code, said) == (2, "")
+    assert launched.record()["attempts"][0]["exit_codes"] == [2, 2]
+
+
+def test_a_user_error_of_one_rank_is_its_text_and_no_traceback(tmp_path: Path) -> None:
+    script = """
+if job.rank == 1:
+    record_failure(run_dir / "logs", job, ValueError("three heads for two ranks"), step=None)
+    sys.exit(2)
+"""
+    code, said, _ = run(script, tmp_path)
+    assert code == 2
+    assert "it failed before the first step:\nlaunch: three heads for two ranks" in said
+    assert "ValueError" not in said
+
+
 def test_requeue_from_all_is_requeue(tmp_path: Path) -> None:
     code, said, launched = run("time.sleep(0.2 * job.rank); sys.exit(75)", tmp_path)
     assert (code, said) == (75, "")

@@ -111,6 +111,13 @@ def test_what_cannot_be_cut_is_named(habit: str, text: str) -> None:
     assert "plan.pp=1" in str(caught.value)
 
 
+def test_a_model_without_repeated_blocks_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        lay_out(nn.Linear(2, 2), [], TOKENS, 2)
+    assert "plan.pp for Linear, which has no repeated blocks" in str(caught.value)
+    assert "plan.pp=1 with plan.dp_shard" in str(caught.value)
+
+
 def test_blocks_may_return_a_tuple() -> None:
     torch.manual_seed(0)
     whole, *parts = (copy.deepcopy(model) for model in [Stack("returns one and None")] * 3)

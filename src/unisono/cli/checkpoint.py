@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -76,6 +77,15 @@ def _nothing_at(path: str, consequence: str) -> Problem:
     )
 
 
+def _a_whole_run(source: str, checkpoints: Sequence[Path]) -> Problem:
+    return Problem(
+        given=f"{source!r} is the folder of a run, no checkpoint",
+        rule="one checkpoint is converted at a time",
+        consequence="nothing was written",
+        nearest=str(max(checkpoints)),
+    )
+
+
 @command.command("convert")
 @click.argument("source")
 @click.argument("target")
@@ -90,8 +100,11 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
     """
     if not Path(source).is_dir():
         raise CheckpointError(_nothing_at(source, "nothing was written"))
-    from unisono.train.checkpoint import convert
+    from unisono.train.checkpoint import convert, list_checkpoints
 
+    inside = [e.path for e in list_checkpoints(Path(source) / "checkpoints") if e.state == "committed"]
+    if inside:
+        raise CheckpointError(_a_whole_run(source, inside))
     folder = convert(Path(source), Path(target), files=files, keep_optimizer=not drop_optimizer, average=average)
     size = sum(file.stat().st_size for file in folder.iterdir())
     if as_json:

@@ -23,7 +23,7 @@ VERBS = {
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
     "plan": "Show, check, compare strategy files.",
-    "checkpoint": "List, verify, export checkpoints.",
+    "checkpoint": "List, verify, convert, export checkpoints.",
     "data": "Look into record files, check, mend, rearrange and convert them.",
 }
 USER_ERROR = 2

@@ -191,8 +191,10 @@ def _end_when_due(
     if attempt.stopped_by is None and deadlines.kill_at_s is None and attempt.codes:
         codes = set(attempt.codes.values())
         if codes - {0, REQUEUE}:
-            deadlines.terminate_at_s = now + _SETTLE_S
-            deadlines.kill_at_s = now + _SETTLE_S + _FAILED_GRACE_S
+            # what a user must change, the other ranks find too: rank 0 gets to say it on the terminal and to end by itself
+            settle_s = _FAILED_GRACE_S if USER_ERROR in codes else _SETTLE_S
+            deadlines.terminate_at_s = now + settle_s
+            deadlines.kill_at_s = now + settle_s + _FAILED_GRACE_S
         elif REQUEUE in codes:
             # one rank has saved and left: the others have the same notice and the same last step
             deadlines.kill_at_s = now + options.grace_s

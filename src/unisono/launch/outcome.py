@@ -84,7 +84,7 @@ class Attempt:
 
 
 def explain(attempt: Attempt) -> str:
-    """Which rank ended first, how, and its last words: a traceback, or the end of its log."""
+    """Which rank ended first, how, and its last words: a traceback (of a user's error its text), or the end of its log."""
     rank = attempt.root()
     if rank is None:
         return f"attempt {attempt.epoch} ended with exit codes {attempt.codes}"
@@ -93,7 +93,9 @@ def explain(attempt: Attempt) -> str:
     failure = attempt.failures.get(rank)
     if failure is not None:
         step = "before the first step" if failure.step is None else f"in step {failure.step}"
-        lines += [f"it failed {step}:", *failure.traceback.rstrip().splitlines()]
+        # of what the user must change the message says all
+        words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
+        lines += [f"it failed {step}:", *words.rstrip().splitlines()]
     elif log is not None:
         tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
         lines += [f"the end of its log {log}:", *tail] if tail else [f"its log {log} is empty"]

@@ -49,6 +49,15 @@ def lay_out(
     """
     names = {id(module): name for name, module in model.named_modules()}
     paths = tuple(names[id(block)] for block in blocks)
+    if not paths:
+        raise PlanError(
+            Problem(
+                given=f"plan.pp for {type(model).__name__}, which has no repeated blocks",
+                rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
+                consequence="there is no place to cut",
+                nearest="plan.pp=1 with plan.dp_shard to spread the state",
+            )
+        )
     if splits and (sum(splits) != len(paths) or len(splits) != pieces):
         raise PlanError(
             Problem(
