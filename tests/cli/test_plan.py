@@ -48,7 +48,7 @@ def test_show_and_check(desk: Desk, file: Path) -> None:
         "1. dp_replicate 2 x dp_shard 2 on 6 ranks\n"
         "  rule: the product of the mesh axes is the number of ranks\n"
         "  so:   the plan is for 4 ranks\n"
-        "  try:  dp_replicate=3, dp_shard=2, or 4 processes\n"
+        "  try:  dp_replicate=3, dp_shard=2, or launch.processes=4\n"
         "2. dp_shard 2 with global_batch 8 on 6 ranks\n"
         "  rule: ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks\n"
         "  so:   a rank that is done would keep the others waiting for its part of the parameters\n"
@@ -101,7 +101,7 @@ def test_a_run_follows_a_strategy_file_and_keeps_its_own(desk: Desk, file: Path,
     assert done.code == 0, done.err
     assert Plan.load(run_dir / "plan.json") == plan
     start = next(event for event in events_of(run_dir) if event["kind"] == "run_start")
-    assert (start["plan"]["accumulation"], start["precision_why"]) == (2, "as asked")
+    assert (start["plan"]["accumulation"], start["precision_why"]) == (2, "fp32 as asked")
     assert desk.here("plan", "diff", str(run_dir), str(file)).code == 0
     both = desk.here("train", "--debug", "--plan", str(file), *arguments, "--set=plan.zero=1", "--set=plan.tf32=true")
     assert both.code == 2

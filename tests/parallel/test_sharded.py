@@ -240,7 +240,7 @@ def problem(world: int, **options: object) -> str:
 def test_plans_that_cannot_be() -> None:
     text = problem(6, dp_shard=4, global_batch=12)
     assert "dp_replicate 1 x dp_shard 4 on 6 ranks" in text
-    assert "dp_replicate=2, dp_shard=3, or 4 processes" in text
+    assert "dp_replicate=2, dp_shard=3, or launch.processes=4" in text
     text = problem(4, dp_shard=2, global_batch=10)
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text

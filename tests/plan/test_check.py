@@ -33,6 +33,15 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         "  so:   a rank would have no piece\n"
         "  try:  2 numbers, or none (they are chosen by weight)",
     ),
+    "splits of a whole model": (
+        1,
+        {},
+        {"splits": (1, 1)},
+        "splits [1, 1] with pp 1\n"
+        "  rule: splits has one number of blocks for each piece of the model, equally many pieces per rank\n"
+        "  so:   there is one piece, the whole model\n"
+        "  try:  no splits, or pp above 1",
+    ),
     "an empty piece": (
         2,
         PIPELINE,
@@ -67,7 +76,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         "accumulation 1 with pp 2, schedule '1f1b'\n"
         "  rule: the schedule keeps 2 micro-batches under way at once\n"
         "  so:   some ranks would never have work\n"
-        "  try:  micro_batch=4, global_batch=16, or schedule='gpipe'",
+        "  try:  micro_batch=4, or global_batch=16 with micro_batch=8, or schedule='gpipe'",
     ),
     "a group that is not whole": (
         2,
@@ -128,7 +137,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         {"dp_shard": 2, "ep": 2},
         {"compile": "model"},
         "ep 2 with compile 'model'\n"
-        "  rule: sending tokens to experts on other ranks is not traced by the compiler\n"
+        "  rule: sending tokens to experts on other ranks cannot be traced by the compiler\n"
         "  so:   the graph would break in every block\n"
         "  try:  compile='off'",
     ),
@@ -137,7 +146,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         {"tp": 2},
         {"compile": "regional"},
         "tp 2 with compile 'regional'\n"
-        "  rule: sums inside a layer between ranks is not traced by the compiler\n"
+        "  rule: sums inside a layer between ranks cannot be traced by the compiler\n"
         "  so:   the graph would break at each of them\n"
         "  try:  compile='off'",
     ),

@@ -39,7 +39,7 @@ def test_all_problems_come_at_once_with_what_would_work() -> None:
         "1. global_batch 2 on 4 ranks\n"
         "  rule: every rank gets at least one sample of each step\n"
         "  so:   2 ranks would never see data\n"
-        "  try:  plan.global_batch=4, or 2 processes\n"
+        "  try:  plan.global_batch=4, or launch.processes=2\n"
         "2. micro_batch 8 with global_batch 2 on 4 ranks\n"
         "  rule: a micro-batch is part of a rank's share of the step\n"
         "  so:   the share is only 1 samples\n"
@@ -97,5 +97,10 @@ def test_foreign_plans_are_refused_by_name() -> None:
         Plan.from_json({**data, "global_batch": "many"})
     with pytest.raises(PlanError, match="'tp' is missing"):
         Plan.from_json({name: value for name, value in data.items() if name != "tp"})
-    with pytest.raises(PlanError, match="version 1"):
-        Plan.from_json({**data, "version": 1})
+    with pytest.raises(PlanError) as raised:
+        Plan.from_json({**data, "version": 1, "rules": "many", "zero": 4})
+    assert [(each.rule, each.nearest) for each in raised.value.problems] == [
+        ("a field holds a value of its type", "a list, as docs/plans.md has it"),
+        ("this unisono reads version 2", "a plan of version 2, or another unisono"),
+        ("a field holds a value of its type", "1 or 2 or 3"),
+    ]

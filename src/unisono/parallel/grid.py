@@ -10,9 +10,11 @@ experts   shard, every plan.ep-th                 ranks that share one copy of t
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor.debug
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,3 +110,9 @@ class Grid:
         with self.world.guard(f"maximum over {name}", values.nbytes):
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group(name))
         return torch.where(missing > 0, torch.nan, values)
+
+
+def forget_meshes() -> None:
+    """Drop what torch remembers of meshes (how DTensors lay): it would keep their groups' sockets open."""
+    debug: Any = torch.distributed.tensor.debug
+    debug._clear_sharding_prop_cache()

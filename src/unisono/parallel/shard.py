@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -25,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.blocks import Block, note_block
-from unisono.parallel.grid import Grid
+from unisono.parallel.grid import Grid, forget_meshes
 from unisono.parallel.pieces import Pieces
 from unisono.plan.layout import WHOLE, Layout
 from unisono.plan.rules import matching
@@ -150,10 +149,9 @@ class PlacedGradients:
         self._pieces.drop_gradients()
 
     def close(self) -> None:
-        """Let the gradients go, and what torch remembers of the mesh: it would keep the groups' sockets open."""
+        """Let the gradients go, and the mesh."""
         self._pieces.drop_gradients()
-        debug: Any = torch.distributed.tensor.debug
-        debug._clear_sharding_prop_cache()
+        forget_meshes()
 
 
 def shard_function(

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor.debug
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from unisono.parallel.blocks import travels_of
 from unisono.parallel.expert import expert_layers
-from unisono.parallel.grid import Grid
+from unisono.parallel.grid import Grid, forget_meshes
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.whole import Whole
 
@@ -159,10 +158,9 @@ class ShardedGradients:
         self._set(self._units, last=False)
 
     def close(self) -> None:
-        """Let the gradients go, and what torch remembers of the mesh: it would keep the groups' sockets open."""
+        """Let the gradients go, and the mesh."""
         self._pieces.drop_gradients()
-        debug: Any = torch.distributed.tensor.debug
-        debug._clear_sharding_prop_cache()
+        forget_meshes()
 
 
 def _units(model: nn.Module) -> Iterator[FSDPModule]:

@@ -61,7 +61,7 @@ def _mesh(plan: Plan, world: int) -> Iterator[Problem]:
             given=f"{' x '.join(f'{name} {axes[name]}' for name in said)} on {world} ranks",
             rule="the product of the mesh axes is the number of ranks",
             consequence=f"the plan is for {plan.world} ranks",
-            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, or {plan.world} processes",
+            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, or launch.processes={plan.world}",
         )
     if plan.shards % plan.ep:
         yield Problem(
@@ -79,7 +79,7 @@ def _batch(plan: Plan, world: int) -> Iterator[Problem]:
             given=f"global_batch {plan.global_batch} on {ranks} ranks",
             rule="every rank gets at least one sample of each step",
             consequence=f"{ranks - plan.global_batch} ranks would never see data",
-            nearest=f"plan.global_batch={ranks}, or {plan.global_batch} processes",
+            nearest=f"plan.global_batch={ranks}, or launch.processes={plan.global_batch}",
         )
     elif plan.sharded and plan.global_batch % ranks:
         yield Problem(
@@ -107,12 +107,14 @@ def _batch(plan: Plan, world: int) -> Iterator[Problem]:
 
 def _pipeline(plan: Plan) -> Iterator[Problem]:
     """Rules of the schedules; see ``schedule`` for what they run."""
-    if plan.splits and len(plan.splits) % plan.pp:
+    if plan.splits and (plan.pp == 1 or len(plan.splits) % plan.pp):
         yield Problem(
             given=f"splits {list(plan.splits)} with pp {plan.pp}",
             rule="splits has one number of blocks for each piece of the model, equally many pieces per rank",
-            consequence="a rank would have no piece",
-            nearest=f"{plan.pp * CHUNKS[plan.schedule]} numbers, or none (they are chosen by weight)",
+            consequence="there is one piece, the whole model" if plan.pp == 1 else "a rank would have no piece",
+            nearest="no splits, or pp above 1"
+            if plan.pp == 1
+            else f"{plan.pp * CHUNKS[plan.schedule]} numbers, or none (they are chosen by weight)",
         )
         return
     if any(blocks < 1 for blocks in plan.splits):
@@ -138,8 +140,9 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
             given=f"accumulation {plan.accumulation} with pp {plan.pp}, schedule {plan.schedule!r}",
             rule=f"the schedule keeps {least} micro-batches under way at once",
             consequence="some ranks would never have work",
-            nearest=f"micro_batch={max(1, plan.micro_batch * plan.accumulation // least)}, "
-            f"global_batch={least * plan.micro_batch * plan.data_ranks}, or schedule='gpipe'",
+            nearest=f"micro_batch={max(1, plan.micro_batch * plan.accumulation // least)}, or "
+            f"global_batch={least * plan.micro_batch * plan.data_ranks} with micro_batch={plan.micro_batch}, "
+            "or schedule='gpipe'",
         )
     elif plan.schedule == "interleaved" and plan.accumulation % plan.pp:
         yield Problem(
@@ -233,14 +236,14 @@ def _choices(plan: Plan, world: int) -> Iterator[Problem]:
         if size > 1 and plan.compile != "off":
             yield Problem(
                 given=f"{axis} {size} with compile {plan.compile!r}",
-                rule=f"{what} between ranks is not traced by the compiler",
+                rule=f"{what} between ranks cannot be traced by the compiler",
                 consequence="the graph would break at each of them",
                 nearest="compile='off'",
             )
     if plan.ep > 1 and plan.compile != "off":
         yield Problem(
             given=f"ep {plan.ep} with compile {plan.compile!r}",
-            rule="sending tokens to experts on other ranks is not traced by the compiler",
+            rule="sending tokens to experts on other ranks cannot be traced by the compiler",
             consequence="the graph would break in every block",
             nearest="compile='off'",
         )

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -126,19 +126,21 @@ class Plan:
     def from_json(data: Mapping[str, Any]) -> Plan:
         """The inverse of ``to_json``. Raises PlanError with all unknown, missing and ill-typed fields at once."""
         types = get_type_hints(Plan)
+        rule = f"a plan has the fields {', '.join(each.name for each in fields(Plan))}, all of them"
         problems = [
-            _foreign(name, f"there is no field {name!r}", nearest_name(name, types)) for name in data.keys() - types
+            _not_loaded(f"there is no field {name!r}", rule, nearest_name(name, types)) for name in data.keys() - types
         ]
-        problems += [_foreign(name, f"{name!r} is missing", f'"{name}": …') for name in types.keys() - data.keys()]
+        problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in types.keys() - data.keys()]
         values: dict[str, Any] = {}
         for name in types.keys() & data.keys():
             try:
                 values[name] = msgspec.convert(data[name], types[name])
             except msgspec.ValidationError as error:
-                problems.append(_foreign(name, f"{name} = {data[name]!r}: {error}", _values(types[name])))
+                given = f"{name} = {data[name]!r}: {error}"
+                problems.append(_not_loaded(given, "a field holds a value of its type", _values(types[name])))
         if values.get("version", VERSION) != VERSION:
             near = f"a plan of version {VERSION}, or another unisono"
-            problems.append(_foreign("version", f"version {values['version']}", near))
+            problems.append(_not_loaded(f"version {values['version']}", f"this unisono reads version {VERSION}", near))
         if problems:
             raise PlanError(*sorted(problems, key=lambda problem: problem.given))
         return Plan(**values)
@@ -198,19 +200,16 @@ class Plan:
 def why_precision(asked: Plan | PlanOptions, plan: Plan) -> str:
     """Where the plan's precision comes from, in a few words."""
     if isinstance(asked, Plan) or asked.file or asked.precision != "auto":
-        return "as asked"
-    return "computed natively here" if plan.precision == "bf16" else f"no native bf16 on this {plan.device}"
+        return f"{plan.precision} as asked"
+    return "bf16 is native here" if plan.precision == "bf16" else f"no native bf16 on this {plan.device}"
 
 
-def _foreign(name: str, given: str, nearest: str) -> Problem:
-    return Problem(
-        given=given,
-        rule=f"a plan has the fields {', '.join(each.name for each in fields(Plan))}, all of them",
-        consequence="the plan was not loaded",
-        nearest=nearest,
-    )
+def _not_loaded(given: str, rule: str, nearest: str) -> Problem:
+    return Problem(given=given, rule=rule, consequence="the plan was not loaded", nearest=nearest)
 
 
 def _values(kind: Any) -> str:
     """What a field of this type takes, for people."""
-    return " or ".join(map(repr, get_args(kind))) if get_args(kind) else f"a value of type {kind.__name__}"
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return "a list, as docs/plans.md has it" if get_origin(kind) is tuple else f"a value of type {kind.__name__}"
