@@ -66,23 +66,43 @@ def test_stages_compute_the_same_bits(pool: Pool, tmp_path: Path) -> None:
     assert found[2, 2] == found[3, 2]
 
 
-def test_small_parameters_stay_whole(pool: Pool, tmp_path: Path) -> None:
-    """Norms, and all but the embedding: to a layer-wise optimizer, an average and a checkpoint they are as on one process."""
-    held = {}
-    for threshold in (0, 100, 1 << 20):
-        changes = {
-            "shard_threshold_numel": threshold,
-            "dp_shard": 3,
-            "global_batch": 9,
-            "kind": "lamb",
-            "ema_decay": 0.9,
-        }
-        together = like_one_process(pool, tmp_path / str(threshold), 3, **changes)
-        held[threshold] = sum(outcome["held"] for outcome in together)
-    norms = 5 * 16 / (48 * 16 + 5 * 16 + 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * tiny.model().options.hidden_ffn))
-    assert held[0] == pytest.approx(1)
-    assert held[100] == pytest.approx(1 + 2 * norms)
-    assert held[1 << 20] == pytest.approx(3)
+@pytest.mark.parametrize(
+    ("changes", "whole"),
+    [
+        ({"shard_threshold_numel": 100, "unsharded": ("embedding", "blocks.1.*.k")}, 5 * 16 + 48 * 16 + 8 * 16),
+        pytest.param({"shard_threshold_numel": 1 << 20}, None, marks=pytest.mark.full),
+    ],
+    ids=["some", "all"],
+)
+def test_what_the_plan_leaves_whole(pool: Pool, tmp_path: Path, changes: dict, whole: int | None) -> None:
+    """To a layer-wise optimizer, an average and a checkpoint it is as on one process. ``whole``: elements of norms and tables."""
+    common = {"dp_shard": 3, "global_batch": 9, "kind": "lamb", "ema_decay": 0.9}
+    together = like_one_process(pool, tmp_path, 3, **common, **changes)
+    count = sum(p.numel() for p in tiny.model().parameters())
+    share = 1 if whole is None else whole / count
+    assert sum(outcome["held"] for outcome in together) == pytest.approx(1 + 2 * share)
+
+
+def unsharded(world: World, run_dir: str, changes: dict) -> str:
+    sizes = {"heads": 4, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+    try:
+        with tiny.trainer(run_dir, world=world, dp_shard=2, sizes=sizes, **changes):
+            return ""
+    except PlanError as error:
+        return str(error)
+
+
+def test_names_of_what_stays_whole_are_checked(pool: Pool, tmp_path: Path) -> None:
+    for said in pool.run(unsharded, str(tmp_path / "a"), {"unsharded": ("embeding",)}, ranks=2):
+        assert said.startswith("unsharded 'embeding'\n  rule: it names modules of the model")
+        assert said.endswith("did you mean 'embedding'?")
+    for said in pool.run(unsharded, str(tmp_path / "b"), {"unsharded": ("blocks.*",), "ep": 2}, ranks=2):
+        assert said == (
+            "unsharded 'blocks.*', which holds blocks.0.ffn.experts\n"
+            "  rule: it names modules of the model, without experts that ep spreads\n"
+            "  so:   experts would not be where tokens are sent\n"
+            "  try:  modules beside them, or ep=1"
+        )
 
 
 def test_gathering_ahead_and_whole_parameters_change_nothing_about_resume(pool: Pool, tmp_path: Path) -> None:

@@ -52,11 +52,12 @@ def test_all_problems_come_at_once_with_what_would_work() -> None:
 
 
 def test_what_says_nothing_of_how_the_state_is_kept_is_refused() -> None:
-    whole = plan(2)
+    changes = {"shard_threshold_numel": 100, "unsharded": ("norm",), "prefetch_blocks": -1, "bucket_bytes": 0}
+    wrong = dataclasses.replace(plan(2), **changes)
     with pytest.raises(PlanError) as raised:
-        check(dataclasses.replace(whole, shard_threshold_numel=100, prefetch_blocks=-1, bucket_bytes=0), 2)
+        check(wrong, 2)
     assert str(raised.value) == (
-        "3 problems\n"
+        "4 problems\n"
         "1. shard_threshold_numel 100 with dp_shard 1 x cp 1\n"
         "  rule: it is 0 or more, and says something of a state that ranks share\n"
         "  so:   it would change nothing\n"
@@ -65,7 +66,11 @@ def test_what_says_nothing_of_how_the_state_is_kept_is_refused() -> None:
         "  rule: it is 0 or more, and says something of a state that ranks share\n"
         "  so:   it would change nothing\n"
         "  try:  prefetch_blocks=0, or dp_shard=2\n"
-        "3. bucket_bytes 0\n"
+        "3. unsharded ['norm'] with dp_shard 1 x cp 1\n"
+        "  rule: it names modules that stay whole beside a state that ranks share\n"
+        "  so:   it would change nothing\n"
+        "  try:  unsharded=[], or dp_shard=2\n"
+        "4. bucket_bytes 0\n"
         "  rule: so many bytes of gradients, at least 1, are summed by one all-reduce (a larger gradient by one of its own)\n"
         "  so:   nothing could be sent\n"
         "  try:  bucket_bytes=4194304"

@@ -20,6 +20,7 @@ OF_RANKS = {
         "dp_shard",
         "zero",
         "shard_threshold_numel",
+        "unsharded",
         "micro_batch",
         "tp",
         "sequence_parallel",

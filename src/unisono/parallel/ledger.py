@@ -110,7 +110,7 @@ def ledger(
             shape[0] //= plan.ep
         before_rows = math.prod(shape)
         if plan.sharded:
-            line, ranks = "experts" if expert else "shard", plan.shards_of(entry.numel, expert=expert)
+            line, ranks = "experts" if expert else "shard", plan.shards_of(name, entry.numel, expert=expert)
             dim = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
             size = -(-shape[dim] // ranks)
             shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))

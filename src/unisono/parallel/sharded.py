@@ -28,19 +28,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.blocks import travels_of
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.grid import Grid, forget_meshes
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.whole import Whole
+from unisono.plan.plan import Plan
+from unisono.plan.rules import matching
 
 
 def shard(model: nn.Module, whole: Whole, blocks: list[nn.Module], grid: Grid) -> None:
-    """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another."""
+    """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another.
+
+    Raises PlanError, before anything is changed, where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads.
+    """
     plan = grid.plan
+    _check_unsharded(model, plan)
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
-        parameter: plan.shards_of(whole.entries[whole.first_names[name]].numel, expert=parameter in stacks)
+        parameter: plan.shards_of(
+            whole.first_names[name], whole.entries[whole.first_names[name]].numel, expert=parameter in stacks
+        )
         for name, parameter in model.named_parameters()
     }
     left = {parameter for parameter, count in ranks.items() if count == 1}
@@ -68,6 +77,23 @@ def shard(model: nn.Module, whole: Whole, blocks: list[nn.Module], grid: Grid) -
         unit.set_reduce_scatter_unused_params(True)
         # else the collective is asked to multiply a factor in, which gloo cannot
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def _check_unsharded(model: nn.Module, plan: Plan) -> None:
+    paths = [path for path, _ in model.named_modules() if path]
+    spread = [path for path, _ in expert_layers(model)] if plan.ep > 1 else []
+    for pattern in plan.unsharded:
+        named = matching(pattern, paths)
+        experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
+        if not named or experts:
+            raise PlanError(
+                Problem(
+                    given=f"unsharded {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
+                    rule="it names modules of the model, without experts that ep spreads",
+                    consequence="experts would not be where tokens are sent" if experts else "it would change nothing",
+                    nearest="modules beside them, or ep=1" if experts else nearest_name(pattern, paths),
+                )
+            )
 
 
 Kind = tuple[torch.dtype, torch.dtype]

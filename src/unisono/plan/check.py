@@ -217,6 +217,13 @@ def _state(plan: Plan) -> Iterator[Problem]:
                 consequence="it would change nothing",
                 nearest=f"{name}=0, or dp_shard=2",
             )
+    if plan.unsharded and not plan.sharded:
+        yield Problem(
+            given=f"unsharded {list(plan.unsharded)} with dp_shard {plan.dp_shard} x cp {plan.cp}",
+            rule="it names modules that stay whole beside a state that ranks share",
+            consequence="it would change nothing",
+            nearest="unsharded=[], or dp_shard=2",
+        )
     if plan.bucket_bytes < 1:
         yield Problem(
             given=f"bucket_bytes {plan.bucket_bytes}",

@@ -45,6 +45,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         ep=options.ep,
         zero=options.zero,
         shard_threshold_numel=0,
+        unsharded=(),
         prefetch_blocks=0,
         bucket_bytes=BUCKET_BYTES,
         sequence_parallel=options.sequence_parallel,

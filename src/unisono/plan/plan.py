@@ -20,7 +20,7 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.files import write_atomically
 from unisono.plan.dtypes import DtypeRule
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Zero
-from unisono.plan.rules import Placement, Rule
+from unisono.plan.rules import Placement, Rule, matching
 
 _MAX_FILE_BYTES = 1 << 20
 VERSION = 2
@@ -44,6 +44,7 @@ class Plan:
     ep: int
     zero: Zero
     shard_threshold_numel: int
+    unsharded: tuple[str, ...]
     prefetch_blocks: int
     bucket_bytes: int
     sequence_parallel: bool
@@ -90,14 +91,18 @@ class Plan:
         """Whether ranks gather parameters from each other."""
         return self.shards > 1
 
-    def shards_of(self, numel: int, *, expert: bool = False) -> int:
-        """Over how many ranks a parameter of ``numel`` elements in the whole model is cut, as part of the state.
+    def shards_of(self, name: str, numel: int, *, expert: bool = False) -> int:
+        """Over how many ranks the parameter ``name``, of ``numel`` elements in the whole model, is cut as part of the state.
 
-        ``expert``: of a stack of experts, which ``ep`` spreads first. Others below the threshold stay whole on each rank.
+        ``expert``: of a stack of experts, which ``ep`` spreads first. Others stay whole on each rank where they are below the
+        threshold or in a module that ``unsharded`` names.
         """
         if expert and self.ep > 1:
             return self.shards // self.ep
-        return 1 if numel < self.shard_threshold_numel else self.shards
+        parts = name.split(".")[:-1]
+        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        whole = numel < self.shard_threshold_numel or any(matching(pattern, around) for pattern in self.unsharded)
+        return 1 if whole else self.shards
 
     @property
     def spread(self) -> bool:
