@@ -58,7 +58,7 @@ def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
 def test_a_kept_plan_trains_again_and_a_run_goes_on(desk: Desk, tmp_path: Path, axis: str) -> None:
     run_dir, again = tmp_path / "run", tmp_path / "again"
     done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.processes=2"), "--json")

@@ -77,11 +77,8 @@ def goes_on(pool: Pool, folder: Path, model: str, before: str, after: str) -> No
         assert outcome["norms"] == pytest.approx(alone["norms"][AT:], rel=1e-4), f"{before} to {after}"
 
 
-@pytest.mark.parametrize(
-    ("model", "before", "after"), [("tied", "interleaved", "dp_shard-cp"), ("untied", "tp", "zbv"), ("moe", "ep", "pp")]
-)
-def test_goes_on_under_another_plan(pool: Pool, folder: Path, model: str, before: str, after: str) -> None:
-    goes_on(pool, folder, model, before, after)
+def test_goes_on_under_another_plan(pool: Pool, folder: Path) -> None:
+    goes_on(pool, folder, "moe", "ep", "pp")
 
 
 @pytest.mark.full

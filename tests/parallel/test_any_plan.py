@@ -56,7 +56,7 @@ def draw(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(14))
 def test_any_legal_plan_trains_like_one_process(pool: Pool, tmp_path: Path, seed: int) -> None:
     ranks, settings, sizes = draw(seed)
     like_one_process(pool, tmp_path, ranks, sizes=sizes, **settings)

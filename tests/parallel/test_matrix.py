@@ -17,8 +17,8 @@ from unisono.plan.check import check
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 
-# one of each axis and one of everything at once also in the short tier
-SHORT = {"gpt-pp2-cp2", "gpt-moe-dp_shard2-ep2", "resnet-pp2"}
+# also in the short tier
+SHORT = {"gpt-moe-dp_shard2-ep2", "resnet-pp2"}
 
 
 @cache
@@ -29,7 +29,9 @@ def alone(model: str, settings: tuple[tuple[str, object], ...], dtype: str, step
 def reference(case: Case, dtype: str, steps: int) -> dict:
     """One process, with the same batch and nothing spread; the micro-batch matters to batch statistics only."""
     kept = {
-        name: value for name, value in matrix.settings_of(case).items() if name in ("global_batch", "clip_norm", "lr")
+        name: value
+        for name, value in matrix.settings_of(case).items()
+        if name in ("layers", "global_batch", "clip_norm", "lr")
     }
     return alone(
         case.model, tuple(sorted({**kept, "micro_batch": matrix.reference_micro_batch(case)}.items())), dtype, steps

@@ -53,27 +53,29 @@ class Case:
         return {**axes, **self.settings}
 
 
-def _gpt() -> tuple[torch.nn.Module, Any, Any]:
-    return tiny.model(layers=4, heads=4, kv_heads=2), tiny.RaggedTokens(), next_token
+def _gpt(layers: int) -> tuple[torch.nn.Module, Any, Any]:
+    return tiny.model(layers=layers, heads=4, kv_heads=2), tiny.RaggedTokens(), next_token
 
 
-def _moe() -> tuple[torch.nn.Module, Any, Any]:
-    sizes = {"layers": 4, "heads": 4, "kv_heads": 2, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+def _moe(layers: int) -> tuple[torch.nn.Module, Any, Any]:
+    sizes = {"layers": layers, "heads": 4, "kv_heads": 2, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
     return tiny.model(**sizes), tiny.RaggedTokens(), next_token
 
 
-def _bert() -> tuple[torch.nn.Module, Any, Any]:
+def _bert(layers: int) -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
     return (
-        BERT(BertOptions(vocab_size=tiny.VOCAB, layers=4, dim=16, heads=4, ffn_dim=32, max_length=12, dropout=0.0)),
+        BERT(
+            BertOptions(vocab_size=tiny.VOCAB, layers=layers, dim=16, heads=4, ffn_dim=32, max_length=12, dropout=0.0)
+        ),
         Masked(),
         masked_token,
     )
 
 
-def _resnet(norm: str = "group") -> tuple[torch.nn.Module, Any, Any]:
+def _resnet(layers: int, norm: str = "group") -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
-    sizes = {"classes": 5, "depths": (2, 2), "widths": (8, 16), "groups": 4, "norm": norm, "stem": "small"}
+    sizes = {"classes": 5, "depths": (layers // 2,) * 2, "widths": (8, 16), "groups": 4, "norm": norm, "stem": "small"}
     return ResNet(ResNetOptions(**sizes)), Images(), cross_entropy
 
 
@@ -119,12 +121,12 @@ class Images:
         return {"image": self._images[indices], "targets": self._targets[indices], "weights": ones}
 
 
-MODELS: dict[str, Callable[[], tuple[torch.nn.Module, Any, Any]]] = {
+MODELS: dict[str, Callable[[int], tuple[torch.nn.Module, Any, Any]]] = {
     "gpt": _gpt,
     "gpt-moe": _moe,
     "bert": _bert,
     "resnet": _resnet,
-    "resnet-batchnorm": lambda: _resnet("batch"),
+    "resnet-batchnorm": lambda layers: _resnet(layers, "batch"),
 }
 
 
@@ -135,22 +137,26 @@ def reference_micro_batch(case: Case) -> int:
 
 
 def settings_of(case: Case) -> dict[str, Any]:
-    """The whole run's: a batch that every number of ranks here divides, in several micro-batches, with clipping."""
+    """The whole run's: a batch that every number of ranks here divides, in several micro-batches, with clipping. What no pipeline
+    cuts has two blocks and two micro-batches: eight ranks on few cores spend their time in collectives."""
     axes = case.axes
     ranks = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
-    micro_batch = {1: 6, 2: 3, 3: 2, 4: 3, 6: 2, 8: 3}[ranks]
+    micro_batch = {1: 6, 2: 3, 3: 2, 4: 3}[ranks]
+    short = "pp" not in axes and case.model != "resnet-batchnorm"  # whose micro-batch is a rank's whole share
     # batch statistics of small images let rounding grow tenfold in a few steps of the others' rate, on one process too
     lr = 1e-3 if case.model.startswith("resnet") else 1e-2
-    common = {"steps": STEPS, "global_batch": 24, "micro_batch": micro_batch, "clip_norm": 0.5, "lr": lr}
+    size = {"layers": 2 if short else 4, "global_batch": 12 if short and ranks < 4 else 24}
+    common = {"steps": STEPS, **size, "micro_batch": micro_batch, "clip_norm": 0.5, "lr": lr}
     return {**common, **case.plan()}
 
 
 def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str = "float32") -> dict[str, Any]:
     """Losses and gradient norms of all steps, and this rank's blocks of the first step's gradients of the mean loss."""
     blocks: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
+    layers, settings = settings["layers"], {name: value for name, value in settings.items() if name != "layers"}
     with tempfile.TemporaryDirectory() as folder:
         shared = str(world.broadcast_json(folder))
-        network, data, objective = MODELS[model]()
+        network, data, objective = MODELS[model](layers)
         network = network.to(getattr(torch, dtype))
         if isinstance(data, Images):  # the only inputs that are no numbers of tokens
             data = Images(dtype)

@@ -134,9 +134,8 @@ AXES = {
     ("axis", "fault"),
     [
         *((axis, f"{point}:1") for axis in AXES for point in ("forward@3", "backward@3")),
-        *((axis, f"{point}:0") for axis in ("pp", "cp", "ep") for point in ("optimizer@3", "before_commit@4")),
-        ("pp", "mid_shard@4:1"),
-        ("pp", "backward@3:0"),
+        *(("pp", fault) for fault in ("backward@3:0", "optimizer@3:0", "mid_shard@4:1", "before_commit@4:0")),
+        ("ep", "before_commit@4:0"),
     ],
 )
 def test_a_run_cut_along_any_axis_survives_a_kill_bit_for_bit(
