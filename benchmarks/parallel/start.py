@@ -1,6 +1,6 @@
 """From the start of two processes to the end of their first step, by axis, beside a hand-written script. Prints JSON.
 
-    python -m benchmarks.parallel.start [--axes tp,pp] [--rounds 7] [--set KEY=VALUE]
+    python -m benchmarks.parallel.start [--axes tp,pp] [--rounds 3] [--set KEY=VALUE]
 
 Whole processes without a launcher on either side, in turns, after one round that is not counted. The hand-written script reads
 its batches and initial weights from a file; the trainer reads its configuration and prepared data and draws its weights.
@@ -77,7 +77,7 @@ def race(name: str, rounds: int, workload: Path, settings: list[str]) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--axes", type=lambda text: text.split(","), default=list(AXES), help=f"of {', '.join(AXES)}")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], help="a setting of the run, as for unisono train")
     parser.add_argument("--rank", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--workload", type=Path, help=argparse.SUPPRESS)
