@@ -93,8 +93,8 @@ def unsharded(world: World, run_dir: str, changes: dict) -> str:
 
 
 def test_names_of_what_stays_whole_are_checked(pool: Pool, tmp_path: Path) -> None:
-    for said in pool.run(unsharded, str(tmp_path / "a"), {"unsharded": ("embeding",)}, ranks=2):
-        assert said.startswith("unsharded 'embeding'\n  rule: it names modules of the model")
+    for said in pool.run(unsharded, str(tmp_path / "a"), {"unsharded": ("embeddings",)}, ranks=2):
+        assert said.startswith("unsharded 'embeddings'\n  rule: it names modules of the model")
         assert said.endswith("did you mean 'embedding'?")
     for said in pool.run(unsharded, str(tmp_path / "b"), {"unsharded": ("blocks.*",), "ep": 2}, ranks=2):
         assert said == (
