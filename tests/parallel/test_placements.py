@@ -31,6 +31,9 @@ def planned(ranks: int, **options: int) -> Plan:
     return derive(given, world=ranks, device="cpu", native_bf16=False)
 
 
+MOVED = (*FFN, Placement(module="blocks.*.ffn.down", inputs=((None, "tp", None),), outputs=(None, None, None)))
+
+
 def trained(world: World, run_dir: str, file: str, stop_after: int) -> dict:
     found = []
     axes = {"file": file, "device": "auto", "global_batch": 8, "precision": "auto"} if file else {}
@@ -44,8 +47,11 @@ def trained(world: World, run_dir: str, file: str, stop_after: int) -> dict:
     return {"figures": found, "held": held}
 
 
-def test_trains_like_one_process_and_goes_on_on_one_rank(pool: Pool, tmp_path: Path) -> None:
-    replace(planned(2), placements=FFN).save(tmp_path / "plan.json")
+@pytest.mark.parametrize("placements", [FFN, MOVED], ids=["parameters", "values"])
+def test_trains_like_one_process_and_goes_on_on_one_rank(
+    pool: Pool, tmp_path: Path, placements: tuple[Placement, ...]
+) -> None:
+    replace(planned(2), placements=placements).save(tmp_path / "plan.json")
     alone = trained(World(JobSpec()), str(tmp_path / "alone"), "", 4)["figures"]
     first = pool.run(trained, str(tmp_path / "run"), str(tmp_path / "plan.json"), 2, ranks=2)[0]
     rest = trained(World(JobSpec()), str(tmp_path / "run"), "", 4)["figures"]
@@ -60,6 +66,33 @@ def test_trains_like_one_process_and_goes_on_on_one_rank(pool: Pool, tmp_path: P
     for found, expected in zip([*first["figures"], *rest], alone, strict=True):
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
         assert found[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def unclear(world: World, run_dir: str, placements: tuple[Placement, ...]) -> str:
+    with pytest.raises(PlanError) as caught, tiny.trainer(run_dir, world=world, tp=2, placements=placements):
+        pass
+    return str(caught.value)
+
+
+def test_values_are_placed_inside_of_modules_whose_parameters_are(pool: Pool, tmp_path: Path) -> None:
+    placements = (*FFN, Placement(module="blocks.*.ffn", outputs=(None, None, None)))
+    assert pool.run(unclear, str(tmp_path), placements, ranks=2)[0] == (
+        "a placement of what goes into or comes out of 'blocks.0.ffn'\n"
+        "  rule: it is of a module inside one whose parameters are placed: outside values are plain tensors\n"
+        "  so:   there would be nothing to move\n"
+        "  try:  a placement of parameters in a module around it"
+    )
+
+
+def test_a_placement_says_one_thing() -> None:
+    for wrong, said in (
+        (Placement(module="a"), "a placement in 'a' with nothing else\n"),
+        (Placement(parameter="w"), "a placement in 'the model' with parameter\n"),
+        (Placement(module="a", parameter="w", dims=ROWS, outputs=ROWS), "with parameter, dims, outputs\n"),
+    ):
+        with pytest.raises(PlanError, match="a placement has parameter and dims, or inputs and outputs") as caught:
+            check(replace(planned(2), placements=(wrong,)), 2)
+        assert said in str(caught.value)
 
 
 def test_what_cannot_be_beside_placements() -> None:

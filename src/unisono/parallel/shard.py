@@ -26,6 +26,7 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.blocks import Block, note_block
 from unisono.parallel.grid import Grid, forget_meshes
 from unisono.parallel.pieces import Pieces
+from unisono.plan import rules
 from unisono.plan.layout import WHOLE, Layout
 from unisono.plan.rules import matching
 
@@ -73,9 +74,11 @@ def shard(model: nn.Module, placements: Mapping[str, Dims], grid: Grid) -> None:
 
 
 def place(model: nn.Module, grid: Grid) -> None:
-    """Cut ``model`` in place as the placements of the plan say. Raises PlanError, as ``shard`` does."""
+    """Cut ``model`` in place as the placements of the plan say, and pin what goes into and out of modules. Raises PlanError, as
+    ``shard`` does."""
     modules = dict(model.named_modules())
     wanted: dict[str, dict[str, Dims]] = {}
+    moved: dict[str, rules.Placement] = {}
     for each in grid.plan.placements:
         found = matching(each.module, modules)
         if not found:
@@ -88,7 +91,10 @@ def place(model: nn.Module, grid: Grid) -> None:
                 )
             )
         for path in found:
-            wanted.setdefault(path, {})[each.parameter] = each.dims
+            if each.parameter:
+                wanted.setdefault(path, {})[each.parameter] = each.dims
+            else:
+                moved[path] = each
     holders: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(parameter, []).append(name)
@@ -105,8 +111,21 @@ def place(model: nn.Module, grid: Grid) -> None:
                     nearest="placements in one module that holds both",
                 )
             )
+    for path in moved:
+        if not any(_within(path, outer) and path != outer for outer in wanted):
+            raise PlanError(
+                Problem(
+                    given=f"a placement of what goes into or comes out of {path or 'the model'!r}",
+                    rule="it is of a module inside one whose parameters are placed: outside values are plain tensors",
+                    consequence="there would be nothing to move",
+                    nearest="a placement of parameters in a module around it",
+                )
+            )
     for path, placements in wanted.items():
         shard(modules[path], placements, grid)
+    for path, each in moved.items():
+        module = modules[path]
+        module.forward = shard_function(module.forward, inputs=each.inputs, outputs=each.outputs)
 
 
 def _within(name: str, path: str) -> bool:
@@ -159,7 +178,7 @@ def shard_function(
 ) -> Callable[..., Any]:
     """``function`` with its positional inputs, and what it returns, moved to these placements; None leaves one as it comes.
 
-    For use inside a model that ``shard`` has cut. Raises PlanError, when called, for what is no DTensor or has other dims.
+    Inside a model that ``shard`` has cut. Raises PlanError, when called, for what is no DTensor or has other dims.
     """
     for number, dims in enumerate([*inputs, outputs]):
         problem = None if dims is None else _wrong_axes(f"value {number} of {_name(function)}", dims)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem
 from unisono.plan.plan import BUCKET_BYTES, CHUNKS, Plan
+from unisono.plan.rules import Placement
 
 COUNTS = (
     "pp",
@@ -305,6 +306,15 @@ def _placements(plan: Plan) -> Iterator[Problem]:
                 consequence="the model could not be laid out both ways",
                 nearest=f"no {name}, or plan.rules in place of placements" if name != "rules" else "one of the two",
             )
+    for each in plan.placements:
+        moves = bool(each.inputs) or each.outputs is not None
+        if bool(each.parameter) == moves or bool(each.parameter) != bool(each.dims):
+            yield Problem(
+                given=f"a placement in {each.module or 'the model'!r} with {_set(each)}",
+                rule="a placement has parameter and dims, or inputs and outputs (one of them at least)",
+                consequence="it would be unclear what lies how",
+                nearest='{"module": …, "parameter": …, "dims": […]}, and another for inputs and outputs',
+            )
     if plan.tp == 1:
         yield Problem(
             given="placements with plan.tp=1",
@@ -312,6 +322,11 @@ def _placements(plan: Plan) -> Iterator[Problem]:
             consequence="they would act on nothing",
             nearest="plan.tp=2, or no placements",
         )
+
+
+def _set(placement: Placement) -> str:
+    names = [name for name in ("parameter", "dims", "inputs", "outputs") if getattr(placement, name)]
+    return ", ".join(names) or "nothing else"
 
 
 def largest_divisor(number: int, limit: int) -> int:

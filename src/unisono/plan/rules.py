@@ -86,13 +86,22 @@ class Sequence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, ta
 Rule = Pair | Experts | Embedding | Output | Sequence
 
 
-class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+Dims = tuple[Literal["tp"] | None, ...]
+
+
+class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Semi-automatic: parameters of ``module`` (a pattern; the whole model if empty) whose names fit ``parameter`` are cut along
-    the dim that has "tp" in ``dims``; the others have null. What lies between, DTensor decides."""
+    the dim that has "tp" in ``dims``; the others have null. What lies between, DTensor decides.
+
+    Or, without ``parameter``, what goes into the module (``inputs``, by position; null as it comes) and what comes out
+    (``outputs``) is moved to lie like that. Such a module lies in one whose parameters are placed.
+    """
 
     module: str = ""
-    parameter: str
-    dims: tuple[Literal["tp"] | None, ...]
+    parameter: str = ""
+    dims: Dims = ()
+    inputs: tuple[Dims | None, ...] = ()
+    outputs: Dims | None = None
 
 
 _GPT_ATTENTION = Pair(
