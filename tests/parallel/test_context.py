@@ -494,7 +494,7 @@ def entered(world: World, folder: str) -> dict[str, str]:
     """What a trainer says on entering, by model; twelve tokens on two ranks are six on each, for a table of eight."""
     bert = BERT(BertOptions(vocab_size=VOCAB, layers=2, dim=16, heads=4, ffn_dim=32, max_length=8))
     cases: dict[str, tuple[nn.Module, Any, Any]] = {
-        "resnet": matrix.MODELS["resnet"](),
+        "resnet": matrix.MODELS["resnet"](4),
         "bert": (bert, Tokens(), masked_token),
     }
     found = {}

@@ -41,7 +41,7 @@ def watch(world: World, model: str, settings: dict[str, Any], poison: int | None
     seen: dict[str, list[Any]] = {"losses": [], "norms": [], "scales": [], "skipped": []}
     with tempfile.TemporaryDirectory() as folder:
         shared = str(world.broadcast_json(folder))
-        network, data, objective = matrix.MODELS[model]()
+        network, data, objective = matrix.MODELS[model](4)
         if poison is not None:
             data = tiny.RaggedTokens(poison=poison)
         with tiny.trainer(shared, world=world, network=network, data=data, objective=objective, **settings) as run:

@@ -241,6 +241,7 @@ _GPT_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("cp2 tp2", {"sequence_parallel": True, "recompute": "full"}),
 )
 _MOE = (
+    *("dp_replicate2", "dp_shard2", "cp2", "pp2 tp2", "cp2 tp2", "pp2 cp2"),
     *("dp_shard2 ep2", "cp2 ep2", "pp2", "tp2", "dp_shard4 ep2", "dp_shard4 ep4", "dp_replicate2 dp_shard2 ep2"),
     *("pp2 dp_shard2 ep2", "dp_shard2 tp2 ep2", "dp_shard2 cp2 ep2", "dp_shard2 cp2 ep4"),
     *("pp2 dp_shard4 ep2", "pp2 dp_shard2 tp2 ep2", "dp_shard2 cp2 tp2 ep2"),
@@ -267,6 +268,9 @@ _BERT = (
     "pp2 dp_shard2",
     "pp2 tp2",
     "cp2 tp2",
+    "dp_shard2 cp2",
+    "pp2 cp2",
+    "dp_replicate2 dp_shard2",
     "pp2 dp_shard2 tp2",
 )
 _RESNET = ("dp_replicate2", "dp_shard2", "pp2", "dp_replicate2 dp_shard2", "pp2 dp_shard2", "pp4 dp_shard2")

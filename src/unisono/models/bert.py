@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unisono.errors import ConfigError, DataError, Problem
 from unisono.models.loss import Head
+from unisono.models.precision import product_dtype
 
 LOSS_CHUNK = 1024  # rows of logits that exist at once
 # columns that carry the output bias: one, and zeros up to the multiple of 8 that matrix units want
@@ -66,6 +67,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """x [B, T, D]; mask [B, 1, 1, T] true where all may look (or added to the scores), or None for everywhere."""
+        x = x.to(product_dtype(x))  # once, not once for each of the three
         q, k, v = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, E]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]

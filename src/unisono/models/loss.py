@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unisono.models.precision import product_dtype
+
 
 class Part(Protocol):
     """The rows of a vocabulary that one rank has, where the output matrix is cut over ranks (``parallel.vocabulary``)."""
@@ -78,10 +80,7 @@ def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Ten
     ``targets`` [...] int64 and ``weights`` [...] float32 have the shape of ``head.hidden`` without its last dim.
     """
     hidden = head.hidden.flatten(0, -2)
-    kind = hidden.device.type
-    compute = head.compute or (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None)
-    if compute is not None:
-        hidden = hidden.to(compute)
+    hidden = hidden.to(head.compute or product_dtype(hidden))
     if head.part is not None:
         hidden = head.part.enter(hidden)
     flat_weights = weights.flatten().float()

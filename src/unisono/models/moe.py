@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.models.options import ModelOptions
+from unisono.models.precision import product_dtype
 
 BIAS_RATE = 1e-3  # DeepSeek-V3, section 4.2
 LOSS_RATE = 1e-2  # Fedus et al. 2022, section 2.2
@@ -126,8 +127,7 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] sorted by expert, ``counts`` [E] of each → what their experts make of them, [M, D]."""
-        kind = rows.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+        dtype = product_dtype(rows)
         rows, gate, up, down = (each.to(dtype) for each in (rows, self.gate, self.up, self.down))
         hidden = F.silu(_products(rows, gate, counts)) * _products(rows, up, counts)  # [M, F]
         return _products(hidden, down, counts)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unisono.models.precision import product_dtype
+
 
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + eps) · weight over the last dimension; [..., D] → [..., D].
@@ -22,9 +24,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        if kind != "cpu" or torch.compiler.is_compiling():
+        dtype = product_dtype(x)
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
         return _RMSNorm.apply(x.float(), self.weight.float(), self.eps).to(dtype)
 

@@ -33,6 +33,7 @@ from unisono.parallel.blocks import travels_of
 from unisono.parallel.expert import expert_layers
 from unisono.parallel.grid import Grid, forget_meshes
 from unisono.parallel.pieces import Pieces
+from unisono.parallel.shared import SharedGradients
 from unisono.parallel.whole import Whole
 from unisono.plan.plan import Plan
 from unisono.plan.rules import matching
@@ -155,6 +156,7 @@ class ShardedGradients:
     def __init__(self, model: nn.Module, pieces: Pieces, grid: Grid) -> None:
         self._plan, self._pieces, self._world = grid.plan, pieces, grid.world
         self._units = list(_units(model))
+        self._whole = SharedGradients(pieces.summed, grid.world)
         self._set(self._units, last=False)
 
     def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
@@ -173,6 +175,7 @@ class ShardedGradients:
         with self._world.guard("gradient totals"):
             dist.all_reduce(totals, group=self._world.group)
         self._pieces.take_gradients()
+        self._whole.finish(self._pieces)
 
     def gradients(self) -> list[Tensor]:
         """This rank's pieces, in parameter order."""

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unisono.models.precision import product_dtype
+
 Owed = list[tuple[Tensor, Tensor, Tensor]]
 
 
@@ -71,21 +73,20 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: WeightGradients) -> Tensor:
-        kind = x.device.type
-        compute = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        compute = product_dtype(x)
         ctx.store, ctx.dtype, ctx.bias_dtype = store, x.dtype, None if bias is None else bias.dtype
-        cast = x.to(compute)
-        ctx.save_for_backward(cast)
+        cast, cast_weight = x.to(compute), weight.to(compute)
+        ctx.save_for_backward(cast, cast_weight)
         ctx.weight = weight  # recompute gives saved tensors back without what they are leaves of
-        return F.linear(cast, weight.to(compute), None if bias is None else bias.to(compute))
+        return F.linear(cast, cast_weight, None if bias is None else bias.to(compute))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (gradient,) = gradients
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x, cast_weight), weight = ctx.saved_tensors, ctx.weight
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         rows = gradient.flatten(0, -2)  # [N, out]
-        of_x = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype) if need_x else None
+        of_x = (gradient @ cast_weight).to(ctx.dtype) if need_x else None
         of_bias = rows.sum(0).to(ctx.bias_dtype) if need_bias else None
         of_weight = None
         if need_weight and not ctx.store.owe(x.flatten(0, -2), rows, weight):

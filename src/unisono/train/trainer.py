@@ -327,9 +327,7 @@ class Trainer:
             state=self.state,
             pieces=pieces,
             sync=self._sync,
-            shared=SharedGradients(
-                [*pieces.summed, *summed(model), *(pipeline.shared if pipeline is not None else ())], self.world
-            ),
+            shared=SharedGradients([*summed(model), *(pipeline.shared if pipeline is not None else ())], self.world),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),
