@@ -67,7 +67,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """x [B, T, D]; mask [B, 1, 1, T] true where all may look (or added to the scores), or None for everywhere."""
-        x = x.to(product_dtype(x))  # once, not once for each of the three
         q, k, v = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, E]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
@@ -99,7 +98,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] → [B, T, D]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, mask)))
+        once = x.to(product_dtype(x))  # not once for each of the three that read it
+        x = self.attention_norm(x + self.dropout(self.attention(once, mask)))
         return self.ffn_norm(x + self.dropout(self.ffn(x)))
 
 
