@@ -135,13 +135,17 @@ def test_no_process_outlives_the_one_that_started_it(tokenizer: Tokenizer, how: 
         start_new_session=True,
     )
     assert parent.stdout is not None
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(workers) == 2
-    if how == signal.SIGINT:
-        os.killpg(parent.pid, how)  # as a terminal does
-    else:
-        parent.send_signal(how)
-    _, errors = parent.communicate(timeout=60)
+    try:
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        if how == signal.SIGINT:
+            os.killpg(parent.pid, how)  # as a terminal does
+        else:
+            parent.send_signal(how)
+        _, errors = parent.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(parent.pid, signal.SIGKILL)  # one that did not listen
     assert parent.returncode == -how
     assert errors.count("Traceback") == (how == signal.SIGINT), errors
     deadline = time.monotonic() + 30
