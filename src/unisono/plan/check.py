@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from unisono.errors import PlanError, Problem
 from unisono.plan.plan import BUCKET_BYTES, CHUNKS, Plan
 from unisono.plan.rules import Placement
+from unisono.plan.sync import sync_problems
 
 COUNTS = (
     "pp",
@@ -31,6 +32,7 @@ def check(plan: Plan, world: int) -> None:
         *_state(plan),
         *_choices(plan, world),
         *_placements(plan),
+        *sync_problems(plan, world),
     ]
     if problems:
         raise PlanError(*problems)
@@ -276,13 +278,6 @@ def _choices(plan: Plan, world: int) -> Iterator[Problem]:
             rule="zbv computes weight gradients after a block's backward pass, and sharded states reduce them at its end",
             consequence="gradients would be missing",
             nearest="schedule='interleaved', or dp_replicate in place of dp_shard",
-        )
-    if plan.sync == "local" and world > 1:
-        yield Problem(
-            given=f"sync 'local' on {world} ranks",
-            rule="the local store sums inside one process only",
-            consequence="ranks would train different models",
-            nearest="plan.sync='dist_sync' (or leave it at 'auto')",
         )
 
 

@@ -19,7 +19,7 @@ import msgspec
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.files import write_atomically
 from unisono.plan.dtypes import DtypeRule
-from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Zero
+from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
 from unisono.plan.rules import Placement, Rule, matching
 
 _MAX_FILE_BYTES = 1 << 20
@@ -62,7 +62,15 @@ class Plan:
     recompute_keep: tuple[str, ...]
     offload: bool
     compile: Compile
-    sync: Literal["local", "dist_sync"]
+    sync: Sync
+    compression: str
+    staleness: int | None
+    damping: bool
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
+    fragments: int
+    overlap_steps: int
     gradients: Literal["mean", "sum"]
     tf32: bool
     autotune: bool
@@ -197,9 +205,18 @@ class Plan:
         shards += f", experts over {self.ep}" if self.ep > 1 else ""
         return (
             f"{self.world} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.data_ranks} ranks"
-            f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}, recompute {self.recompute},"
+            f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}{self._sent()}, recompute {self.recompute},"
             f" compile {self.compile}"
         )
+
+    def _sent(self) -> str:
+        """What is said of the synchronisation beside its kind."""
+        told = "" if self.compression == "none" else f" ({self.compression})"
+        if self.sync == "dist_async":
+            told += "" if self.staleness is None else f" (at most {self.staleness} ahead)"
+        if self.sync == "dist_local":
+            told += f" (every {self.local_steps} steps)"
+        return told
 
 
 def why_precision(asked: Plan | PlanOptions, plan: Plan) -> str:
