@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.ahead import copied_ahead
+from unisono.data.dataset import from_map_style
 from unisono.data.loader import Loader, eval_batches, share
 from unisono.data.options import LoaderOptions
 from unisono.data.order import Order
@@ -382,3 +384,39 @@ def test_on_a_cpu_batches_stay_as_they_are() -> None:
     there = copied_ahead(one.iterate(0, 9), torch.device("cpu"))
     assert xs(there) == xs(loader(Numbers(50)).iterate(0, 9))
     one.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
+    """Whoever computes a share gets what its rank would have: samples, draws, partners."""
+    options = LoaderOptions(workers=workers)
+
+    def mixed(a: dict[str, Any], b: dict[str, Any], rng: np.random.Generator) -> Any:
+        return {"x": a["x"] + b["x"] * rng.random()}, {"x": b["x"] * rng.random()}
+
+    common: dict[str, Any] = {"seed": 3, "global_batch": 7, "options": options, "pair": mixed}
+    data = from_map_style([{"x": np.float32(i)} for i in range(40)])
+    expected: dict[int, Any] = {}
+    for rank in range(3):
+        with Loader(data, rank=rank, world=3, **common) as loader, closing(loader.iterate(0, 4)) as batches:
+            expected |= {batch.unit: batch for batch in batches}
+    order = iter([5, 0, 1, 2, None, 11, 3, 4, 7, None, 6, 9, 8, 10])
+    asked: list[bool] = []
+
+    def claim(wait: bool) -> int | None:
+        asked.append(wait)
+        return next(order, None)
+
+    with Loader(data, rank=0, world=3, **common) as loader:
+        found: list[Any] = []
+        for _ in range(3):  # a None where it would wait ends the generator; somebody else decides whether to go on
+            with closing(loader.dealt(claim)) as batches:
+                found += list(batches)
+    assert sorted(batch.unit for batch in found) == sorted(expected)
+    for batch in found:
+        mine = expected[batch.unit]
+        assert batch.step == mine.step == batch.unit // 3
+        assert batch.sample_ids.tolist() == mine.sample_ids.tolist()
+        for here, there in zip(batch.micro_batches, mine.micro_batches, strict=True):
+            assert torch.equal(here["x"], there["x"])
+    assert (False in asked) == (workers > 0)

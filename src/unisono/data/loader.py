@@ -49,7 +49,8 @@ class StepBatch:
     """What one rank consumes in one step."""
 
     step: int
-    sample_ids: NDArray[np.int64]  # this rank's, in order
+    unit: int  # step * ranks + whose share it is
+    sample_ids: NDArray[np.int64]  # of the share, in order
     micro_batches: list[Tensors]  # as many as its share needs, the last one may be smaller; none for an empty share
     wait_s: float  # how long the consumer waited for it
     skipped_ids: list[int]  # samples of this rank that could not be read and weigh 0
@@ -65,6 +66,10 @@ class _Drawn:
     real: int  # slots that are not filler
     ids: Ids
     visits: Ids
+
+    @property
+    def own_ids(self) -> Ids:
+        return self.ids[self.own.start - self.low : self.own.stop - self.low]
 
 
 _NO_IDS, _NO_FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
@@ -151,7 +156,7 @@ class Loader:
         )
         # not a method: workers that know the loader would keep it from being forgotten
         self._deliver = partial(deliver, pin=wants_pinned(device))
-        self._ahead: tuple[int, list[_Drawn]] = (0, [])
+        self._ahead: tuple[range, list[_Drawn]] = (range(0), [])
         self._inline = InThread(self._recipe)
         self._tuner = Tuner(options, limit=usable_cores(os.environ), about=self._recipe)
         self._workers: _Workers | None = None
@@ -164,40 +169,55 @@ class Loader:
 
     def sample_ids(self, step: int) -> Ids:
         """This rank's samples of a step, in order; computed, nothing is read."""
-        drawn = self._drawn(step)
-        return drawn.ids[drawn.own.start - drawn.low : drawn.own.stop - drawn.low]
+        return self._drawn(self._unit(step), self._world).own_ids
 
     def batch(self, step: int) -> StepBatch:
         """One step's batch, built now, in this thread."""
-        begin = time.perf_counter()
-        made = [self._deliver(self._inline(part)) for part in self._parts(step)]
-        return self._step_batch(step, self.sample_ids(step), made, time.perf_counter() - begin)
+        return self._built(self._unit(step), self._world)
 
     def iterate(self, start_step: int, stop_step: int) -> Generator[StepBatch, None, None]:
         """The batches of steps ``start_step`` up to ``stop_step`` (not included), at most ``prefetch_depth`` ahead, or as many
         as there are workers. An error met ahead of time is raised when its step is asked for."""
+        coming = iter(range(self._unit(start_step), self._unit(stop_step), self._world))
+        return self._follow(lambda wait: next(coming, None), self._world)
+
+    def dealt(self, claim: Callable[[bool], int | None]) -> Generator[StepBatch, None, None]:
+        """Batches of the shares of steps that somebody deals this process: unit ``u`` is share ``u % world`` of step
+        ``u // world``, with the samples that rank ``u % world`` would have.
+
+        ``claim(wait)`` gives the next unit. None ends it where ``wait`` is true; else there is none now, and it is asked
+        again when one of those made ahead is used up.
+        """
+        return self._follow(claim, 1)
+
+    def _follow(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
         if self._prefetch_depth == 0 or self.options.workers == 0:
-            for step in range(start_step, stop_step):
-                yield self.batch(step)
+            while (unit := claim(True)) is not None:
+                yield self._built(unit, stride)
             return
-        ahead: deque[tuple[Ids, list[Job]]] = deque()
-        coming = iter(range(start_step, stop_step))
+        ahead: deque[tuple[int, list[Job]]] = deque()
         try:
-            for step in range(start_step, stop_step):
+            while True:
                 begin = time.perf_counter()
                 workers = self._have_workers()
-                while len(ahead) <= workers.depth and (next_step := next(coming, None)) is not None:
-                    jobs = [workers.pool.submit(part) for part in self._parts(next_step)]
-                    ahead.append((self.sample_ids(next_step), jobs))
-                ids, jobs = ahead.popleft()
+                while len(ahead) <= workers.depth and (unit := claim(not ahead)) is not None:
+                    ahead.append((unit, [workers.pool.submit(part) for part in self._parts(unit, stride)]))
+                if not ahead:
+                    return
+                unit, jobs = ahead.popleft()
                 made = [self._wait(job) for job in jobs]
                 waited = time.perf_counter() - begin
                 self._tuner.waited(waited)
-                yield self._step_batch(step, ids, made, waited)
+                yield self._step_batch(unit, self._drawn(unit, stride).own_ids, made, waited)
         finally:
             for _, jobs in ahead:
                 for job in jobs:
                     job.future.cancel()
+
+    def _built(self, unit: int, stride: int) -> StepBatch:
+        begin = time.perf_counter()
+        made = [self._deliver(self._inline(part)) for part in self._parts(unit, stride)]
+        return self._step_batch(unit, self._drawn(unit, stride).own_ids, made, time.perf_counter() - begin)
 
     def close(self) -> None:
         """End the workers. The loader can be used again and then starts new ones."""
@@ -235,22 +255,27 @@ class Loader:
 
     # --- which samples ---------------------------------------------------------------------------------------------
 
-    def _drawn(self, step: int) -> _Drawn:
-        first, drawn = self._ahead
-        if not first <= step < first + len(drawn):
-            # A call of the order costs about the same for one step as for hundreds: keep the stretch this step lies in.
-            mine = max(1, self.steps.global_batch // self._world)
-            stretch = min(_AHEAD_STEPS, max(1, _AHEAD_SAMPLES // mine))
-            first = step - step % stretch
-            drawn = self._draw(range(first, first + stretch))
-            self._ahead = (first, drawn)
-        return drawn[step - first]
+    def _unit(self, step: int) -> int:
+        return step * self._world + self._rank
 
-    def _draw(self, steps: range) -> list[_Drawn]:
+    def _drawn(self, unit: int, stride: int) -> _Drawn:
+        units, drawn = self._ahead
+        if unit not in units:
+            # A call of the order costs about the same for one share as for hundreds: draw the stretch this one lies in.
+            mine = max(1, self.steps.global_batch // self._world)
+            length = stride * min(_AHEAD_STEPS, max(1, _AHEAD_SAMPLES // mine))
+            first = unit - unit % length + unit % stride
+            units = range(first, first + length, stride)
+            drawn = self._draw(units)
+            self._ahead = (units, drawn)
+        return drawn[units.index(unit)]
+
+    def _draw(self, units: range) -> list[_Drawn]:
         wanted: list[tuple[int, range, int, int, Ids]] = []
-        for step in steps:
+        for unit in units:
+            step, rank = divmod(unit, self._world)
             positions, real = self.steps.positions(step)
-            own = share(len(positions), self._rank, self._world)
+            own = share(len(positions), rank, self._world)
             low, high = (own.start, own.stop) if self._recipe.pair is None else _with_partners(own, len(positions))
             wanted.append((low, own, len(positions), real, positions[low:high]))
         ids, visits = self._draws.draw(np.concatenate([positions for *_, positions in wanted]))
@@ -258,8 +283,8 @@ class Loader:
         rows = zip(wanted, np.split(ids, ends), np.split(visits, ends), strict=True)
         return [_Drawn(low, own, slots, real, i, v) for (low, own, slots, real, _), i, v in rows]
 
-    def _parts(self, step: int) -> list[Part]:
-        drawn = self._drawn(step)
+    def _parts(self, unit: int, stride: int) -> list[Part]:
+        step, drawn = unit // self._world, self._drawn(unit, stride)
         cuts = range(drawn.own.start, drawn.own.stop, self._micro_batch)
         return [self._part(step, drawn, range(low, min(low + self._micro_batch, drawn.own.stop))) for low in cuts]
 
@@ -319,7 +344,8 @@ class Loader:
                 )
             ) from error
 
-    def _step_batch(self, step: int, sample_ids: Ids, made: list[_Made], waited: float) -> StepBatch:
+    def _step_batch(self, unit: int, sample_ids: Ids, made: list[_Made], waited: float) -> StepBatch:
+        step = unit // self._world
         skipped = [sample for _, ids in made for sample in ids]
         self._delivered += len(sample_ids)
         self._skipped += len(skipped)
@@ -334,7 +360,9 @@ class Loader:
                 )
             )
         parts = [tensors for tensors, _ in made]
-        return StepBatch(step=step, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped)
+        return StepBatch(
+            step=step, unit=unit, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped
+        )
 
 
 def _one_torch_thread() -> None:

@@ -66,6 +66,7 @@ class StreamLoader:
         self._stream, self._seed, self._transform = stream, seed, transform
         self._prefetch_depth, self._pin = prefetch_depth, wants_pinned(device)
         self._global_batch = global_batch
+        self._rank, self._world = rank, world
         self._own = share(global_batch, rank, world)
         self._micro_batch = micro_batch or max(1, len(self._own))
 
@@ -118,7 +119,8 @@ class StreamLoader:
                 raise _unreadable(step, error) from error
             ids = np.array([number for _, number, _ in mine], np.int64)
             waited = time.perf_counter() - begin
-            yield StepBatch(step=step, sample_ids=ids, micro_batches=parts, wait_s=waited, skipped_ids=[])
+            unit = step * self._world + self._rank
+            yield StepBatch(step=step, unit=unit, sample_ids=ids, micro_batches=parts, wait_s=waited, skipped_ids=[])
 
     def _part(self, items: list[tuple[int, int, Any]]) -> dict[str, Any]:
         samples = [named(item) for _, _, item in items]
