@@ -131,6 +131,8 @@ class Engine:
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
         state.weight_total += counted
         self.sync.reset()
+        if state.memory is not None:
+            state.memory.settle(state.step + 1, good)
         return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), counted, totals[2]])
 
 

@@ -68,7 +68,7 @@ def resume(
                 nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
             )
         )
-    state.restore(snapshot, rank=rank, seed=seed)
+    differences += state.restore(snapshot, rank=rank, seed=seed)
     if mode not in ("auto", "strict") and world.rank == 0 and path.resolve().parent == root.resolve():
         set_aside_after(root, snapshot.step)  # these steps are made again, and nothing is ever overwritten
     world.barrier()

@@ -1,7 +1,7 @@
 """A run's whole mutable state in one object; nothing else survives a step.
 
 Shared tensors are the same on every rank (the checkpoint spreads them over the ranks' shards); own tensors are this
-rank's generators. What is neither (step, best score) is plain JSON.
+rank's generators, and what keeping in step leaves on it alone. What is neither (step, best score) is plain JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,35 @@ from unisono.train.ema import Average
 from unisono.train.guard import Guard
 
 
+# tensors of one rank, and tensors that only some ways of keeping in step have: a checkpoint may lack them
+_OF_A_RANK, _OUTER = ("rng/", "sync/"), "outer/"
+
+
+class Memory(Protocol):
+    """What a way of keeping ranks in step remembers from step to step."""
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks have parameters and optimizer state of their own between two averages."""
+        ...
+
+    def settle(self, step: int, good: Tensor) -> None:
+        """Step ``step`` (from 1) has been made, and counted where ``good`` [] is true."""
+        ...
+
+    def shared(self) -> dict[str, Tensor]:
+        """What all ranks have alike, by path; ``model/...`` stands in place of the rank's own parameters."""
+        ...
+
+    def own(self) -> dict[str, Tensor]:
+        """What this rank alone has, by name."""
+        ...
+
+    def adopt(self, *, whole: bool) -> None:
+        """``shared`` was loaded; ``own`` follows, unless ``whole`` is false: then it starts from what is shared."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True)
 class RunState:
     """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
@@ -39,6 +68,7 @@ class RunState:
     average: Average | None
     weight_total: Tensor
     stages: StageTables | None = None
+    memory: Memory | None = None
     step: int = 0
     best_loss: float | None = None
     evaluations_without_gain: int = 0
@@ -49,6 +79,8 @@ class RunState:
         A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
         """
         tensors = self.held() if self.stages is None else self.stages.complete(self.held())
+        if self.memory is not None:
+            tensors |= self.memory.shared()
         return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def held(self) -> dict[str, Tensor | Part]:
@@ -76,7 +108,15 @@ class RunState:
         accelerator = _accelerator_rng()
         if accelerator is not None:
             states["accelerator"] = accelerator.get_rng_state()
-        return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()}
+        return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._remembered(rank)
+
+    def _remembered(self, rank: int) -> dict[str, Tensor]:
+        if self.memory is None:
+            return {}
+        tensors = self.memory.own()
+        if self.memory.apart:
+            tensors |= {path: each for path, each in self.held().items() if isinstance(each, Tensor)}
+        return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor."""
@@ -86,11 +126,16 @@ class RunState:
             "evaluations_without_gain": self.evaluations_without_gain,
         }
 
-    def restore(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:
-        """Take everything over, bit by bit. Raises CheckpointError when names, shapes or dtypes are another model's."""
+    def restore(self, snapshot: Snapshot, *, rank: int, seed: int) -> list[str]:
+        """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
+        dtypes are another model's."""
         mine = self.shared()
-        _check_table(snapshot, mine)
+        saved = _check_table(snapshot, mine)
+        missed = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
+            if name not in saved:
+                missed.append(f"{name} is new")
+                continue
             if isinstance(here, Part):
                 for index, offset in here.boxes():
                     if here.tensor[index].numel():
@@ -102,6 +147,23 @@ class RunState:
         self.best_loss = meta["best_loss"]
         self.evaluations_without_gain = int(meta["evaluations_without_gain"])
         self._restore_generators(snapshot, rank=rank, seed=seed)
+        return missed + self._restore_remembered(snapshot, rank)
+
+    def _restore_remembered(self, snapshot: Snapshot, rank: int) -> list[str]:
+        saved = [name for name in snapshot.names() if name.startswith("sync/")]
+        if self.memory is None:
+            return [f"{len(saved)} tensors of ranks that were compressed or apart are not used"] if saved else []
+        mine = self._remembered(rank)
+        whole = mine.keys() <= set(saved) and all(
+            (snapshot.spec(name).shape, snapshot.spec(name).dtype) == (tuple(tensor.shape), tensor.dtype)
+            for name, tensor in mine.items()
+        )
+        self.memory.adopt(whole=whole)
+        if not whole:
+            return [f"what rank {rank} alone had is not there or of another shape, and starts anew"] if mine else []
+        for name, tensor in mine.items():
+            snapshot.read_into(name, tensor)
+        return []
 
     def _restore_generators(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:
         prefix = f"rng/rank-{rank:05d}/"
@@ -157,11 +219,15 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> None:
-    """Same names, shapes and dtypes, or one error that shows the first differences."""
-    saved = {name for name in snapshot.names() if not name.startswith("rng/")}
-    differences = [f"{name} is only in the checkpoint" for name in sorted(saved - mine.keys())]
-    differences += [f"{name} is only in this run" for name in sorted(mine.keys() - saved)]
+def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> set[str]:
+    """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
+    saved = {name for name in snapshot.names() if not name.startswith(_OF_A_RANK)}
+    differences = [
+        f"{name} is only in {where}"
+        for where, names in (("the checkpoint", saved - mine.keys()), ("this run", mine.keys() - saved))
+        for name in sorted(names)
+        if not name.startswith(_OUTER)
+    ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
         shape, dtype = tuple(own.shape), _dtype(own)
@@ -177,6 +243,7 @@ def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> None:
                 nearest="use the configuration saved in the run's folder, or another run.dir for a new run",
             )
         )
+    return saved
 
 
 def _accelerator_rng() -> Any:
