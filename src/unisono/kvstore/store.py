@@ -34,6 +34,7 @@ from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
 Kind = Literal["local", "device", "dist_sync", "dist_local"]
+Names = list[str] | tuple[str, ...]
 Out = Tensor | Sequence[Tensor]
 
 
@@ -175,10 +176,8 @@ class KVStore:
     @overload
     def pull(self, key: str, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
     @overload
-    def pull(
-        self, key: list[str] | tuple[str, ...], out: Sequence[Out] | None = None, priority: int = 0
-    ) -> Future[list[Tensor]]: ...
-    def pull(self, key: str | list[str] | tuple[str, ...], out: Any = None, priority: int = 0) -> Future[Any]:
+    def pull(self, key: Names, out: Sequence[Out] | None = None, priority: int = 0) -> Future[list[Tensor]]: ...
+    def pull(self, key: str | Names, out: Any = None, priority: int = 0) -> Future[Any]:
         """The stored value after all pushes called before, as a copy on the device of ``init``'s value, or written to
         ``out``: a tensor, or several, for each key."""
         names = [key] if isinstance(key, str) else list(key)
