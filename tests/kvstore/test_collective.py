@@ -68,8 +68,8 @@ def test_what_leaves_when(pool: Pool) -> None:
     }
 
 
-def sums(world) -> list[Any]:
-    store = create("dist_sync", world)
+def sums(world, **how: Any) -> list[Any]:
+    store = create("dist_sync", world, **how)
     shapes = {"w": (40, 30), "b": (40,), "large": (600, 500), "n": ()}
     store.init({key: torch.zeros(shape) for key, shape in shapes.items()})
     torch.manual_seed(world.rank)
@@ -95,6 +95,9 @@ def test_sums_are_bit_identical_on_all_workers(pool: Pool, ranks: int) -> None:
         torch.testing.assert_close(torch.from_numpy(got), want)
     for other in others:
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    for pulled in pool.run(sums, ranks=ranks, shared_memory=True):
+        # added in the order of ranks, as above
+        assert all(np.array_equal(a, b.numpy()) for a, b in zip(pulled, expected, strict=True))
 
 
 def other_order(world) -> str:
@@ -178,3 +181,16 @@ def test_when_a_hierarchy_is_worth_it() -> None:
     assert worth_a_hierarchy("xxyy")
     assert not worth_a_hierarchy("xxxx")
     assert not worth_a_hierarchy("xyz")
+
+
+def other_optimizer(world) -> str:
+    store = create("dist_sync", world)
+    with pytest.raises(CommError) as caught:
+        store.set_optimizer("sgd", lr=0.1 + world.rank)
+    return str(caught.value)
+
+
+def test_different_optimizers_are_refused(pool: Pool) -> None:
+    for text in pool.run(other_optimizer):
+        assert "the store's optimizer is" in text
+        assert "on rank 1" in text

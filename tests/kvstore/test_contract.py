@@ -35,6 +35,7 @@ KINDS = {
     "device": Kind(lambda world: create("device", world), 1),
     "dist_sync": Kind(lambda world: create("dist_sync", world), 2),
     "dist_sync alone": Kind(lambda world: create("dist_sync", world), 1),
+    "dist_sync, shared memory": Kind(lambda world: create("dist_sync", world, shared_memory=True), 2),
     "dist_local": Kind(average_every_step, 2, averages=True),
 }
 ALL = [pytest.param(name, marks=pytest.mark.gpu if name == "device" else ()) for name in KINDS]
@@ -45,15 +46,17 @@ def here(name: str) -> str:
     return torch.accelerator.current_accelerator().type if name == "device" else "cpu"  # type: ignore[union-attr]
 
 
-def check(pool: Pool, name: str, function: Callable[..., None]) -> None:
-    pool.run(on_store, name, function.__name__, ranks=KINDS[name].ranks)
+def check(pool: Pool, name: str, *cases: Callable[..., None]) -> None:
+    """Each case on a fresh store; they share workers, whose meeting takes longer than the case."""
+    pool.run(on_stores, name, [case.__name__ for case in cases], ranks=KINDS[name].ranks)
 
 
-def on_store(world, name: str, function: str) -> None:
-    store = KINDS[name].make(world)
-    with torch.device(here(name)):
-        globals()[function](store, KINDS[name])
-    store.close()
+def on_stores(world, name: str, cases: list[str]) -> None:
+    for case in cases:
+        store = KINDS[name].make(world)
+        with torch.device(here(name)):
+            globals()[case](store, KINDS[name])
+        store.close()
 
 
 def refusal(error: type[Exception], call: Callable[[], object]) -> str:
@@ -142,13 +145,8 @@ def dtypes(store: KVStore, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("name", SUMMING)
-@pytest.mark.parametrize(
-    "case",
-    [replaces, several_keys, never_an_alias, a_pull_sees_the_pushes_before_it, rows, dtypes],
-    ids=lambda f: f.__name__,
-)
-def test_values(pool: Pool, name: str, case: Callable[..., None]) -> None:
-    check(pool, name, case)
+def test_values(pool: Pool, name: str) -> None:
+    check(pool, name, replaces, several_keys, never_an_alias, a_pull_sees_the_pushes_before_it, rows, dtypes)
 
 
 # --- with an optimizer ---------------------------------------------------------------------------------------------
@@ -181,6 +179,17 @@ def matrices_decay(store: KVStore, kind: Kind) -> None:
     assert left == {"w": 0.75, "b": 1.0, "x.bias": 1.0, "embedding": 1.0}
 
 
+def gradients_stay_the_callers(store: KVStore, kind: Kind) -> None:
+    store.init("w", torch.ones(2, 2))
+    for optimizer in ("sgd", "adam", "adamw", "lamb", "lars"):
+        store.set_optimizer(optimizer, lr=0.1, weight_decay=0.5)
+        gradient = torch.full((2, 2), 0.3)
+        for _ in range(2):
+            store.push("w", gradient).wait()
+        assert torch.equal(gradient, torch.full((2, 2), 0.3))
+        assert not torch.equal(store.pull("w").wait(), torch.ones(2, 2))
+
+
 def goes_on_exactly(store: KVStore, kind: Kind) -> None:
     def push(steps: range) -> None:
         for step in steps:
@@ -202,9 +211,8 @@ def goes_on_exactly(store: KVStore, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("case", [updates, small_step, matrices_decay, goes_on_exactly], ids=lambda f: f.__name__)
-def test_updates(pool: Pool, name: str, case: Callable[..., None]) -> None:
-    check(pool, name, case)
+def test_updates(pool: Pool, name: str) -> None:
+    check(pool, name, updates, small_step, matrices_decay, gradients_stay_the_callers, goes_on_exactly)
 
 
 # --- init, broadcast, refusals -------------------------------------------------------------------------------------
@@ -249,9 +257,8 @@ def refusals(store: KVStore, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("case", [rank_zeros_value_wins, refusals], ids=lambda f: f.__name__)
-def test_manners(pool: Pool, name: str, case: Callable[..., None]) -> None:
-    check(pool, name, case)
+def test_manners(pool: Pool, name: str) -> None:
+    check(pool, name, rank_zeros_value_wins, refusals)
 
 
 def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:
@@ -261,8 +268,11 @@ def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:
 
 def kinds_that_do_not_fit(world) -> None:
     assert "did you mean 'dist_sync'?" in refusal(ConfigError, lambda: create("dist_snyc", world))  # type: ignore[arg-type]
-    assert "rounds go with 'dist_local'" in refusal(ConfigError, lambda: create("dist_local", world))
-    assert "hierarchical with 'dist_sync'" in refusal(ConfigError, lambda: create("local", world, hierarchical=True))
+    assert "rounds=Rounds(local_steps=16)" in refusal(ConfigError, lambda: create("dist_local", world))
+    text = refusal(ConfigError, lambda: create("local", world, hierarchical=True, shared_memory=True))
+    assert "leave out hierarchical, shared_memory" in text
+    text = refusal(ConfigError, lambda: create("dist_sync", world, rounds=Rounds(local_steps=1)))
+    assert "rounds go with 'dist_local'" in text
     store = create("device", world)
     store.init("w", torch.ones(1))
     text = refusal(ConfigError, lambda: store.push("w", torch.ones(1)))

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from unisono.dist import World, agree
 from unisono.dist.peers import identity
 from unisono.kvstore.keys import Future, One, Rows
+from unisono.kvstore.shared_memory import SharedSum
 from unisono.kvstore.values import Values
 from unisono.optim.options import OptimOptions
 
@@ -75,15 +76,19 @@ class _Batch:
 class CollectiveBackend:
     """Values replicated on the workers of ``world``."""
 
-    def __init__(self, world: World, *, hierarchical: Literal["auto"] | bool = "auto") -> None:
+    def __init__(
+        self, world: World, *, hierarchical: Literal["auto"] | bool = "auto", shared_memory: bool = False
+    ) -> None:
         self._world = world
+        self._shared = SharedSum(world) if shared_memory else None
         self._values = Values()
         self._queue: list[_Entry] = []
+        self._queued_bytes = 0
         self._open: dict[str, _Entry] = {}
         self._batches: deque[_Batch] = deque()
         self._calls: dict[str, str] = {}
         self._number, self._hash = 0, 0
-        self._all_reduce: Callable[[Tensor], Work] = _all_reduce(world, hierarchical)
+        self._over_network = _all_reduce(world, hierarchical)
 
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Keep these tensors."""
@@ -108,7 +113,8 @@ class CollectiveBackend:
             self._queue.append(entry)
             self._open[key] = entry
             entries.append(entry)
-            if sum(_nbytes(each.value) for each in self._queue) >= QUEUE_BYTES:
+            self._queued_bytes += _nbytes(own)
+            if self._queued_bytes >= QUEUE_BYTES:
                 self._send()
         return self._when_applied(entries)
 
@@ -166,6 +172,9 @@ class CollectiveBackend:
         self._open.clear()
         self._batches.clear()
         self._values = Values()
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     # --- sending and applying --------------------------------------------------------------------------------------
 
@@ -215,12 +224,10 @@ class CollectiveBackend:
     def _send(self) -> None:
         """Launch the queue, highest priority first."""
         self._compare()
-        queue, self._queue = (
-            sorted(self._queue, key=lambda entry: -entry.priority),
-            [],
-        )  # stable: then in the order of the calls
+        queue = sorted(self._queue, key=lambda entry: -entry.priority)  # stable: then in the order of the calls
+        self._queue, self._queued_bytes = [], 0
         for kind, run in groupby(queue, key=_travels_as):
-            for entries in _cut(list(run), kind is _ROWS or kind is _LARGE):
+            for entries in [[each] for each in run] if kind in (_ROWS, _LARGE) else [list(run)]:
                 with self._world.guard(f"push of {', '.join(repr(entry.key) for entry in entries[:3])}"):
                     batch = self._launch(entries)
                 for entry in entries:
@@ -242,6 +249,12 @@ class CollectiveBackend:
         totals: list[One] = [part.view_as(value) for part, value in zip(parts, dense, strict=True)]
         return _Batch(entries, self._all_reduce(flat), totals)
 
+    def _all_reduce(self, tensor: Tensor) -> Work:
+        """Host tensors through shared memory, if there is one, which works at once; others asynchronously."""
+        if self._shared is not None and tensor.device.type == "cpu":
+            return self._shared.all_reduce(tensor)
+        return self._over_network(tensor)
+
     def _sum_rows(self, ids: Tensor, rows: Tensor) -> Rows:
         """All workers' rows, each id once and sorted, added in the order of ranks and then of each worker's own list."""
         group = self._world.group
@@ -260,7 +273,7 @@ class CollectiveBackend:
         return Rows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
 
 
-_ROWS, _LARGE = object(), object()
+_ROWS, _LARGE = "rows", "large"
 
 
 def _nbytes(value: One) -> int:
@@ -272,10 +285,6 @@ def _travels_as(entry: _Entry) -> object:
     if not isinstance(entry.value, Tensor):
         return _ROWS
     return _LARGE if entry.value.nbytes >= _LARGE_BYTES else (entry.value.dtype, entry.value.device)
-
-
-def _cut(run: list[_Entry], alone: bool) -> list[list[_Entry]]:
-    return [[entry] for entry in run] if alone else [run]
 
 
 def _gather(part: Tensor, longest: int, group: ProcessGroup) -> list[Tensor]:

@@ -16,7 +16,7 @@ methods only, ``broadcast`` and ``gradients``: its parameters are its own, and i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, cast, overload
+from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -317,32 +317,47 @@ class KVStore:
 
 
 def create(
-    kind: Kind, world: World, *, rounds: Rounds | None = None, hierarchical: Literal["auto"] | bool = "auto"
+    kind: Kind,
+    world: World,
+    *,
+    rounds: Rounds | None = None,
+    hierarchical: Literal["auto"] | bool = "auto",
+    shared_memory: bool = False,
 ) -> KVStore:
     """A store of this kind over these workers. A collective on the distributed kinds.
 
     ``rounds`` says when and how ``dist_local`` averages. ``hierarchical`` sums of ``dist_sync`` go through one worker of each
-    host; auto: where there are several hosts with several workers each. Raises ConfigError.
+    host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
+    through memory that the workers of one host share. Raises ConfigError for what does not fit the kind or these workers.
     """
-    return KVStore(kind, world, _backend(kind, world, rounds, hierarchical))
-
-
-def _backend(kind: str, world: World, rounds: Rounds | None, hierarchical: Literal["auto"] | bool) -> Backend:
-    if (rounds is not None) != (kind == "dist_local") or (hierarchical != "auto" and kind != "dist_sync"):
-        given = f"rounds = {rounds}, hierarchical = {hierarchical}"
-        raise _no_store(
-            kind, given, "rounds go with 'dist_local', hierarchical with 'dist_sync'", "leave out the other"
+    inert = [
+        name
+        for name, given, reader in (
+            ("rounds", rounds is not None, "dist_local"),
+            ("hierarchical", hierarchical != "auto", "dist_sync"),
+            ("shared_memory", shared_memory, "dist_sync"),
         )
-    if kind in ("local", "device"):
-        if world.world > 1:
-            raise _no_store(kind, f"{world.world} workers", f"{kind!r} is a store of one process", "'dist_sync'")
-        return LocalBackend(on_host=kind == "local")
-    if kind == "dist_sync":
-        return CollectiveBackend(world, hierarchical=hierarchical)
-    if rounds is not None:
-        return PeriodicBackend(world, rounds)
-    kinds = ("local", "device", "dist_sync", "dist_local")
-    raise _no_store(kind, f"{world.world} workers", f"kinds are {', '.join(kinds)}", nearest_name(kind, kinds))
+        if given and kind != reader
+    ]
+    if inert:
+        rule = "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync'"
+        raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
+    match kind:
+        case "local" | "device":
+            if world.world > 1:
+                raise _no_store(kind, f"{world.world} workers", f"{kind!r} is a store of one process", "'dist_sync'")
+            return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
+        case "dist_sync":
+            backend = CollectiveBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
+            return KVStore(kind, world, backend)
+        case "dist_local":
+            if rounds is None:
+                raise _no_store(kind, "no rounds", "its rounds have a length", "rounds=Rounds(local_steps=16)")
+            return KVStore(kind, world, PeriodicBackend(world, rounds))
+        case _:
+            kinds = get_args(Kind)
+            given, rule = f"{world.world} workers", f"kinds are {', '.join(kinds)}"
+            raise _no_store(kind, given, rule, nearest_name(kind, kinds))
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:
