@@ -32,7 +32,8 @@ from unisono.kvstore.shared_memory import SharedSum
 from unisono.kvstore.values import Values
 from unisono.optim.options import OptimOptions
 
-# measured on gloo over loopback, see the report of the store's benchmark: beyond this a larger buffer gains nothing
+# Measured with 2 workers on gloo over loopback, 400 keys of 16 KiB: 46 ms with queues of 1 MiB, 32 with 4, 68 with 16 and
+# more; 40 keys of 1 MiB: 121, 90, 145.
 QUEUE_BYTES = 4 * 2**20
 _LARGE_BYTES = QUEUE_BYTES // 4
 
