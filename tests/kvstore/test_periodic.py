@@ -214,3 +214,18 @@ def test_refusals(pool: Pool) -> None:
         strict=True,
     ):
         assert part in text
+
+
+def without_steps(world) -> str:
+    store = create("dist_local", world, rounds=Rounds(local_steps=2))
+    store.init("a", torch.zeros(1))
+    state = store.state_dict()
+    del state["steps"]
+    with pytest.raises(CheckpointError) as caught:
+        store.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_a_state_of_another_kind_is_not_loaded(pool: Pool) -> None:
+    (text,) = pool.run(without_steps, ranks=1)
+    assert "a saved state without 'steps'" in text

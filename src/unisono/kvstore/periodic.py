@@ -330,12 +330,22 @@ class PeriodicBackend:
         """Of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a step."""
         self._between_steps()
         outer = {name.removeprefix("rounds/"): each for name, each in state.items() if name.startswith("rounds/")}
-        inner = {n: each for n, each in state.items() if not n.startswith("rounds/") and n != "steps"}
+        inner = {name: each for name, each in state.items() if not name.startswith("rounds/")}
+        steps = inner.pop("steps", None)
+        if steps is None:
+            raise CheckpointError(
+                Problem(
+                    given="a saved state without 'steps'",
+                    rule="the state of a 'dist_local' store says how many steps were made",
+                    consequence="nothing was loaded",
+                    nearest="what state_dict of a 'dist_local' store gave",
+                )
+            )
+        local = LocalSteps(self._values.tensors, self._world, self._rounds) if outer else None
+        if local is not None:
+            local.load_state_dict(outer)
         self._values.load_state_dict(inner)
-        self._steps = int(state["steps"])
-        self._local = LocalSteps(self._values.tensors, self._world, self._rounds) if outer else None
-        if self._local is not None:
-            self._local.load_state_dict(outer)
+        self._local, self._steps = local, int(steps)
 
     def close(self) -> None:
         """Let the values go."""
