@@ -1,4 +1,9 @@
-"""One process: gradients stay where autograd puts them."""
+"""One process: several values of a push are added here, and nothing is sent.
+
+``local`` adds and stores on the host. ``device`` adds on the accelerator that holds a push's first value and stores where
+``init``'s value was. (In MXNet ``device`` chose the least loaded accelerator for each key; MindSpore has no such store.
+This is the one meaning here.)
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,82 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+
+from unisono.errors import ConfigError, Problem
+from unisono.kvstore.keys import Future, One, Rows
+from unisono.kvstore.values import Values
+from unisono.optim.options import OptimOptions
+
+HOST = torch.device("cpu")
+
+
+class LocalBackend:
+    """Values on the host, or where they were."""
+
+    def __init__(self, *, on_host: bool) -> None:
+        self._on_host = on_host
+        self._values = Values()
+
+    def init(self, values: Mapping[str, Tensor]) -> None:
+        """Keep copies."""
+        self._values.init({key: value.to(HOST) if self._on_host else value for key, value in values.items()})
+
+    def home(self, key: str, first: Tensor) -> torch.device:
+        """Where the values of a push are added."""
+        if self._on_host:
+            return HOST
+        if first.device.type == "cpu":
+            raise ConfigError(
+                Problem(
+                    given=f"a value of key {key!r} on the host, pushed to a store of kind 'device'",
+                    rule="'device' adds on the accelerator that holds the first value",
+                    consequence="nothing was added",
+                    nearest="kind = 'local', which adds on the host",
+                )
+            )
+        return first.device
+
+    def push(self, items: Sequence[tuple[str, One]], priority: int) -> Future[None]:
+        """Takes effect at once."""
+        for key, value in items:
+            self._values.apply(key, value)
+        return Future(lambda: None)
+
+    def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
+        """Copied at once."""
+        for key, targets in items:
+            for target in targets:
+                target.copy_(self._values.tensors[key])
+        return Future(lambda: None)
+
+    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+        """Copies of some rows."""
+        stored = self._values.tensors[key]
+        found = Rows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: found)
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def set_optimizer(self, options: OptimOptions) -> None:
+        """Sums are gradients from now on."""
+        self._values.set_optimizer(options)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Of all updates from now on."""
+        self._values.set_learning_rate(lr)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Values and optimizer state."""
+        return self._values.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """The other way."""
+        self._values.load_state_dict(state)
+
+    def close(self) -> None:
+        """Let the values go."""
+        self._values = Values()
 
 
 class LocalGradients:

@@ -1,26 +1,41 @@
-"""The store's contract and its two kinds so far: ``local`` (one process) and ``dist_sync`` (all-reduce).
+"""The store's contract, one meaning over all kinds, and ``create``.
 
-Keys are the model's parameter names. The table of names, shapes and dtypes is compared over all ranks when a store starts, so two
-ranks with different models never add one tensor to another. Gradients are summed, never averaged: the trainer divides by the
-global number of tokens, which is reduced beside them.
+    local       one process, several values under a key are added on the host
+    device      one process, they are added on the accelerator of the first one
+    dist_sync   values and optimizer on every worker, bit-identical; a push is an all-reduce
+    dist_local  every worker updates its own copy, copies are averaged now and then (LocalSGD, DiLoCo)
+
+``push`` adds over a worker's devices and over workers. Without an optimizer the sum replaces the stored value (as in MXNet,
+it is not added to it); with one it is the gradient of an update. ``pull`` gives the stored value after all pushes called
+before it. Sums are never averages: a trainer divides by the global number of tokens, which it reduces beside its gradients.
+
+``KVStore`` checks what it is given and hands it to a ``Backend``, in which kinds differ. The trainer uses two of its
+methods only, ``broadcast`` and ``gradients``: its parameters are its own, and its optimizer updates them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
+from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.kvstore.collective import CollectiveBackend
 from unisono.kvstore.dist_sync import BucketedAllReduce
-from unisono.kvstore.local import LocalGradients
+from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, rows_of, table, table_hash
+from unisono.kvstore.local import LocalBackend, LocalGradients
+from unisono.kvstore.periodic import PeriodicBackend, Rounds
+from unisono.kvstore.values import optimizer_options
+from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
+
+Kind = Literal["local", "device", "dist_sync", "dist_local"]
+Names = list[str] | tuple[str, ...]
+Out = Tensor | Sequence[Tensor]
 
 
 class GradientSync(Protocol):
@@ -48,12 +63,67 @@ class GradientSync(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVStore:
-    """A store bound to the workers of ``world``."""
+class Backend(Protocol):
+    """In what kinds differ. Keys, shapes and dtypes are checked, the values of several devices are one sum."""
 
-    kind: Literal["local", "dist_sync"]
-    world: World
+    def init(self, values: Mapping[str, Tensor]) -> None:
+        """Keep these tensors, equal on all workers and nobody else's, under new keys."""
+        ...
+
+    def home(self, key: str, first: Tensor) -> torch.device:
+        """Where several values of one push are added."""
+        ...
+
+    def push(self, items: Sequence[tuple[str, One]], priority: int) -> Future[None]:
+        """Add up over workers; a value may change, or be read, until the future is done only if the backend copied it."""
+        ...
+
+    def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
+        """Write the stored value into each of the key's tensors."""
+        ...
+
+    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+        """Some rows of the stored value; ``ids`` are sorted and distinct."""
+        ...
+
+    def barrier(self) -> None:
+        """Return once every worker has called it, with all pushes applied."""
+        ...
+
+    def set_optimizer(self, options: OptimOptions) -> None:
+        """Sums are gradients from now on."""
+        ...
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Of all updates from now on."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything that a later process needs to go on, by name."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take it over."""
+        ...
+
+    def close(self) -> None:
+        """Free what is held. Not a collective."""
+        ...
+
+
+class KVStore:
+    """A store bound to the workers of ``world``. Made by ``create``.
+
+    On the distributed kinds ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and the ``set_`` methods are called by
+    all workers in the same order; so are the ``wait`` of a push and of a pull of keys that were pushed.
+    """
+
+    def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
+        self.kind = kind
+        self.world = world
+        self._backend = backend
+        self._keys = Keys()
+        self._devices: dict[str, torch.device] = {}
 
     @property
     def rank(self) -> int:
@@ -65,15 +135,128 @@ class KVStore:
         """How many workers share the store."""
         return self.world.world
 
-    def init(self, values: Mapping[str, Tensor]) -> None:
-        """Agree on names, shapes and dtypes, then give every worker rank 0's values, in place.
+    # --- values ----------------------------------------------------------------------------------------------------
 
-        Raises CommError naming the rank whose table differs, and where.
+    def init(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
+        """``broadcast``, then keep a copy of each value under its key.
+
+        Raises ConfigError for a key that has a value, CommError naming the worker whose table differs, and where.
         """
+        values: dict[str, Tensor] = dict(named(key, value))
+        self._keys.add(values)
+        self.broadcast(values)
+        self._devices |= {name: each.device for name, each in values.items()}
+        self._backend.init({name: each.detach().clone() for name, each in values.items()})
+
+    def broadcast(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
+        """Agree on names, shapes and dtypes, then overwrite every worker's tensors with rank 0's. Keeps nothing.
+
+        Raises CommError naming the worker whose table differs, and where.
+        """
+        values: dict[str, Tensor] = dict(named(key, value))
         if len(set(self.world.gather_json(table_hash(values)))) > 1:  # the tables themselves may be long
-            agree(self.world, "parameter table", _table(values))
+            agree(self.world, "parameter table", table(values))
         for name in sorted(values):
             self.world.broadcast(values[name].detach())
+
+    def push(
+        self,
+        key: str | Sequence[str] | Mapping[str, Any],
+        value: Value | Sequence[Value] | None = None,
+        priority: int = 0,
+    ) -> Future[None]:
+        """Add one value, or the sum of a list of them, to what the other workers push under ``key``.
+
+        A tuple (row ids [n], rows [n, ...]) stands for the tensor with zeros in all other rows. Of pushes that wait to be
+        sent the highest ``priority`` goes first. The values may be changed as soon as this returns. Raises ConfigError for
+        an unknown key and a wrong shape or dtype.
+        """
+        return self._backend.push([(name, self._sum(name, each)) for name, each in named(key, value)], priority)
+
+    @overload
+    def pull(self, key: str, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    @overload
+    def pull(self, key: Names, out: Sequence[Out] | None = None, priority: int = 0) -> Future[list[Tensor]]: ...
+    def pull(self, key: str | Names, out: Any = None, priority: int = 0) -> Future[Any]:
+        """The stored value after all pushes called before, as a copy on the device of ``init``'s value, or written to
+        ``out``: a tensor, or several, for each key."""
+        names = [key] if isinstance(key, str) else list(key)
+        outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
+        items = [(name, self._targets(name, each)) for (name, _), each in zip(named(names, names), outs, strict=True)]
+        written = self._backend.pull(items, priority)
+
+        def result() -> Any:
+            written.wait()
+            pulled = [targets[0] for _, targets in items]
+            return pulled[0] if isinstance(key, str) else pulled
+
+        return Future(result, written.done)
+
+    @overload
+    def pushpull(self, key: str, value: Value, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    @overload
+    def pushpull(
+        self,
+        key: Sequence[str] | Mapping[str, Any],
+        value: Sequence[Value] | None = None,
+        out: Sequence[Out] | None = None,
+        priority: int = 0,
+    ) -> Future[list[Tensor]]: ...
+    def pushpull(
+        self,
+        key: str | Sequence[str] | Mapping[str, Any],
+        value: Any = None,
+        out: Any = None,
+        priority: int = 0,
+    ) -> Future[Any]:
+        """``push``, then ``pull``."""
+        self.push(key, value, priority)
+        return self.pull(key if isinstance(key, str) else list(key), out, priority)
+
+    def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[Rows]:
+        """The rows of these ids, sorted and each once. ``out`` gets them at their places, and zeros everywhere else."""
+        shape, _ = self._keys.known(key)
+        ids = rows_of(key, (rows, rows), shape).ids.unique()
+        if out is not None:
+            self._keys.fits(key, out)
+        found = self._backend.rows(key, ids)
+
+        def result() -> Rows:
+            some = found.wait()
+            if out is not None:
+                out.copy_(dense(some, shape))
+            return some
+
+        return Future(result, found.done)
+
+    def barrier(self) -> None:
+        """Returns once every worker has called it; all pushes before it are then applied."""
+        self._backend.barrier()
+
+    # --- updates ---------------------------------------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: OptimOptions | str, **hyper: Any) -> None:
+        """From now on a push is a gradient: ``set_optimizer("sgd", lr=0.1, momentum=0.0)``, or options with ``clip_norm=0``.
+
+        Matrices decay, vectors do not; see ``values``. Raises ConfigError for what would have no effect and for what is wrong.
+        """
+        options = optimizer_options(optimizer, hyper)
+        agree(self.world, "the store's optimizer", repr(options))
+        self._backend.set_optimizer(options)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """For all updates from now on. Raises ConfigError without an optimizer."""
+        self._backend.set_learning_rate(lr)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Values and optimizer state by name, the store's own tensors. Read it before the next push."""
+        return self._backend.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """What ``state_dict`` gave, on a store with the same keys and optimizer. Raises CheckpointError for any difference."""
+        self._backend.load_state_dict(state)
+
+    # --- the trainer's seam, and the end ---------------------------------------------------------------------------
 
     def gradients(
         self,
@@ -88,20 +271,98 @@ class KVStore:
         gradients are sent together.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if self.kind == "local":
+        if self.kind != "dist_sync":
             return LocalGradients(trained)
         return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels)
 
+    def close(self) -> None:
+        """Free the values. Not a collective; the World stays open."""
+        self._backend.close()
 
-def table_hash(values: Mapping[str, Tensor]) -> str:
-    """Sixteen hex digits over every name, shape and dtype."""
-    return hashlib.sha256(json.dumps(_table(values), sort_keys=True).encode()).hexdigest()[:16]
+    def _sum(self, key: str, value: Any) -> One:
+        parts = cast("list[One]", value if isinstance(value, list) else [value])
+        if not parts:
+            raise ConfigError(
+                Problem(
+                    given=f"an empty list for key {key!r}",
+                    rule="a push has one value for each device of this worker, at least one",
+                    consequence="nothing was sent",
+                    nearest="zeros, where this worker has nothing to add",
+                )
+            )
+        for part in parts:
+            self._keys.fits(key, part)
+        first = parts[0]
+        home = self._backend.home(key, first if isinstance(first, Tensor) else first[1])
+        if len(parts) == 1 and not isinstance(first, Tensor):
+            return first
+        shape, _ = self._keys.known(key)
+        with torch.no_grad():
+            whole = [
+                each.detach() if isinstance(each, Tensor) else dense(rows_of(key, each, shape), shape) for each in parts
+            ]
+            total = whole[0].to(home)
+            for part in whole[1:]:
+                total = total + part.to(home)
+        return total
+
+    def _targets(self, key: str, out: Any) -> list[Tensor]:
+        shape, dtype = self._keys.known(key)
+        if out is None:
+            return [torch.empty(shape, dtype=dtype, device=self._devices[key])]
+        targets = [out] if isinstance(out, Tensor) else list(out)
+        for target in targets:
+            self._keys.fits(key, target)
+        return [target.detach() for target in targets]
 
 
-def _table(values: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: f"{list(value.shape)} {value.dtype}" for name, value in values.items()}
+def create(
+    kind: Kind,
+    world: World,
+    *,
+    rounds: Rounds | None = None,
+    hierarchical: Literal["auto"] | bool = "auto",
+    shared_memory: bool = False,
+) -> KVStore:
+    """A store of this kind over these workers. A collective on the distributed kinds.
+
+    ``rounds`` says when and how ``dist_local`` averages. ``hierarchical`` sums of ``dist_sync`` go through one worker of each
+    host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
+    through memory that the workers of one host share. Raises ConfigError for what does not fit the kind or these workers.
+    """
+    inert = [
+        name
+        for name, given, reader in (
+            ("rounds", rounds is not None, "dist_local"),
+            ("hierarchical", hierarchical != "auto", "dist_sync"),
+            ("shared_memory", shared_memory, "dist_sync"),
+        )
+        if given and kind != reader
+    ]
+    if inert:
+        rule = "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync'"
+        raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
+    match kind:
+        case "local" | "device":
+            if world.world > 1:
+                raise _no_store(kind, f"{world.world} workers", f"{kind!r} is a store of one process", "'dist_sync'")
+            return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
+        case "dist_sync":
+            backend = CollectiveBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
+            return KVStore(kind, world, backend)
+        case "dist_local":
+            if rounds is None:
+                raise _no_store(kind, "no rounds", "its rounds have a length", "rounds=Rounds(local_steps=16)")
+            return KVStore(kind, world, PeriodicBackend(world, rounds))
+        case _:
+            kinds = get_args(Kind)
+            given, rule = f"{world.world} workers", f"kinds are {', '.join(kinds)}"
+            raise _no_store(kind, given, rule, nearest_name(kind, kinds))
 
 
-def create(kind: Literal["local", "dist_sync"], world: World) -> KVStore:
-    """A store of this kind over these workers."""
-    return KVStore(kind=kind, world=world)
+def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            given=f"a store of kind {kind!r} with {given}", rule=rule, consequence="no store was made", nearest=nearest
+        )
+    )

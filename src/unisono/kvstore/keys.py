@@ -1,0 +1,178 @@
+"""What stores of all kinds say alike: names and what is kept under them, values in their forms, results that come later.
+
+A key is the global name of one tensor, a string. Its shape and dtype are fixed by ``init``, and the table of all three is
+compared over workers, so that two workers never add one tensor to another. MXNet numbered string keys in each worker's own
+order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ConfigError, Problem, nearest_name
+
+T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """Some rows of a tensor, standing for all of it with zeros in the other rows; only what is sent is less."""
+
+    ids: Tensor
+    """[n] int64, in any order; a row that occurs twice counts twice."""
+    values: Tensor
+    """[n, ...], the rows."""
+
+
+One = Tensor | tuple[Tensor, Tensor]
+"""A tensor, or (row ids, rows)."""
+Value = One | list[One] | list[Tensor] | list[tuple[Tensor, Tensor]]
+"""What one worker pushes under one key: one value, or one for each of its devices, which are added in the list's order."""
+
+
+class Future(Generic[T]):
+    """A result that may need other workers first. ``wait`` returns it, and raises what went wrong on the way."""
+
+    def __init__(self, finish: Callable[[], T], ready: Callable[[], bool] = lambda: True) -> None:
+        self._finish: Callable[[], T] | None = finish
+        self._ready = ready
+        self._result: list[T] = []
+
+    def wait(self) -> T:
+        """The result; a second call returns the same."""
+        if self._finish is not None:
+            self._result.append(self._finish())
+            self._finish = None
+        return self._result[0]
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return without waiting for another worker. Sends nothing, so it may stay False until
+        ``wait``."""
+        return self._finish is None or self._ready()
+
+
+@dataclass(slots=True)
+class Keys:
+    """Shape and dtype by key, and the questions asked of every call."""
+
+    facts: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Register new keys. Raises ConfigError for one that is there already."""
+        for key in values:
+            if key in self.facts:
+                raise ConfigError(
+                    Problem(
+                        given=f"init of key {key!r}, which has a value",
+                        rule="a key is initialised once",
+                        consequence="the stored value was not touched",
+                        nearest="push without an optimizer to replace the value, or load_state_dict",
+                    )
+                )
+        self.facts |= {key: (value.shape, value.dtype) for key, value in values.items()}
+
+    def known(self, key: str) -> tuple[torch.Size, torch.dtype]:
+        """What is kept under ``key``. Raises ConfigError for a key never initialised."""
+        if key not in self.facts:
+            raise ConfigError(
+                Problem(
+                    given=f"key {key!r}",
+                    rule="a key is initialised before it is pushed or pulled",
+                    consequence="nothing was sent",
+                    nearest=nearest_name(key, self.facts)
+                    if self.facts
+                    else f"init({key!r}, value) on every worker first",
+                )
+            )
+        return self.facts[key]
+
+    def fits(self, key: str, value: One) -> None:
+        """Raises ConfigError unless ``value`` has the key's shape and dtype."""
+        shape, dtype = self.known(key)
+        if isinstance(value, Tensor):
+            same, given = value.shape == shape, f"a value of shape {list(value.shape)} and dtype {value.dtype}"
+            want = f"{key!r} was initialised with shape {list(shape)} and dtype {dtype}"
+        else:
+            value = rows_of(key, value, shape)
+            same = len(shape) > 0 and value.values.shape == (len(value.ids), *shape[1:])
+            given = f"rows of shape {list(value.values.shape)} and dtype {value.values.dtype} for {len(value.ids)} ids"
+            want = f"rows of {key!r} have shape [ids, {', '.join(map(str, shape[1:]))}] and dtype {dtype}"
+            value = value.values
+        if not same or value.dtype != dtype:
+            raise ConfigError(
+                Problem(
+                    given=given, rule=want, consequence="nothing was sent", nearest="the gradient as autograd leaves it"
+                )
+            )
+
+
+def rows_of(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) -> Rows:
+    """``value`` as Rows with ids int64. Raises ConfigError for ids that are no row numbers of ``shape``."""
+    ids = value[0]
+    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+        problem = f"row ids of shape {list(ids.shape)} and dtype {ids.dtype}"
+    elif len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < (shape[0] if shape else 0)):
+        problem = f"row ids from {int(ids.min())} to {int(ids.max())}"
+    else:
+        return Rows(ids.long(), value[1])
+    raise ConfigError(
+        Problem(
+            given=f"{problem} for key {key!r}",
+            rule=f"row ids are a vector of whole numbers from 0 to {shape[0] - 1 if shape else -1}",
+            consequence="nothing was sent",
+            nearest="torch.tensor([0, 2]) for the first and the third row",
+        )
+    )
+
+
+def dense(rows: Rows, shape: torch.Size) -> Tensor:
+    """The tensor that ``rows`` stand for; rows that occur twice are added in their order."""
+    return rows.values.new_zeros(shape).index_add_(0, rows.ids.to(rows.values.device), rows.values)
+
+
+def named(key: object, value: object) -> list[tuple[str, Any]]:
+    """(key, its value) for a mapping, a key with a value, or keys with as many values. Raises ConfigError for other keys."""
+    if isinstance(key, Mapping):
+        pairs = list(cast("Mapping[object, Any]", key).items())
+    elif isinstance(key, Sequence) and not isinstance(key, str):
+        names, values = list(cast("Sequence[object]", key)), cast("list[Any]", value)
+        if not isinstance(value, list | tuple) or len(values) != len(names):
+            count = len(values) if isinstance(value, list | tuple) else "one value"
+            raise ConfigError(
+                Problem(
+                    given=f"{len(names)} keys with {count if isinstance(count, str) else f'{count} values'}",
+                    rule="every key has one entry in the list of values",
+                    consequence="nothing was sent",
+                    nearest="a mapping from key to value",
+                )
+            )
+        pairs = list(zip(names, values, strict=True))
+    else:
+        pairs = [(key, value)]
+    for each, _ in pairs:
+        if not isinstance(each, str):
+            raise ConfigError(
+                Problem(
+                    given=f"key {each!r} of type {type(each).__name__}",
+                    rule="keys are strings, the same on all workers",
+                    consequence="nothing was sent",
+                    nearest=f"{str(each)!r}",
+                )
+            )
+    return cast("list[tuple[str, Any]]", pairs)
+
+
+def table(values: Mapping[str, Tensor]) -> dict[str, str]:
+    """Shape and dtype by name, as text."""
+    return {name: f"{list(value.shape)} {value.dtype}" for name, value in values.items()}
+
+
+def table_hash(values: Mapping[str, Tensor]) -> str:
+    """Sixteen hex digits over every name, shape and dtype."""
+    return hashlib.sha256(json.dumps(table(values), sort_keys=True).encode()).hexdigest()[:16]

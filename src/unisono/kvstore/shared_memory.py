@@ -1,0 +1,166 @@
+"""Sums over the workers of one host through memory they share: no sockets, no kernel between them.
+
+The memory has a slot for each worker and one for the sum. A tensor goes through it in pieces of a slot: each worker copies its
+piece in, adds its share of the elements over all slots in the order of ranks, and copies the sum out. One worker adds each
+element, so all get the same bits, in every run. It is an anonymous file of rank 0, which the others open through /proc: it never
+has a name, does not count against the size of /dev/shm, and nothing is left of it after a kill.
+
+Workers wait for each other by counters in the memory, each written by one worker only: a short spin that yields the core, then
+sleeps. A worker that is gone ends the others' wait with a CommError that names it, and so does the World's time-out.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.dist import World
+from unisono.dist.peers import identity, suspects
+from unisono.errors import CommError, ConfigError, Problem
+
+SLOT_BYTES = 4 * 2**20
+_LINE = 64  # one counter to a cache line
+_YIELDS = 200
+_SLEEP_S = 50e-6
+_LOOK_EVERY_S = 0.5
+
+
+class SharedSum:
+    """All-reduce of host tensors, for a World whose workers share one host.
+
+    The constructor is a collective. Raises ConfigError where memory cannot be shared, on all workers alike: on several
+    hosts, for several users, on other systems than Linux and other processors than x86-64.
+    """
+
+    def __init__(self, world: World, slot_bytes: int = SLOT_BYTES) -> None:
+        self._world = world
+        head = _LINE * world.world
+        size = head + slot_bytes * (world.world + 1)
+        self._peers = world.gather_json(identity())
+        self._memory = _open(world, self._peers, size)
+        self._counters = memoryview(self._memory)[:head].cast("q")
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._slots = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world + 1)]
+        self._turn = 0
+
+    @torch.no_grad()
+    def all_reduce(self, tensor: Tensor) -> SharedWork:
+        """Sums a contiguous host tensor in place; what it returns is done, as ``torch.distributed``'s work after ``wait``.
+
+        A collective. Raises CommError naming the worker that is gone or late.
+        """
+        rank, workers = self._world.rank, self._world.world
+        for piece in tensor.view(-1).split(self._slots[0].nbytes // tensor.element_size()):
+            *parts, total = (slot.view(tensor.dtype)[: piece.numel()] for slot in self._slots)
+            parts[rank].copy_(piece)
+            self._meet(tensor.nbytes)
+            mine = slice(rank * piece.numel() // workers, (rank + 1) * piece.numel() // workers)
+            torch.add(parts[0][mine], parts[1][mine], out=total[mine])
+            for part in parts[2:]:
+                total[mine].add_(part[mine])
+            self._meet(tensor.nbytes)
+            piece.copy_(total)
+        return SharedWork()
+
+    def _meet(self, num_bytes: int) -> None:
+        """Return once all workers have come as far as this one.
+
+        A worker may write its slot for the next piece while others still copy this sum out; the sum itself is written
+        only after the next meeting.
+        """
+        self._turn += 1
+        self._counters[self._world.rank * (_LINE // 8)] = self._turn
+        started = looked = time.monotonic()
+        for rank in range(self._world.world):
+            tries = 0
+            while self._counters[rank * (_LINE // 8)] < self._turn:
+                tries += 1
+                if tries <= _YIELDS:
+                    os.sched_yield()
+                    continue
+                time.sleep(_SLEEP_S)
+                if (now := time.monotonic()) - looked > _LOOK_EVERY_S:
+                    looked = now
+                    self._look(rank, num_bytes, now - started)
+
+    def _look(self, rank: int, num_bytes: int, waited_s: float) -> None:
+        """Raises CommError if a worker has ended, or the wait is over."""
+        ended = [each for each in suspects(self._peers, self._world.rank, settle=False) if each.endswith("has ended")]
+        if ended or waited_s > self._world.timeout_s:
+            why = "; ".join(ended) if ended else f"rank {rank} has not come"
+            raise CommError(
+                Problem(
+                    given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world} "
+                    f"after {waited_s:.1f} s: {why}",
+                    rule=f"every rank takes part in every sum within {self._world.timeout_s:g} s",
+                    consequence="the ranks are no longer in step, and this process cannot go on",
+                    nearest="start again from the newest checkpoint; the log of the missing rank says why it left",
+                )
+            )
+
+    def close(self) -> None:
+        """Free the segment, which goes with its last worker. Not a collective."""
+        self._counters.release()
+        self._slots.clear()  # the mapping itself goes with the last tensor that looks into it
+        del self._memory
+
+
+class SharedWork:
+    """What is done already, in the form of asynchronous work."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
+    """The same memory on all workers, all zeros. Raises ConfigError on all of them if one cannot share."""
+    if world.world < 2:
+        raise _refused("1 worker", "no sum is needed")
+    if len({each["host"] for each in peers}) > 1:
+        raise _refused("workers on several hosts", "a sum over torch.distributed")
+    if set(world.gather_json(_able())) != {True}:
+        raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
+    if world.rank == 0:
+        handle = os.memfd_create("unisono-sum", os.MFD_CLOEXEC)
+        os.posix_fallocate(handle, 0, size)  # the memory is there, or an error is
+        world.broadcast_json(handle)
+    else:
+        try:
+            handle = os.open(f"/proc/{peers[0]['pid']}/fd/{world.broadcast_json()}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            handle = -1
+    opened = [rank for rank, each in enumerate(world.gather_json(handle >= 0)) if not each]
+    try:
+        if opened:
+            raise _refused(f"rank {opened[0]}, which may not open rank 0's memory", "the same user for all workers")
+        return mmap.mmap(handle, size)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def _able() -> bool:
+    """Anonymous files are Linux's. Stores of x86-64 become visible in order; elsewhere a counter could overtake the data."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def _refused(given: str, nearest: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            given=f"sums through shared memory with {given}",
+            rule="at least 2 workers of one user share one host, with Linux on x86-64",
+            consequence="nothing was shared",
+            nearest=nearest,
+        )
+    )

@@ -1,0 +1,284 @@
+"""One meaning over all kinds of store: the same calls, run on every kind, with MXNet's published vectors among them.
+
+A new kind joins by a line in ``KINDS``: how to make it on a World, on how many workers, and what it does of the contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pool import Pool
+
+from unisono.errors import CheckpointError, ConfigError
+from unisono.kvstore import KVStore, Rounds, create
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a kind is made, and where it differs."""
+
+    make: Callable[..., KVStore]
+    ranks: int
+    averages: bool = False
+    """Updates are averaged over workers, sums are not made; pushes need an optimizer."""
+
+
+def average_every_step(world) -> KVStore:
+    return create("dist_local", world, rounds=Rounds(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
+
+
+KINDS = {
+    "local": Kind(lambda world: create("local", world), 1),
+    "device": Kind(lambda world: create("device", world), 1),
+    "dist_sync": Kind(lambda world: create("dist_sync", world), 2),
+    "dist_sync alone": Kind(lambda world: create("dist_sync", world), 1),
+    "dist_sync, shared memory": Kind(lambda world: create("dist_sync", world, shared_memory=True), 2),
+    "dist_local": Kind(average_every_step, 2, averages=True),
+}
+ALL = [pytest.param(name, marks=pytest.mark.gpu if name == "device" else ()) for name in KINDS]
+SUMMING = [param for param, kind in zip(ALL, KINDS.values(), strict=True) if not kind.averages]
+
+
+def here(name: str) -> str:
+    return torch.accelerator.current_accelerator().type if name == "device" else "cpu"  # type: ignore[union-attr]
+
+
+def check(pool: Pool, name: str, *cases: Callable[..., None]) -> None:
+    """Each case on a fresh store; they share workers, whose meeting takes longer than the case."""
+    pool.run(on_stores, name, [case.__name__ for case in cases], ranks=KINDS[name].ranks)
+
+
+def on_stores(world, name: str, cases: list[str]) -> None:
+    for case in cases:
+        store = KINDS[name].make(world)
+        with torch.device(here(name)):
+            globals()[case](store, KINDS[name])
+        store.close()
+
+
+def refusal(error: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+# --- without an optimizer a push replaces --------------------------------------------------------------------------
+
+
+def replaces(store: KVStore, kind: Kind) -> None:
+    store.init("w", torch.ones(2, 3))
+    store.push("w", [torch.ones(2, 3)] * 4).wait()
+    assert store.pull("w").wait().tolist() == torch.full((2, 3), 4.0 * kind.ranks).tolist()
+    store.push("w", torch.full((2, 3), 8.0))
+    assert store.pull("w").wait().unique().tolist() == [8.0 * kind.ranks]  # V7: replaced, not added
+
+
+def several_keys(store: KVStore, kind: Kind) -> None:
+    store.init({"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64), "c": torch.zeros(3)})
+    values = {key: torch.full_like(store.pull(key).wait(), number) for number, key in enumerate("abc", 1)}
+    store.push(values).wait()
+    assert [float(each[0]) for each in store.pull(["a", "b", "c"]).wait()] == [n * kind.ranks for n in (1, 2, 3)]
+    out = [torch.empty(3), torch.empty(2, dtype=torch.float64)]
+    pulled = store.pushpull(["c", "b"], [values["a"], values["b"]], out=out, priority=3).wait()
+    assert [float(each[1]) for each in out] == [1 * kind.ranks, 2 * kind.ranks]
+    assert all(a is b or a.data_ptr() == b.data_ptr() for a, b in zip(pulled, out, strict=True))
+    devices = [torch.empty(3), torch.empty(3)]
+    store.pull("c", out=devices).wait()
+    assert [each.tolist() for each in devices] == [[1.0 * kind.ranks] * 3] * 2
+
+
+def never_an_alias(store: KVStore, kind: Kind) -> None:
+    start, value = torch.ones(3), torch.ones(3)
+    store.init("w", start)
+    start.zero_()
+    assert store.pull("w").wait().tolist() == [1.0] * 3
+    sent = store.push("w", value)
+    value.zero_()
+    sent.wait()
+    pulled = store.pull("w").wait()
+    assert pulled.tolist() == [1.0 * kind.ranks] * 3
+    pulled.zero_()
+    assert store.pull("w").wait().tolist() == [1.0 * kind.ranks] * 3
+
+
+def a_pull_sees_the_pushes_before_it(store: KVStore, kind: Kind) -> None:
+    store.init("w", torch.zeros(1))
+    first = (store.push("w", torch.ones(1)), store.pull("w"))[1]
+    second = store.pushpull("w", torch.full((1,), 5.0))
+    assert (float(first.wait()), float(second.wait())) == (kind.ranks, 5 * kind.ranks)
+    assert first.done()
+    assert second.done()
+    assert float(first.wait()) == kind.ranks  # once is enough
+
+
+def rows(store: KVStore, kind: Kind) -> None:
+    store.init("table", torch.ones(3, 3))
+    out = torch.full((3, 3), 7.0)
+    some = store.row_sparse_pull("table", torch.tensor([2, 2]), out).wait()  # V7
+    assert some.ids.tolist() == [2]
+    assert some.values.tolist() == [[1.0] * 3]
+    assert out.tolist() == [[0.0] * 3, [0.0] * 3, [1.0] * 3]
+    store.row_sparse_pull("table", torch.tensor([], dtype=torch.int64), out).wait()
+    assert not out.any()
+    # rank r adds r + 1 to row r and 10 to row 2, which is there twice
+    ids = torch.tensor([2, store.rank, 2])
+    values = torch.tensor([[4.0], [store.rank + 1.0], [6.0]]).expand(3, 3)
+    store.push("table", (ids, values)).wait()
+    first, second, third = store.pull("table").wait()[:, 0].tolist()
+    assert (first, second, third) == (1.0, 2.0 if kind.ranks > 1 else 0.0, 10.0 * kind.ranks)
+    store.push("table", [(ids[:1], values[:1]), (ids[:1], values[:1])]).wait()
+    assert store.pull("table").wait()[:, 0].tolist() == [0.0, 0.0, 8.0 * kind.ranks]
+    store.push("table", (ids[:0], values[:0])).wait()
+    assert not store.pull("table").wait().any()
+
+
+def dtypes(store: KVStore, kind: Kind) -> None:
+    kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+    store.init({str(dtype): torch.zeros(5, dtype=dtype) for dtype in kinds})
+    store.push({str(dtype): torch.arange(5, dtype=dtype) for dtype in kinds}).wait()
+    for dtype in kinds:
+        pulled = store.pull(str(dtype)).wait()
+        assert (pulled.dtype, pulled.tolist()) == (dtype, [n * kind.ranks for n in range(5)])
+
+
+@pytest.mark.parametrize("name", SUMMING)
+def test_values(pool: Pool, name: str) -> None:
+    check(pool, name, replaces, several_keys, never_an_alias, a_pull_sees_the_pushes_before_it, rows, dtypes)
+
+
+# --- with an optimizer ---------------------------------------------------------------------------------------------
+
+
+def updates(store: KVStore, kind: Kind) -> None:
+    store.init("w", torch.ones(1))
+    store.set_optimizer("sgd", lr=2.0, momentum=0.0)
+    pulled = [float(store.pushpull("w", torch.full((1,), -1.0 - store.rank)).wait()) for _ in range(3)]
+    # V7: w += 2 x sum, from 1, two workers pushing rank + 1
+    assert pulled == ([4.0, 7.0, 10.0] if kind.averages else [7.0, 13.0, 19.0] if kind.ranks == 2 else [3.0, 5.0, 7.0])
+
+
+def small_step(store: KVStore, kind: Kind) -> None:
+    store.set_optimizer("sgd", lr=0.01, momentum=0.0)
+    store.init("w", torch.zeros(2, 2))  # a key that comes after the optimizer has one too
+    store.push("w", torch.ones(2, 2) / (1 if kind.averages else kind.ranks)).wait()
+    assert store.pull("w").wait().flatten().tolist() == pytest.approx([-0.01] * 4)  # V7
+    store.set_learning_rate(0.5)
+    store.push("w", torch.ones(2, 2) / (1 if kind.averages else kind.ranks)).wait()
+    assert store.pull("w").wait().flatten().tolist() == pytest.approx([-0.51] * 4, rel=1e-5)
+
+
+def matrices_decay(store: KVStore, kind: Kind) -> None:
+    shapes = {"w": (2, 2), "b": (4,), "x.bias": (2, 2), "embedding": (2, 2)}
+    store.init({key: torch.ones(shape) for key, shape in shapes.items()})
+    store.set_optimizer("adamw", lr=0.5, weight_decay=0.5, decay_exclude=("emb*",))
+    store.push({key: torch.zeros(shape) for key, shape in shapes.items()}).wait()
+    left = {key: float(store.pull(key).wait().flatten()[0]) for key in shapes}
+    assert left == {"w": 0.75, "b": 1.0, "x.bias": 1.0, "embedding": 1.0}
+
+
+def gradients_stay_the_callers(store: KVStore, kind: Kind) -> None:
+    store.init("w", torch.ones(2, 2))
+    for optimizer in ("sgd", "adam", "adamw", "lamb", "lars"):
+        store.set_optimizer(optimizer, lr=0.1, weight_decay=0.5)
+        gradient = torch.full((2, 2), 0.3)
+        for _ in range(2):
+            store.push("w", gradient).wait()
+        assert torch.equal(gradient, torch.full((2, 2), 0.3))
+        assert not torch.equal(store.pull("w").wait(), torch.ones(2, 2))
+
+
+def goes_on_exactly(store: KVStore, kind: Kind) -> None:
+    def push(steps: range) -> None:
+        for step in steps:
+            store.push({"w": torch.full((3, 2), step + 0.1), "b": torch.full((2,), step - 0.3)}).wait()
+
+    store.init({"w": torch.ones(3, 2), "b": torch.ones(2)})
+    store.set_optimizer("adamw", lr=0.1)
+    push(range(3))
+    saved = {name: each.clone() for name, each in store.state_dict().items()}
+    push(range(3, 6))
+    went = {name: each.clone() for name, each in store.state_dict().items()}
+    store.load_state_dict(saved)
+    push(range(3, 6))
+    assert went.keys() == store.state_dict().keys()
+    assert all(torch.equal(went[name], each) for name, each in store.state_dict().items())
+    del saved["value/b"]
+    text = refusal(CheckpointError, lambda: store.load_state_dict(saved))
+    assert "differ in 'value/b'" in text
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_updates(pool: Pool, name: str) -> None:
+    check(pool, name, updates, small_step, matrices_decay, gradients_stay_the_callers, goes_on_exactly)
+
+
+# --- init, broadcast, refusals -------------------------------------------------------------------------------------
+
+
+def rank_zeros_value_wins(store: KVStore, kind: Kind) -> None:
+    mine = torch.full((2,), store.rank + 3.0)
+    store.init("w", mine)
+    assert store.pull("w").wait().tolist() == mine.tolist() == [3.0, 3.0]
+    other = torch.full((2,), store.rank + 5.0)
+    store.broadcast({"not kept": other})
+    assert other.tolist() == [5.0, 5.0]
+    assert "key 'not kept'" in refusal(ConfigError, lambda: store.pull("not kept"))
+    store.barrier()
+    assert (store.num_workers, 0 <= store.rank < kind.ranks) == (kind.ranks, True)
+
+
+def refusals(store: KVStore, kind: Kind) -> None:
+    text = refusal(ConfigError, lambda: store.push("layer.weight", torch.ones(1)))
+    assert "init('layer.weight', value) on every worker first" in text
+    store.init({"layer.weight": torch.ones(2, 3)})
+    assert "did you mean 'layer.weight'?" in refusal(ConfigError, lambda: store.pull("layer.weights"))
+    assert "init of key 'layer.weight'" in refusal(ConfigError, lambda: store.init("layer.weight", torch.ones(2, 3)))
+    text = refusal(ConfigError, lambda: store.push("layer.weight", torch.ones(3, 2)))
+    assert "a value of shape [3, 2] and dtype torch.float32" in text
+    assert "was initialised with shape [2, 3] and dtype torch.float32" in text
+    text = refusal(ConfigError, lambda: store.push("layer.weight", torch.ones(2, 3, dtype=torch.float64)))
+    assert "dtype torch.float64" in text
+    assert "key 3 of type int" in refusal(ConfigError, lambda: store.push(3, torch.ones(1)))  # type: ignore[arg-type]
+    assert "2 keys with 1 values" in refusal(ConfigError, lambda: store.push(["a", "b"], [torch.ones(1)]))
+    assert "an empty list for key" in refusal(ConfigError, lambda: store.push("layer.weight", []))
+    text = refusal(ConfigError, lambda: store.push("layer.weight", (torch.tensor([2]), torch.ones(1, 3))))
+    assert "row ids from 2 to 2" in text
+    assert "whole numbers from 0 to 1" in text
+    text = refusal(ConfigError, lambda: store.push("layer.weight", (torch.tensor([0]), torch.ones(1, 2))))
+    assert "rows of shape [1, 2]" in text
+    assert "without an optimizer" in refusal(ConfigError, lambda: store.set_learning_rate(0.1))
+    assert "did you mean 'sgd'?" in refusal(ConfigError, lambda: store.set_optimizer("sgdd"))
+    assert "learning" in refusal(ConfigError, lambda: store.set_optimizer("sgd", learning=3))
+    assert "beta1 is read by adam" in refusal(ConfigError, lambda: store.set_optimizer("sgd", beta1=0.5))
+    assert "clip_norm = 1" in refusal(ConfigError, lambda: store.set_optimizer("sgd", clip_norm=1.0))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_manners(pool: Pool, name: str) -> None:
+    check(pool, name, rank_zeros_value_wins, refusals)
+
+
+def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:
+    pool.run(kinds_that_do_not_fit, ranks=1)
+    pool.run(one_process_kinds, ranks=2)
+
+
+def kinds_that_do_not_fit(world) -> None:
+    assert "did you mean 'dist_sync'?" in refusal(ConfigError, lambda: create("dist_snyc", world))  # type: ignore[arg-type]
+    assert "rounds=Rounds(local_steps=16)" in refusal(ConfigError, lambda: create("dist_local", world))
+    text = refusal(ConfigError, lambda: create("local", world, hierarchical=True, shared_memory=True))
+    assert "leave out hierarchical, shared_memory" in text
+    text = refusal(ConfigError, lambda: create("dist_sync", world, rounds=Rounds(local_steps=1)))
+    assert "rounds go with 'dist_local'" in text
+    store = create("device", world)
+    store.init("w", torch.ones(1))
+    text = refusal(ConfigError, lambda: store.push("w", torch.ones(1)))
+    assert "'device' adds on the accelerator" in text
+    assert "kind = 'local'" in text
+
+
+def one_process_kinds(world) -> None:
+    assert "'local' is a store of one process" in refusal(ConfigError, lambda: create("local", world))
