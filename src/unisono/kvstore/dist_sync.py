@@ -194,7 +194,7 @@ def _two_ways(codec: Codec | PowerSgd, travels: Mapping[str, torch.dtype]) -> Co
 def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
     return CheckpointError(
         Problem(
-            given=f"the checkpoint holds gradients that compression held back, such as {min(state)!r}; this run has no compression",
+            given=f"the checkpoint holds what compression held back, such as {min(state)!r}; this run has no compression",
             rule="a run goes on with the compression it had",
             consequence="they would be lost, so nothing was loaded",
             nearest="resume with the compression of the checkpoint, or start a new run from its weights",

@@ -2,8 +2,8 @@
 
 Two bits: ``11`` is +t, ``10`` is -t, ``00`` is nothing; at most one t per step and element, the rest waits in the residual, which
 therefore grows without bound where gradients stay above t: watch ``Feedback.stats``, or take t relative to the rms of the value.
-One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847). One bit, MXNet's: +1 above t,
-else -1.
+One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847). One bit, MXNet's: +1 above
+t, else -1.
 
 Code: level f32, elements u32, then the words. A level of NaN says that the value was not finite.
 """

@@ -125,7 +125,7 @@ class Feedback:
         self._steps = int(state["steps"])
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """For each parameter sent so far ``bytes_in``, ``bytes_out`` of a step, and ``residual``, its norm over the last gradient's.
+        """For each parameter sent ``bytes_in``, ``bytes_out`` of a step, and ``residual``, its norm over the last gradient's.
 
         Waits for the device. A ``residual`` that grows from step to step says that the codec cannot keep up.
         """
