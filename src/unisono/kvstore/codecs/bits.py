@@ -41,9 +41,9 @@ class TwoBit:
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
         """See ``Codec``."""
-        value = value.to(wide(value.dtype))
+        value = value.to(wide(value.dtype)).contiguous()
         level = self.factor * _rms(value) if self.relative else value.new_tensor(self.factor)
-        level = torch.where(value.isfinite().all(), level.float(), torch.nan)
+        level = _or_nan(level, value)
         quanta = torch.zeros(_padded(value.numel(), 16), dtype=torch.uint8, device=value.device)
         quanta[: value.numel()] = (value >= level).to(torch.uint8) * 3 | (value <= -level).to(torch.uint8) * 2
         # four bytes of 0 to 3, read as a little-endian word, to one byte
@@ -78,9 +78,9 @@ class OneBit:
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
         """See ``Codec``."""
-        value = value.to(wide(value.dtype))
+        value = value.to(wide(value.dtype)).contiguous()
         level = value.new_ones(()) if self.threshold is not None else value.abs().sum() / max(value.numel(), 1)
-        level = torch.where(value.isfinite().all(), level.float(), torch.nan)
+        level = _or_nan(level, value)
         signs = torch.zeros(_padded(value.numel(), 32), dtype=torch.uint8, device=value.device)
         signs[: value.numel()] = value >= 0 if self.threshold is None else value > self.threshold
         packed = (signs.view(torch.int64) * _GATHER_BITS >> 56).to(torch.uint8)
@@ -98,6 +98,10 @@ class OneBit:
 
 def _rms(value: Tensor) -> Tensor:
     return torch.linalg.vector_norm(value) / max(value.numel(), 1) ** 0.5
+
+
+def _or_nan(level: Tensor, value: Tensor) -> Tensor:
+    return torch.where(value.isfinite().all() & level.isfinite(), level.float(), torch.nan)
 
 
 def _padded(numel: int, multiple: int) -> int:
