@@ -19,7 +19,7 @@ BYTE = Speed(name="int8", ratio=4, encode_s=1e-9, decode_s=0.5e-9, summable=Fals
     [
         # bf16 takes 0.4 + 0.5 L, int8 1 + n (0.5 + L / 8), none L ns for a byte
         (10.0, 2, None),
-        (1.0, 2, None),  # 0.9 is not a tenth less than 1
+        (1.05, 2, None),  # 0.88 is not a tenth less than 0.95
         (0.9, 2, "bf16"),  # 0.96 of 1.11
         (0.1, 2, "int8"),  # 4.5 of 10; bf16 5.4
         (0.1, 4, "bf16"),  # int8 8

@@ -28,18 +28,18 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
 
 
-def one_step(sync: BucketedAllReduce, trained: dict[str, nn.Parameter], rank: int, step: int) -> list[Tensor]:
-    """A backward pass whose gradients are ``gradient``; the sums, in parameter order."""
+def one_step(sync: BucketedAllReduce, trained: dict[str, nn.Parameter], rank: int, step: int) -> list[list[float]]:
+    """A backward pass whose gradients are ``gradient``; the sums, flat, in parameter order."""
     sync.reset()
     sync.arm()
     sum((p * gradient(name, rank, step, p.dtype)).sum() for name, p in trained.items()).backward()
     sync.finish(torch.zeros(1))
-    return [each.clone() for each in sync.gradients()]
+    return [each.flatten().tolist() for each in sync.gradients()]
 
 
 def sums(
     world, codecs: Sequence[str], bucket_bytes: int, dtype: torch.dtype, skipped: int = 1, restart: int = 2
-) -> dict[str, list[list[Tensor]]]:
+) -> dict[str, list[list[list[float]]]]:
     """Four steps with each codec: step ``skipped`` is not good, step ``restart`` is made by an object that loaded the state."""
     made = {}
     for codec in codecs:
@@ -58,7 +58,7 @@ def sums(
     return made
 
 
-def expected(codec_name: str, ranks: int, dtype: torch.dtype, skipped: int = 1) -> list[list[Tensor]]:
+def expected(codec_name: str, ranks: int, dtype: torch.dtype, skipped: int = 1) -> list[list[list[float]]]:
     codec = find_codec(codec_name)
     feedback = [Feedback(parameters(dtype), worker=rank) for rank in range(ranks)]
     steps = []
@@ -69,15 +69,11 @@ def expected(codec_name: str, ranks: int, dtype: torch.dtype, skipped: int = 1) 
             codes = [feedback[rank].encode(codec, name, each[rank]) for rank in range(ranks)]
             numel = each[0].numel()
             total = sum(codec.decode(code, numel, torch.float32) for code in codes)
-            made.append(total.view(SHAPES[name]).to(dtype))
+            made.append(total.to(dtype).tolist())
         for each in feedback:
             each.commit(step != skipped)
         steps.append(made)
     return steps
-
-
-def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
-    return all(torch.equal(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize(("ranks", "bucket_bytes", "dtype"), [(2, 1 << 20, torch.bfloat16), (3, 1, torch.float32)])
@@ -86,7 +82,7 @@ def test_the_sum_is_that_of_the_decoded_codes(pool: Pool, ranks: int, bucket_byt
     for codec in GATHERED:
         truth = expected(codec, ranks, dtype)
         for outcome in outcomes:
-            assert same(outcome[codec], truth), codec
+            assert outcome[codec] == truth, codec
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -97,12 +93,12 @@ def test_casts_and_powersgd_are_the_same_on_all_ranks_and_in_all_runs(pool: Pool
     again = pool.run(sums, names, 2000, torch.float32, restart=3, ranks=ranks)
     for codec in names:
         for outcome in outcomes + again:
-            assert same(outcome[codec], outcomes[0][codec]), codec
+            assert outcome[codec] == outcomes[0][codec], codec
     for codec, near in (("fp16", 0.01), ("bf16", 0.06)):
         for step, made in enumerate(outcomes[0][codec]):
             for name, got in zip(SHAPES, made, strict=True):
-                plain = sum(gradient(name, rank, step) for rank in range(ranks))
-                assert float((got - plain).abs().max()) < near * ranks
+                plain = sum(gradient(name, rank, step) for rank in range(ranks)).flatten()
+                assert float((torch.tensor(got) - plain).abs().max()) < near * ranks
 
 
 def test_other_buckets_and_skips_change_what_they_should(pool: Pool) -> None:
@@ -111,10 +107,10 @@ def test_other_buckets_and_skips_change_what_they_should(pool: Pool) -> None:
         pool.run(sums, names, bucket_bytes, torch.float32, skipped, ranks=2)[0]
         for bucket_bytes, skipped in [(1, 1), (1 << 20, 1), (1, -1)]
     )
-    assert same(small["int8"], large["int8"])
+    assert small["int8"] == large["int8"]
     for codec in names:
-        assert same(small[codec][:2], none_skipped[codec][:2])
-        assert not same(small[codec][2:], none_skipped[codec][2:])
+        assert small[codec][:2] == none_skipped[codec][:2]
+        assert small[codec][2:] != none_skipped[codec][2:]
 
 
 def fp16_sum(world, value: float) -> float:
@@ -189,9 +185,7 @@ def test_refusals_say_why(pool: Pool) -> None:
         assert "compression 'int8', and gradients such as that of 'weight' sent as torch.bfloat16" in texts[0]
         assert "held back, such as 'factor/kernel'; this run has no compression" in texts[1]
         assert "compression state 'kernel' is missing in the checkpoint" in texts[2]
-        assert (
-            "compression state 'factor/kernel' is [36, 2] torch.float32 in the checkpoint and not used here" in texts[3]
-        )
+        assert "compression state 'bias' is missing in the checkpoint" in texts[3]
 
 
 # --- PowerSGD against a plain implementation ---------------------------------------------------------------------------
@@ -240,13 +234,13 @@ def zeros_then_rank_one(world) -> tuple[float, float]:
         sync.finish(torch.zeros(1))
         largest = float(sync.gradients()[0].abs().max()) if scale == 0 else 0.0
         sync.commit(True)
-    # what two steps gave, the first one's loss included, is what went in
-    return largest, float((sync.gradients()[0] - 2 * truth).abs().max())
+    return largest, float(sync.state_dict()["residual/w"].abs().max())
 
 
 def test_powersgd_survives_gradients_of_zeros(pool: Pool) -> None:
-    for largest, _ in pool.run(zeros_then_rank_one, ranks=2):
+    for largest, held in pool.run(zeros_then_rank_one, ranks=2):
         assert largest == 0.0
+        assert held < 1e-3  # of 40: the iteration found its way from nothing
 
 
 # --- training ----------------------------------------------------------------------------------------------------------
@@ -275,14 +269,15 @@ def regression_losses(world, codecs: Sequence[str | None], steps: int) -> dict[s
             optimizer.step()
             sync.commit(True)
             sync.reset()
-        losses[codec] = float((model(inputs) - outputs).square().mean())
+        with torch.no_grad():
+            losses[codec] = float((model(inputs) - outputs).square().mean())
         sync.close()
     return losses
 
 
 def test_training_reaches_the_loss_without_compression(pool: Pool) -> None:
-    codecs = [None, "2bit:0.05", "2bit:rms*1.5", "1bit", "topk:0.1", "int8", "fp16", "bf16", "powersgd:2"]
-    losses, _ = pool.run(regression_losses, codecs, 400, ranks=2)
+    codecs = [None, "2bit:0.5", "2bit:rms*1.5", "1bit", "topk:0.1", "int8", "fp16", "bf16", "powersgd:2"]
+    losses, _ = pool.run(regression_losses, codecs, 120, ranks=2)
     assert losses[None] < 0.09
     for codec in codecs:
         assert losses[codec] < 1.02 * losses[None], (codec, losses)
