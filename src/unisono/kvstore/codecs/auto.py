@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from unisono.dist import World
 from unisono.errors import ConfigError, Problem
 from unisono.kvstore.codecs.codec import Codec
+from unisono.kvstore.codecs.feedback import Feedback
 from unisono.kvstore.codecs.find import find_codec
 from unisono.kvstore.codecs.powersgd import PowerSgd
 
@@ -26,7 +27,7 @@ from unisono.kvstore.codecs.powersgd import PowerSgd
 CANDIDATES = ("bf16", "int8")
 
 _LEAST_GAIN = 0.1
-_SAMPLE_ELEMENTS = 2**21
+_SAMPLE_ELEMENTS = 2**20
 _REPEATS = 3
 
 
@@ -37,7 +38,7 @@ class Speed:
     name: str
     # gradient bytes over code bytes
     ratio: float
-    # seconds for a byte of gradient
+    # seconds for a byte of gradient, error feedback included
     encode_s: float
     decode_s: float
     # codes are added by the all-reduce, else gathered
@@ -118,11 +119,16 @@ def _measurable(name: str) -> Codec:
 
 def _speed(codec: Codec, device: torch.device) -> Speed:
     value = torch.randn(_SAMPLE_ELEMENTS, device=device)
-    code = codec.encode(value)
+    code, feedback = codec.encode(value), Feedback({"sample": value})
+
+    def encode() -> None:
+        feedback.encode(codec, "sample", value)
+        feedback.commit(True)
+
     return Speed(
         name=codec.name,
         ratio=value.nbytes / code.numel(),
-        encode_s=_quickest(lambda: codec.encode(value), device) / value.nbytes,
+        encode_s=_quickest(encode, device) / value.nbytes,
         decode_s=_quickest(lambda: codec.decode(code, value.numel(), value.dtype, trusted=True), device) / value.nbytes,
         summable=codec.summable is not None,
     )

@@ -38,7 +38,7 @@ class Carried:
         """Take over what was proposed, or, where ``good`` (0-dim bool, on its device) is false, leave all bit-equal."""
         for name, value in self._proposed.items():
             old = self._values[name]
-            old.copy_(torch.where(torch.as_tensor(good, device=old.device), value, old))
+            torch.where(torch.as_tensor(good, device=old.device), value, old, out=old)
         self._proposed.clear()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -38,8 +38,8 @@ class Int8:
         noise = torch.rand(
             rows.shape, generator=torch.Generator(value.device).manual_seed(seed), device=value.device
         )  # [blocks, block]
-        steps = torch.where(scale[:, None] == 0, 0.0, rows / scale[:, None])
-        rounded = (steps + noise).floor().clamp(-127, 127).nan_to_num(0.0).to(torch.int8)
+        steps = rows / torch.where(scale == 0, 1.0, scale)[:, None]
+        rounded = steps.add_(noise).floor_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
         return torch.cat([as_bytes(scale), as_bytes(rounded.view(-1)[:numel])])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
