@@ -3,6 +3,8 @@
 torch's DistributedDataParallel rebuilds its buckets after the first iteration from the order in which gradients arrived,
 so from three ranks on a resumed process adds in another order than the one it continues. Here bucket contents and launch
 order are a pure function of names, shapes and dtypes: the same in every process, from the first step on.
+
+With a codec, compressed gradients travel in their place (``unisono.kvstore.codecs``); order and overlap stay the same.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
+from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.kvstore.codecs import Codec, PowerSgd, exchange
 from unisono.plan.plan import BUCKET_BYTES
 
 
@@ -52,7 +56,10 @@ class BucketedAllReduce:
 
     A bucket leaves when its gradients are complete and all buckets before it have left, so that every rank
     issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
-    all ranks if there is none.
+    all ranks if there is none. ``travels`` names dtypes other than the gradients' own to send and add in; ``codec`` compresses
+    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
+
+    Raises ConfigError for a codec beside ``travels``.
     """
 
     def __init__(
@@ -63,7 +70,10 @@ class BucketedAllReduce:
         *,
         group: ProcessGroup | None = None,
         travels: Mapping[str, torch.dtype] | None = None,
+        codec: Codec | PowerSgd | None = None,
     ) -> None:
+        if codec is not None and travels:
+            raise _two_ways(codec, travels)
         self._world, self._group = world, group or world.group
         self._parameters = dict(parameters)
         sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
@@ -71,6 +81,8 @@ class BucketedAllReduce:
             _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, bucket_bytes, sent)
         ]
         self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
+        views = {name: self._home[name].views[name] for name in self._parameters}
+        self._exchange = None if codec is None else exchange(codec, views, self._group)
         self._armed = False
         self._next = 0
         self._works: list[Any] = []
@@ -110,7 +122,10 @@ class BucketedAllReduce:
             if only_complete and bucket.missing:
                 return
             with self._world.guard("gradient all-reduce"):
-                self._works.append(dist.all_reduce(bucket.pack(), group=self._group, async_op=True))
+                if self._exchange is None:
+                    self._works.append(dist.all_reduce(bucket.pack(), group=self._group, async_op=True))
+                else:
+                    self._works.append(self._exchange.launch(bucket.views))
             self._next += 1
 
     def finish(self, totals: Tensor) -> None:
@@ -136,12 +151,55 @@ class BucketedAllReduce:
         for name, parameter in self._parameters.items():
             parameter.grad = self._home[name].views[name]
 
+    def commit(self, good: Tensor | bool) -> None:
+        """The step is over; where ``good`` (0-dim bool, on the device) is false, what compression holds back stays bit-equal."""
+        if self._exchange is not None:
+            self._exchange.commit(good)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What compression holds back on this rank, by parameter name; nothing without a codec."""
+        return {} if self._exchange is None else self._exchange.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises CheckpointError if the state is of other parameters or another compression."""
+        if self._exchange is not None:
+            self._exchange.load_state_dict(state)
+        elif state:
+            raise _left_over(state)
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Of each compressed parameter bytes in and out and how much is held back, see ``Feedback.stats``."""
+        return {} if self._exchange is None else self._exchange.stats()
+
     def close(self) -> None:
         """Take the hooks off and let the gradients go."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():
             parameter.grad = None
+
+
+def _two_ways(codec: Codec | PowerSgd, travels: Mapping[str, torch.dtype]) -> ConfigError:
+    name = next(iter(travels))
+    return ConfigError(
+        Problem(
+            given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {travels[name]}",
+            rule="one of both says what travels",
+            consequence="the other would act on nothing, so nothing was started",
+            nearest="leave compression out, or let gradients be reduced in their own dtype",
+        )
+    )
+
+
+def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
+    return CheckpointError(
+        Problem(
+            given=f"the checkpoint holds what compression held back, such as {min(state)!r}; this run has no compression",
+            rule="a run goes on with the compression it had",
+            consequence="they would be lost, so nothing was loaded",
+            nearest="resume with the compression of the checkpoint, or start a new run from its weights",
+        )
+    )
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
