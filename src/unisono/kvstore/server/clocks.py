@@ -148,7 +148,7 @@ class Clocks:
             raise CommError(
                 Problem(
                     given=f"worker {worker}, whose lease has ended",
-                    rule=f"a worker gives a sign of life every {LEASE_S:g} s, and comes back {GRACE_S:g} s after a lost connection",
+                    rule=f"a worker gives a sign of life every {LEASE_S:g} s; a lost connection comes back in {GRACE_S:g} s",
                     consequence="the others no longer wait for it, and its units of work were dealt to them",
                     nearest="say hello again: it joins at the clock of the slowest",
                 )
