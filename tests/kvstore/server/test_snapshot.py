@@ -62,7 +62,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path: Path, fil
 def test_none_that_holds_is_an_error(tmp_path: Path) -> None:
     take(tmp_path, 1)
     (tmp_path / "snapshot-00000001/state.json").write_text("{}")
-    with pytest.raises(CommError, match="none of the 1 snapshots in .* holds: snapshot-00000001"):
+    with pytest.raises(CommError, match=r"none of the 1 snapshots in .* holds: snapshot-00000001"):
         snapshot.newest(tmp_path)
 
 
