@@ -115,7 +115,8 @@ class Clocks:
     @property
     def slowest(self) -> int:
         """The clock of the slowest live worker; of the last one there was, where none is."""
-        return min((member.clock for member in self._members.values()), default=self._start)
+        with self._change:
+            return min((member.clock for member in self._members.values()), default=self._start)
 
     @property
     def live(self) -> dict[int, int]:

@@ -93,6 +93,14 @@ class Table:
         """Of the chunks that have a value, in order."""
         return sorted(number for number, cell in self._cells.items() if cell.value is not None)
 
+    def next_seq(self, stream: int) -> int:
+        """A number that no chunk has applied of this stream, nor any above it."""
+        ends = [0]
+        for cell in self._cells.values():
+            with cell.lock:
+                ends += [end for _, end in cell.applied.get(stream, RangeSet()).json()[-1:]]
+        return max(ends)
+
     def chunk(self, number: int) -> Chunk:
         """CommError for one that is not here."""
         return self._cell(number).chunk
