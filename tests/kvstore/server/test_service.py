@@ -98,10 +98,8 @@ def test_init_push_pull(service: Service) -> None:
     answer = worker.push(filled(0.5), seq=0)
     assert (answer.op, answer.entries, answer.clock, answer.flags) == (Op.ACK, 3, 1, 0)
     pulled = worker.pull()
-    assert {key: set(value.tolist()) for key, value in pulled.items()} == {
-        "a": {pytest.approx(0.4999)},
-        "b": {pytest.approx(0.4999)},
-    }
+    for key, value in pulled.items():
+        assert value.tolist() == pytest.approx([0.4999] * len(value)), key
     again = worker.push(filled(0.5), seq=0)
     assert (again.entries, again.clock) == (0, 1)
     both = worker.push(filled(0.0), seq=1, op=Op.PUSHPULL)
@@ -112,11 +110,9 @@ def test_init_push_pull(service: Service) -> None:
     assert torch.equal(late.pull()["a"], worker.pull()["a"])
     assert Worker(service, worker=0, incarnation=2).greeting["seq"] == 2
     stats = worker.json(Op.STATS)
-    assert (
-        (stats["counts"]["applied"], stats["counts"]["duplicates"], stats["chunks"]) == (6, 3, 3)
-        if "counts" in stats
-        else False
-    )
+    counts = stats["counts"]
+    assert (counts["applied"], counts["duplicates"], counts["push"], stats["chunks"]) == (6, 3, 2, 3)
+    assert counts["bytes_in"] > 3 * 2567 * 4
 
 
 def test_an_older_incarnation_is_fenced(service: Service) -> None:
@@ -316,8 +312,10 @@ def test_requests_that_are_none(service: Service) -> None:
         worker.ask(Frame(Op.ACK))
     with pytest.raises(CommError, match="it has no folder"):
         worker.ask(Frame(Op.SNAPSHOT))
+    fourth = Service(3)
     with pytest.raises(CommError, match="knows of 1 servers, at server 3"):
-        Worker(Service(3), agreed=AGREED)
+        Worker(fourth)
+    fourth.close()
 
 
 def test_mutated_frames_change_nothing_but_what_they_say(service: Service) -> None:
@@ -338,7 +336,7 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service) -> No
         Frame(Op.STATE, flags=WRITE, payload=worker.ask(Frame(Op.STATE)).payload),
     ]
     refused = 0
-    for seq in range(2000):
+    for seq in range(10_000):
         frame = received(rng.choice(seeds))
         data = bytearray(frame.payload)
         for _ in range(rng.randint(1, 4)):
@@ -358,6 +356,6 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service) -> No
             service.handle(worker.peer, frame)
         except UnisonoError:
             refused += 1
-    assert refused > 1000
+    assert refused > 5000
     assert worker.pull()["a"].shape == (2560,)
     assert worker.push(filled(0.0), seq=10**6).entries == 3

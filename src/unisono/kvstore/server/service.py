@@ -166,6 +166,11 @@ class Service:
         facts, tensors = decode(image)
         self._restore(facts, tensors)
 
+    @property
+    def began(self) -> bool:
+        """Whether a hello or a snapshot has told what the run is."""
+        return self._run is not None
+
     def save(self) -> int:
         """Write a snapshot now; its number. CommError where there is no folder, or nothing to save, or the disk refuses."""
         with self._saving:
