@@ -108,11 +108,11 @@ def test_init_push_pull(service: Service) -> None:
     late = Worker(service, worker=1)
     assert late.ask(late.data(Op.INIT, filled(9.0))).entries == 0
     assert torch.equal(late.pull()["a"], worker.pull()["a"])
-    assert Worker(service, worker=0, incarnation=2).greeting["seq"] == 2
     stats = worker.json(Op.STATS)
     counts = stats["counts"]
     assert (counts["applied"], counts["duplicates"], counts["push"], stats["chunks"]) == (6, 3, 2, 3)
     assert counts["bytes_in"] > 3 * 2567 * 4
+    assert Worker(service, worker=0, incarnation=2).greeting["seq"] == 2
 
 
 def test_an_older_incarnation_is_fenced(service: Service) -> None:

@@ -101,8 +101,9 @@ class Service:
         run.agreed.compare(agreed, f"{peer.role} {peer.worker}")
         clock = 0
         if peer.role == "worker":
-            self._members.enter(peer)
+            self._members.check(peer)
             clock = run.clocks.join(peer.worker, peer.incarnation)
+            self._members.enter(peer)
             run.barriers.look_again()
         table = run.tables[peer.role]
         return {
