@@ -5,6 +5,7 @@ A server starts knowing nothing of the model: the first worker's hello tells it,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from unisono.errors import CommError, Problem
 from unisono.kvstore.server.placement import CHUNK_BYTES, Placement, place
 from unisono.kvstore.wire.frame import DTYPES
+
+# a placement lists every chunk: what a hello can make a server list is bounded before it does
+_MOST_BYTES = 1 << 44
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +54,12 @@ class Agreed:
         """From ``json``. CommError for what cannot be read."""
         try:
             staleness = given["staleness"]
+            table = {str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in given["table"].items()}
+            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in table.values())
+            if nbytes > _MOST_BYTES:
+                raise ValueError(f"a table of {nbytes} bytes, over {_MOST_BYTES}")
             return cls(
-                table={str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in given["table"].items()},
+                table=table,
                 servers=_count(given["servers"]),
                 whole=tuple(sorted(str(key) for key in given["whole"])),
                 chunk_bytes=_count(given["chunk_bytes"]),

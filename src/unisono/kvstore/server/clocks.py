@@ -76,9 +76,11 @@ class Clocks:
                 member.until_s = min(member.until_s, self._now() + GRACE_S)
 
     def leave(self, worker: int, incarnation: int) -> None:
-        """It is done and holds nobody up any more."""
+        """It is done and holds nobody up any more; saying so twice is fine."""
         with self._change:
-            self._alive(worker, incarnation)
+            member = self._members.get(worker)
+            if member is None or member.incarnation != incarnation:
+                return
             self._remove(worker)
         self._on_end(worker)
 

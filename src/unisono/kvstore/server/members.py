@@ -53,19 +53,23 @@ class Members:
 
 
 class Barriers:
-    """Numbered meeting points of all who live. Arriving twice, because an answer was lost, is arriving once."""
+    """Numbered meeting points of all who live, in rising order.
+
+    Who is at one has been at all before it. So arriving twice, because an answer was lost, is arriving once, and a server
+    that has forgotten everything does not wait for those who passed before.
+    """
 
     def __init__(self, live: Callable[[], Set[int]]) -> None:
         self._live = live
         self._change = threading.Condition()
-        self._arrived: dict[int, set[int]] = {}
+        self._at: dict[int, int] = {}  # by worker: the highest it has arrived at
         self._passed = -1
         self._closed = False
 
     def arrive(self, worker: int, number: int) -> None:
         """Return when all live workers have arrived at ``number``. CommError when the server stops first."""
         with self._change:
-            self._arrived.setdefault(number, set()).add(worker)
+            self._at[worker] = max(number, self._at.get(worker, -1))
             self._open(number)
             while self._passed < number:
                 if self._closed:
@@ -92,7 +96,6 @@ class Barriers:
             self._change.notify_all()
 
     def _open(self, number: int) -> None:
-        if number > self._passed and self._live() <= self._arrived[number]:
+        if number > self._passed and all(self._at.get(worker, -1) >= number for worker in self._live()):
             self._passed = number
-            self._arrived = {later: who for later, who in self._arrived.items() if later >= number}
             self._change.notify_all()

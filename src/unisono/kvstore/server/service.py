@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from unisono.kvstore.wire.message import json_frame, read_json
 
 _LOOK_S = 0.25  # how often leases are looked at
 _LONGEST_WAIT_S = 60.0  # of one CLAIM or fence; who wants to wait longer asks again
-_NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER, Op.BYE})
+_NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,7 @@ class Service:
         self._run: _Run | None = None
         self._members = Members()
         self._claims: dict[int, tuple[int, int, int]] = {}  # by worker: incarnation, number of the CLAIM, unit
+        self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._counts: Counter[str] = Counter()
         self._largest_lag = 0
         self._stop = threading.Event()
@@ -163,9 +164,12 @@ class Service:
     # --- what whoever runs it calls
 
     def adopt(self, image: bytes) -> None:
-        """Take over the state that a replica kept for this server, before anyone is let in."""
+        """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
         facts, tensors = decode(image)
-        self._restore(facts, tensors)
+        if self._run is None:
+            self._restore(facts, tensors)
+        else:
+            self._take(self._run.tables["worker"], facts, tensors)
 
     @property
     def began(self) -> bool:
@@ -180,7 +184,8 @@ class Service:
                     "there is no run yet" if self._snapshots is not None else "it has no folder for them"
                 )
             try:
-                return snapshot.write(self._snapshots, *self._image(self._run, self._run.tables["worker"]))
+                table = self._run.tables["worker"]
+                return snapshot.write(self._snapshots, *self._image(self._run, table, table.numbers))
             except OSError as error:
                 raise _no_snapshot(str(error)) from error
 
@@ -253,7 +258,10 @@ class Service:
         if frame.flags & WRITE:
             self._take(table, *decode(b"".join(buffers(frame))))
             return Frame(Op.ACK)
-        return Frame(Op.DATA, payload=encode(*self._image(run, table)))
+        chunks = read_json(frame).get("chunks")
+        if not isinstance(chunks, list) or not all(type(number) is int for number in chunks):
+            raise _wrong(frame, "chunks", chunks, "chunks is a list of the numbers of chunks")
+        return Frame(Op.DATA, payload=encode(*self._image(run, table, sorted(set(chunks)))))
 
     def _coordinate(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
         worker, incarnation = peer.worker, peer.incarnation
@@ -281,13 +289,17 @@ class Service:
 
     def _claim(self, run: _Run, peer: Peer, frame: Frame) -> int | str:
         """A unit. The same CLAIM, by its number, gets the same unit: else one whose answer was lost would be held for ever."""
-        earlier = self._claims.get(peer.worker)
-        if earlier is not None and earlier[:2] == (peer.incarnation, frame.seq):
-            return earlier[2]
-        unit = run.deal.claim(peer.worker, _wait_s(read_json(frame)))
-        if isinstance(unit, int):
-            self._claims[peer.worker] = peer.incarnation, frame.seq, unit
-        return unit
+        content = read_json(frame)
+        with self._lock:
+            claiming = self._claiming[peer.worker]
+        with claiming:  # the first may still wait, on a connection that is lost
+            earlier = self._claims.get(peer.worker)
+            if earlier is not None and earlier[:2] == (peer.incarnation, frame.seq):
+                return earlier[2]
+            unit = run.deal.claim(peer.worker, _wait_s(content))
+            if isinstance(unit, int):
+                self._claims[peer.worker] = peer.incarnation, frame.seq, unit
+            return unit
 
     # --- state
 
@@ -313,10 +325,10 @@ class Service:
             barriers=Barriers(lambda: clocks.live.keys()),
         )
 
-    def _image(self, run: _Run, table: Table) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def _image(self, run: _Run, table: Table, numbers: Sequence[int]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The deal first: a unit that is done in it was applied before, so it is in the chunks read after."""
         deal, clock = run.deal.json(), run.clocks.slowest
-        chunks, tensors = table.image(table.numbers)
+        chunks, tensors = table.image(numbers)
         recipe = table.recipe.json() if table.recipe is not None else None
         agreed = run.agreed.json()
         return {"agreed": agreed, "recipe": recipe, "deal": deal, "clock": clock, "chunks": chunks}, tensors
@@ -412,10 +424,14 @@ def _whole(frame: Frame, name: str) -> int:
     value = read_json(frame).get(name)
     if type(value) is int and value >= 0:
         return value
-    raise CommError(
+    raise _wrong(frame, name, value, f"{name} is a whole number from 0")
+
+
+def _wrong(frame: Frame, name: str, value: object, rule: str) -> CommError:
+    return CommError(
         Problem(
             given=f"{frame.op.name} with {name} = {value!r}",
-            rule=f"{name} is a whole number from 0",
+            rule=rule,
             consequence="nothing was done",
             nearest="use the same release of unisono everywhere",
         )
