@@ -150,6 +150,25 @@ def test_a_non_finite_push_changes_nothing_of_any_chunk(bad: float) -> None:
     assert table.push(good, Push(worker=0, stream=1, seq=1)).applied == 2  # its number is still free
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_one_bad_element_anywhere_is_found_and_large_ones_are_not_bad(dtype: torch.dtype) -> None:
+    table = one(torch.zeros(5000, dtype=dtype), PLAIN)
+    for seq, at in enumerate((0, 1, 2049, 4999)):
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            gradient = torch.randn(5000).to(dtype)
+            gradient[at] = bad
+            assert table.push([Entry(0, gradient)], Push(worker=0, stream=1, seq=seq)).refused
+    largest = torch.full((5000,), torch.finfo(dtype).max, dtype=dtype)
+    assert table.push([Entry(0, largest)], Push(worker=0, stream=1, seq=9, lr=0.0)).applied == 1
+
+
+def test_no_rows_are_no_push_of_anything() -> None:
+    table = one(torch.ones(6, 3), PLAIN)
+    nothing = Entry(0, torch.empty(0, 3), torch.empty(0, dtype=torch.int64))
+    assert table.push([nothing], Push(worker=0, stream=1, seq=0)).applied == 1
+    assert table.pull(0)[0].tolist() == [1.0] * 18
+
+
 def test_lag_counts_the_pushes_of_others_and_damps() -> None:
     table = one(torch.zeros(1), OptimOptions(kind="sgd", lr=1.0, momentum=0.0), damped=True)
     gradient = [Entry(0, torch.ones(1))]

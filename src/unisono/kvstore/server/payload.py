@@ -100,7 +100,7 @@ def rows(frame: Frame, data: memoryview, chunk: Chunk) -> Entry:
     if rest or count * max(chunk.row_elements, 1) > chunk.elements:
         raise _misfit(frame, chunk, f"{data.nbytes} bytes of rows")
     ids = _view(data[: count * _ID_BYTES], torch.int64)
-    values = _view(data[count * _ID_BYTES :], chunk.dtype).view(count, -1) if row_bytes and count else torch.empty(0)
+    values = _view(data[count * _ID_BYTES :], chunk.dtype).view(count, chunk.row_elements if row_bytes else 0)
     return Entry(chunk.number, values, ids)
 
 
