@@ -1,0 +1,121 @@
+"""What all workers of a run say to a server before anything else, and must say alike.
+
+A server starts knowing nothing of the model: the first worker's hello tells it, and a snapshot keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.errors import CommError, Problem
+from unisono.kvstore.server.placement import CHUNK_BYTES, Placement, place
+from unisono.kvstore.wire.frame import DTYPES
+
+# a placement lists every chunk: what a hello can make a server list is bounded before it does
+_MOST_BYTES = 1 << 44
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """``table``: shape and dtype by key; ``whole``: keys that are not cut; ``staleness``: clocks a worker may be ahead,
+    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves."""
+
+    table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    servers: int
+    whole: tuple[str, ...] = ()
+    chunk_bytes: int = CHUNK_BYTES
+    staleness: int | None = None
+    units: int = 0
+
+    def placement(self) -> Placement:
+        """Where everything lies."""
+        return place(self.table, self.servers, self.chunk_bytes, self.whole)
+
+    def json(self) -> dict[str, Any]:
+        """As it travels in a hello."""
+        return {
+            "table": {
+                key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in self.table.items()
+            },
+            "servers": self.servers,
+            "whole": sorted(self.whole),
+            "chunk_bytes": self.chunk_bytes,
+            "staleness": self.staleness,
+            "units": self.units,
+        }
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Agreed:
+        """From ``json``. CommError for what cannot be read."""
+        try:
+            staleness = given["staleness"]
+            table = {str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in given["table"].items()}
+            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in table.values())
+            if nbytes > _MOST_BYTES:
+                raise ValueError(f"a table of {nbytes} bytes, over {_MOST_BYTES}")
+            return cls(
+                table=table,
+                servers=_count(given["servers"]),
+                whole=tuple(sorted(str(key) for key in given["whole"])),
+                chunk_bytes=_count(given["chunk_bytes"]),
+                staleness=None if staleness is None else _count(staleness),
+                units=_count(given["units"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CommError(
+                Problem(
+                    given=f"a hello that cannot be read: {error!r}",
+                    rule="it tells table, servers, whole, chunk_bytes, staleness and units",
+                    consequence="the worker was not let in",
+                    nearest="use the same release of unisono everywhere",
+                )
+            ) from error
+
+    def compare(self, other: Agreed, who: str) -> None:
+        """CommError naming the first thing that ``other`` says differently."""
+        here, there = self.json(), other.json()
+        for key in sorted(self.table.keys() | other.table.keys()):
+            mine, theirs = here["table"].get(key), there["table"].get(key)
+            if mine != theirs:
+                raise _different(
+                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to those who came before"
+                )
+        for field in ("servers", "whole", "chunk_bytes", "staleness", "units"):
+            if here[field] != there[field]:
+                raise _different(who, f"{field} = {there[field]}", f"it is {here[field]} to those who came before")
+
+
+def _text(entry: list[Any] | None) -> str:
+    return "absent" if entry is None else f"{entry[0]} {entry[1]}"
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number from 0")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(_count(extent) for extent in value)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"{name!r} is no dtype that travels")
+    return getattr(torch, name)
+
+
+def _different(who: str, given: str, rule: str) -> CommError:
+    return CommError(
+        Problem(
+            given=f"{who} has {given}",
+            rule=rule,
+            consequence="it was not let in, so no tensor is added to another one",
+            nearest="start all workers with one configuration and one version of the model",
+        )
+    )

@@ -1,0 +1,170 @@
+"""Who is alive and how far: leases, and bounded staleness.
+
+Stale synchronous parallel (Ho et al. 2013): a worker that has finished clock c goes on when every live worker has finished
+clock c - s. ``staleness = 0`` is synchronous, None unbounded. It absorbs jitter, not a worker that is always slow.
+
+A worker is alive while its lease runs: 6 s from its last sign of life, or 2 s from when its last connection closed. One whose
+lease has ended no longer holds the others up; it may join again, at the clock of the slowest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unisono.errors import CommError, Problem
+
+LEASE_S = 6.0
+GRACE_S = 2.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Member:
+    incarnation: int
+    clock: int
+    until_s: float
+
+
+class Clocks:
+    """The workers of a run. ``on_end(worker)`` is called, outside all locks, when a lease ended or its worker left."""
+
+    def __init__(
+        self,
+        staleness: int | None = None,
+        *,
+        on_end: Callable[[int], None] = lambda worker: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._staleness, self._on_end, self._now = staleness, on_end, now
+        self._members: dict[int, _Member] = {}
+        self._change = threading.Condition()
+        self._closed = False
+        self._start = 0  # the clock of the first to join
+
+    def join(self, worker: int, incarnation: int) -> int:
+        """A worker begins, or begins again; returns its clock, that of the slowest. CommError for an older incarnation."""
+        with self._change:
+            member = self._members.get(worker)
+            if member is not None and incarnation < member.incarnation:
+                raise CommError(_fenced(worker, incarnation, member.incarnation))
+            if member is None or incarnation > member.incarnation:
+                begun_again = member is not None
+                if begun_again:
+                    self._remove(worker)
+                self._members[worker] = _Member(incarnation=incarnation, clock=self.slowest, until_s=0.0)
+                self._change.notify_all()
+            else:
+                begun_again = False
+            self._members[worker].until_s = self._now() + LEASE_S
+            clock = self._members[worker].clock
+        if begun_again:  # what its earlier self held goes back
+            self._on_end(worker)
+        return clock
+
+    def seen(self, worker: int, incarnation: int) -> None:
+        """A sign of life. Raises CommError when the lease has ended meanwhile: the worker must join again."""
+        with self._change:
+            self._alive(worker, incarnation).until_s = self._now() + LEASE_S
+
+    def closed(self, worker: int, incarnation: int) -> None:
+        """Its last connection has closed: it has 2 s to come back."""
+        with self._change:
+            member = self._members.get(worker)
+            if member is not None and member.incarnation == incarnation:
+                member.until_s = min(member.until_s, self._now() + GRACE_S)
+
+    def leave(self, worker: int, incarnation: int) -> None:
+        """It is done and holds nobody up any more; saying so twice is fine."""
+        with self._change:
+            member = self._members.get(worker)
+            if member is None or member.incarnation != incarnation:
+                return
+            self._remove(worker)
+        self._on_end(worker)
+
+    def expire(self) -> list[int]:
+        """End the leases that are over, and say whose."""
+        with self._change:
+            over = [worker for worker, member in self._members.items() if member.until_s <= self._now()]
+            for worker in over:
+                self._remove(worker)
+        for worker in over:
+            self._on_end(worker)
+        return over
+
+    def tick(self, worker: int, incarnation: int, clock: int) -> int:
+        """The worker has finished ``clock``. Returns the slowest clock as soon as it is at least ``clock - staleness``.
+
+        Raises CommError when the worker's lease ends while it waits, or the server stops.
+        """
+        with self._change:
+            member = self._alive(worker, incarnation)
+            member.clock = max(member.clock, clock)
+            self._change.notify_all()
+            while self._staleness is not None and self.slowest < clock - self._staleness:
+                self._change.wait()
+                self._alive(worker, incarnation)
+            return self.slowest
+
+    def close(self) -> None:
+        """Everyone who waits gets a CommError."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    @property
+    def slowest(self) -> int:
+        """The clock of the slowest live worker; of the last one there was, where none is."""
+        with self._change:
+            return min((member.clock for member in self._members.values()), default=self._start)
+
+    @property
+    def live(self) -> dict[int, int]:
+        """Clock by worker."""
+        with self._change:
+            return {worker: member.clock for worker, member in sorted(self._members.items())}
+
+    def start_at(self, clock: int) -> None:
+        """Where the first to join begins: a snapshot's slowest clock."""
+        with self._change:
+            self._start = clock
+
+    def _remove(self, worker: int) -> None:
+        self._start = self.slowest
+        del self._members[worker]
+        self._change.notify_all()
+
+    def _alive(self, worker: int, incarnation: int) -> _Member:
+        if self._closed:
+            raise CommError(
+                Problem(
+                    given="the server is stopping",
+                    rule="a worker waits while its servers run",
+                    consequence="the wait has ended without an answer",
+                    nearest="connect again: the launcher starts the server from its last snapshot",
+                )
+            )
+        member = self._members.get(worker)
+        if member is None:
+            raise CommError(
+                Problem(
+                    given=f"worker {worker}, whose lease has ended",
+                    rule=f"a worker gives a sign of life every {LEASE_S:g} s; a lost connection comes back in {GRACE_S:g} s",
+                    consequence="the others no longer wait for it, and its units of work were dealt to them",
+                    nearest="say hello again: it joins at the clock of the slowest",
+                )
+            )
+        if member.incarnation != incarnation:
+            raise CommError(_fenced(worker, incarnation, member.incarnation))
+        return member
+
+
+def _fenced(worker: int, older: int, newer: int) -> Problem:
+    return Problem(
+        given=f"worker {worker} in its incarnation {older}",
+        rule=f"a worker has one incarnation at a time, and {newer} has taken over",
+        consequence="nothing of the older one is applied",
+        nearest="let the older process end",
+    )

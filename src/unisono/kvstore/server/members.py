@@ -1,0 +1,101 @@
+"""Who of a run is connected here, in which incarnation, and who has arrived at which barrier."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Set
+
+from unisono.errors import CommError, Problem
+from unisono.kvstore.wire.auth import Peer
+
+
+class Members:
+    """Connections of workers: a worker may have several, and is lost with its last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._newest: dict[int, int] = {}
+        self._open: dict[tuple[int, int], int] = {}
+
+    def enter(self, peer: Peer) -> None:
+        """A connection. CommError when a newer incarnation of this worker is known."""
+        with self._lock:
+            self._check(peer)
+            self._newest[peer.worker] = peer.incarnation
+            key = peer.worker, peer.incarnation
+            self._open[key] = self._open.get(key, 0) + 1
+
+    def exit(self, peer: Peer) -> bool:
+        """It has closed; whether it was the worker's last."""
+        with self._lock:
+            key = peer.worker, peer.incarnation
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+            return key not in self._open
+
+    def check(self, peer: Peer) -> None:
+        """CommError when a newer incarnation of this worker has taken over."""
+        with self._lock:
+            self._check(peer)
+
+    def _check(self, peer: Peer) -> None:
+        newest = self._newest.get(peer.worker, 0)
+        if peer.incarnation < newest:
+            raise CommError(
+                Problem(
+                    given=f"worker {peer.worker} in its incarnation {peer.incarnation}",
+                    rule=f"a worker has one incarnation at a time, and {newest} has taken over",
+                    consequence="nothing of the older one is applied",
+                    nearest="let the older process end",
+                )
+            )
+
+
+class Barriers:
+    """Numbered meeting points of all who live, in rising order.
+
+    Who is at one has been at all before it. So arriving twice, because an answer was lost, is arriving once, and a server
+    that has forgotten everything does not wait for those who passed before.
+    """
+
+    def __init__(self, live: Callable[[], Set[int]]) -> None:
+        self._live = live
+        self._change = threading.Condition()
+        self._at: dict[int, int] = {}  # by worker: the highest it has arrived at
+        self._passed = -1
+        self._closed = False
+
+    def arrive(self, worker: int, number: int) -> None:
+        """Return when all live workers have arrived at ``number``. CommError when the server stops first."""
+        with self._change:
+            self._at[worker] = max(number, self._at.get(worker, -1))
+            self._open(number)
+            while self._passed < number:
+                if self._closed:
+                    raise CommError(
+                        Problem(
+                            given=f"barrier {number} on a server that is stopping",
+                            rule="a barrier opens when all live workers have arrived",
+                            consequence="the wait has ended without the others",
+                            nearest="connect again: the launcher starts the server from its last snapshot",
+                        )
+                    )
+                self._change.wait()
+                self._open(number)
+
+    def look_again(self) -> None:
+        """Somebody has left: those who wait no longer wait for him."""
+        with self._change:
+            self._change.notify_all()
+
+    def close(self) -> None:
+        """Everyone who waits gets a CommError."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    def _open(self, number: int) -> None:
+        if number > self._passed and all(self._at.get(worker, -1) >= number for worker in self._live()):
+            self._passed = number
+            self._change.notify_all()

@@ -1,0 +1,147 @@
+"""Payloads of chunks: a table of entries, what is said of a push, then the data back to back.
+
+    entries x (chunk u32, nbytes u32), for a push (lr f64, base_version u64), data
+
+Little endian. Nothing is read before every count was compared with the bytes there are. Without a codec the data of an entry
+is the chunk's elements; of rows it is their numbers (i64, from the chunk's first), then, in a push, the rows themselves.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CommError, Problem
+from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.table import Entry
+from unisono.kvstore.wire.frame import DTYPES, Frame, Op, buffers
+
+UNIT = 1  # flag of a push: seq is the unit of work it belongs to, else the worker's own count
+WRITE = 2  # flag of ROWS and STATE: what is sent replaces or updates, else it is asked for
+REFUSED = 4  # flag of an ACK or DATA: the push held a NaN or an infinity and changed nothing
+
+# bytes of an encoded chunk, its elements -> the gradient [elements]; ValueError for what does not fit
+Decoder = Callable[[memoryview, int], Tensor]
+
+_ENTRY_BYTES = 8
+_PREFIX = struct.Struct("<dQ")
+_ID_BYTES = 8
+
+
+def write(
+    op: Op, parts: Sequence[tuple[int, memoryview]], *, dtype: str, prefix: tuple[float, int] | None = None
+) -> Frame:
+    """A frame of ``(chunk, data)``; ``prefix`` is lr and base_version of a push."""
+    numbers = [number for chunk, data in parts for number in (chunk, data.nbytes)]
+    head = struct.pack(f"<{len(numbers)}I", *numbers) + (_PREFIX.pack(*prefix) if prefix is not None else b"")
+    payload = [memoryview(head), *(data for _, data in parts)]
+    return Frame(op, dtype=DTYPES.index(dtype), entries=len(parts), payload=payload)
+
+
+def read(frame: Frame, *, prefix: bool) -> tuple[list[tuple[int, memoryview]], float, int]:
+    """``(chunk, data)`` of every entry, lr and base_version. CommError unless they fill the payload exactly."""
+    data, head = _whole(frame), frame.entries * _ENTRY_BYTES + prefix * _PREFIX.size
+    if data.nbytes < head:
+        raise _torn(frame, data.nbytes, head)
+    numbers = struct.unpack_from(f"<{2 * frame.entries}I", data)
+    lr, base_version = _PREFIX.unpack_from(data, frame.entries * _ENTRY_BYTES) if prefix else (float("nan"), 0)
+    if head + sum(numbers[1::2]) != data.nbytes:
+        raise _torn(frame, data.nbytes, head + sum(numbers[1::2]))
+    parts: list[tuple[int, memoryview]] = []
+    for chunk, nbytes in zip(numbers[::2], numbers[1::2], strict=True):
+        parts.append((chunk, data[head : head + nbytes]))
+        head += nbytes
+    return parts, lr, base_version
+
+
+def asked(frame: Frame) -> list[int]:
+    """The chunks of a PULL: a table of entries without data, whose nbytes are not read."""
+    data = _whole(frame)
+    if data.nbytes != frame.entries * _ENTRY_BYTES:
+        raise _torn(frame, data.nbytes, frame.entries * _ENTRY_BYTES)
+    chunks = struct.unpack_from(f"<{2 * frame.entries}I", data)[::2]
+    if any(left >= right for left, right in pairwise(chunks)):
+        raise CommError(
+            Problem(
+                given=f"{frame.op.name} of chunks in the order {list(chunks[:8])}",
+                rule="a frame names each chunk once, in rising order, so an answer is never larger than the server",
+                consequence="nothing was sent",
+                nearest="take the groups of the placement",
+            )
+        )
+    return list(chunks)
+
+
+def tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping[int, Decoder]) -> Tensor:
+    """The elements that an entry holds."""
+    if frame.codec:
+        decoder = decoders.get(frame.codec)
+        if decoder is None:
+            raise _misfit(frame, chunk, f"codec {frame.codec}, which this server has not")
+        try:
+            return decoder(data, chunk.elements).to(chunk.dtype)
+        except ValueError as error:
+            raise _misfit(frame, chunk, str(error)) from error
+    _same_dtype(frame, chunk)
+    if data.nbytes != chunk.nbytes:
+        raise _misfit(frame, chunk, f"{data.nbytes} bytes")
+    return _view(data, chunk.dtype)
+
+
+def rows(frame: Frame, data: memoryview, chunk: Chunk) -> Entry:
+    """An entry of ROWS: row numbers, and their gradients if it writes."""
+    _same_dtype(frame, chunk)
+    row_bytes = chunk.row_elements * chunk.dtype.itemsize if frame.flags & WRITE else 0
+    count, rest = divmod(data.nbytes, _ID_BYTES + row_bytes)
+    if rest or count * max(chunk.row_elements, 1) > chunk.elements:
+        raise _misfit(frame, chunk, f"{data.nbytes} bytes of rows")
+    ids = _view(data[: count * _ID_BYTES], torch.int64)
+    values = _view(data[count * _ID_BYTES :], chunk.dtype).view(count, chunk.row_elements if row_bytes else 0)
+    return Entry(chunk.number, values, ids)
+
+
+def raw(value: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied."""
+    return value.flatten().view(torch.uint8).numpy().data
+
+
+def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
+    if not data.nbytes:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
+
+
+def _whole(frame: Frame) -> memoryview:
+    parts = buffers(frame)
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+def _same_dtype(frame: Frame, chunk: Chunk) -> None:
+    if frame.dtype >= len(DTYPES) or f"torch.{DTYPES[frame.dtype]}" != str(chunk.dtype):
+        raise _misfit(frame, chunk, f"dtype {DTYPES[frame.dtype] if frame.dtype < len(DTYPES) else frame.dtype}")
+
+
+def _torn(frame: Frame, given: int, needed: int) -> CommError:
+    return CommError(
+        Problem(
+            given=f"{frame.op.name} of {frame.entries} entries in {given} bytes, whose parts add up to {needed}",
+            rule="entries and their data fill a payload exactly",
+            consequence="nothing of it was used",
+            nearest="use the same release of unisono everywhere",
+        )
+    )
+
+
+def _misfit(frame: Frame, chunk: Chunk, what: str) -> CommError:
+    return CommError(
+        Problem(
+            given=f"{frame.op.name} of chunk {chunk.number} with {what}",
+            rule=f"it is {chunk.elements} elements of {chunk.dtype}, of {chunk.key!r}, in rows of {chunk.row_elements}",
+            consequence="nothing of it was used",
+            nearest="start all workers with one model, one precision and one compression",
+        )
+    )

@@ -1,0 +1,63 @@
+"""A set of whole numbers that mostly come in order, kept as disjoint intervals: which pushes of a stream were applied.
+
+Numbers of a stream arrive nearly in order, so the set stays a handful of intervals however long the run is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+
+
+class RangeSet:
+    """Numbers from 0 up. ``spans`` are ``[first, end)`` pairs, as ``json`` gives them.
+
+    >>> numbers = RangeSet()
+    >>> [numbers.add(n) for n in (0, 1, 3, 1)]
+    [True, True, True, False]
+    >>> numbers.json(), numbers.prefix
+    ([[0, 2], [3, 4]], 2)
+    """
+
+    def __init__(self, spans: Iterable[Sequence[int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for first, end in spans:
+            if not (self._ends[-1] if self._ends else -1) < first < end:
+                raise ValueError(f"spans are sorted, disjoint and not empty; [{first}, {end}) is not")
+            self._starts.append(first)
+            self._ends.append(end)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def add(self, number: int) -> bool:
+        """Put ``number`` in; whether it was not in yet."""
+        if number < 0:
+            raise ValueError(f"numbers start at 0, not {number}")
+        if number in self:
+            return False
+        at = bisect_right(self._starts, number)  # the first span behind it
+        joins_left = at > 0 and self._ends[at - 1] == number
+        joins_right = at < len(self._starts) and self._starts[at] == number + 1
+        if joins_left and joins_right:
+            self._ends[at - 1] = self._ends.pop(at)
+            self._starts.pop(at)
+        elif joins_left:
+            self._ends[at - 1] = number + 1
+        elif joins_right:
+            self._starts[at] = number
+        else:
+            self._starts.insert(at, number)
+            self._ends.insert(at, number + 1)
+        return True
+
+    @property
+    def prefix(self) -> int:
+        """The smallest number that is not in: all below it are."""
+        return self._ends[0] if self._starts and self._starts[0] == 0 else 0
+
+    def json(self) -> list[list[int]]:
+        """``[first, end)`` pairs in order; the constructor takes them back."""
+        return [list(span) for span in zip(self._starts, self._ends, strict=True)]

@@ -1,0 +1,465 @@
+"""One parameter server: what it answers to each request. The wire calls it from a thread per connection.
+
+Requests may come twice, because an answer was lost: each is safe to repeat. Server 0 is also the coordinator: clocks, units
+of work and barriers are its business alone, and workers give it their signs of life.
+
+With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so that
+the replica applies in the same order. A replica that does not know a chunk, because it has just started, refuses; it then
+gets all there is to the chunk. Replicas answer to servers only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.errors import CommError, Problem, UnisonoError
+from unisono.kvstore.server import snapshot
+from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.clocks import Clocks
+from unisono.kvstore.server.deal import Deal
+from unisono.kvstore.server.image import decode, encode
+from unisono.kvstore.server.members import Barriers, Members
+from unisono.kvstore.server.payload import REFUSED, UNIT, WRITE, Decoder, asked, raw, read, rows, tensor, write
+from unisono.kvstore.server.placement import Placement
+from unisono.kvstore.server.table import Entry, Push, Table
+from unisono.kvstore.server.updates import Recipe
+from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.frame import Frame, Op, buffers
+from unisono.kvstore.wire.message import json_frame, read_json
+
+_LOOK_S = 0.25  # how often leases are looked at
+_LONGEST_WAIT_S = 60.0  # of one CLAIM or fence; who wants to wait longer asks again
+_NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What there is once the first hello, or a snapshot, has said what the run is."""
+
+    agreed: Agreed
+    placement: Placement
+    tables: Mapping[str, Table]  # by the role of who asks: the server's own chunks for workers, the replica for servers
+    clocks: Clocks
+    deal: Deal
+    barriers: Barriers
+
+
+class Service:
+    """Server ``server``. ``forward`` sends a frame to the next server and returns its answer, None without replicas.
+
+    ``decoders``: by codec number. ``snapshots``: where, None for nowhere; every ``snapshot_every_s``. ``say`` is told what
+    a person should know. A snapshot that is there is taken up at once; raises CommError when it does not hold.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        *,
+        decoders: Mapping[int, Decoder] | None = None,
+        forward: Callable[[Frame], Frame] | None = None,
+        snapshots: Path | None = None,
+        snapshot_every_s: float = 60.0,
+        say: Callable[[str], None] = print,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._decoders, self._forward = server, decoders or {}, forward
+        self._snapshots, self._snapshot_every_s, self._say, self._now = snapshots, snapshot_every_s, say, now
+        self._lock = threading.Lock()
+        self._saving = threading.Lock()
+        self._run: _Run | None = None
+        self._members = Members()
+        self._claims: dict[int, tuple[int, int, int]] = {}  # by worker: incarnation, number of the CLAIM, unit
+        self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._counts: Counter[str] = Counter()
+        self._largest_lag = 0
+        self._stop = threading.Event()
+        found = snapshot.newest(snapshots) if snapshots is not None else None
+        if found is not None:
+            for reason in found.set_aside:
+                say(f"server {server}: a snapshot does not hold and was set aside: {reason}")
+            self._restore(found.facts, found.tensors)
+            say(f"server {server}: goes on from snapshot {found.number}; pushes since then are lost without a replica")
+        self._keeper = threading.Thread(target=self._keep, name="unisono-server-keeper", daemon=True)
+        self._keeper.start()
+
+    # --- what the wire calls
+
+    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+        """Let a peer in that says what all say. The answer: see the keys below; ``seq`` is free in the worker's stream."""
+        agreed = Agreed.read(facts)
+        with self._lock:
+            if self._run is None:
+                self._run = self._begin(agreed)
+            run = self._run
+        run.agreed.compare(agreed, f"{peer.role} {peer.worker}")
+        clock = 0
+        if peer.role == "worker":
+            self._members.check(peer)
+            clock = run.clocks.join(peer.worker, peer.incarnation)
+            self._members.enter(peer)
+            run.barriers.look_again()
+        table = run.tables[peer.role]
+        return {
+            "server": self._server,
+            "placement": run.placement.hash,
+            "clock": clock,
+            "initialised": table.numbers,
+            "optimizer": table.recipe is not None,
+            "seq": table.next_seq(peer.worker + 1),
+        }
+
+    def gone(self, peer: Peer) -> None:
+        """A connection has closed."""
+        if peer.role == "worker" and self._members.exit(peer):
+            self._began().clocks.closed(peer.worker, peer.incarnation)
+
+    def handle(self, peer: Peer, frame: Frame) -> Frame:
+        """Answer a request. UnisonoError where it is wrong; nothing has changed then."""
+        run = self._began()
+        if peer.role == "worker":
+            self._members.check(peer)
+            if frame.op in _NEEDS_LEASE:
+                run.clocks.seen(peer.worker, peer.incarnation)
+        with self._lock:
+            self._counts[frame.op.name.lower()] += 1
+            self._counts["bytes_in"] += sum(part.nbytes for part in buffers(frame))
+        match frame.op:
+            case Op.INIT:
+                answer = self._init(run, peer, frame)
+            case Op.PUSH:
+                answer = self._push(run, peer, frame)
+            case Op.PULL:
+                answer = self._pull(run, peer, frame, asked(frame))
+            case Op.PUSHPULL:
+                answer = self._push(run, peer, frame)
+                chunks = [number for number, _ in read(frame, prefix=True)[0]]
+                answer = replace(self._pull(run, peer, frame, chunks), flags=answer.flags)
+            case Op.ROWS:
+                answer = self._rows(run, peer, frame)
+            case Op.OPTIMIZER:
+                run.tables[peer.role].set_recipe(Recipe.read(read_json(frame)))
+                answer = Frame(Op.ACK)
+            case Op.STATE:
+                answer = self._state(run, peer, frame)
+            case Op.SNAPSHOT:
+                answer = json_frame(Op.JSON, {"number": self.save()})
+            case Op.STATS:
+                answer = json_frame(Op.JSON, self.stats())
+            case Op.TICK | Op.HEARTBEAT | Op.CLAIM | Op.DONE | Op.BARRIER | Op.BYE:
+                answer = self._coordinate(run, peer, frame)
+            case _:
+                raise _unasked(frame)
+        with self._lock:
+            self._counts["bytes_out"] += sum(part.nbytes for part in buffers(answer))
+        return replace(answer, seq=frame.seq)
+
+    # --- what whoever runs it calls
+
+    def adopt(self, image: bytes) -> None:
+        """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
+        facts, tensors = decode(image)
+        if self._run is None:
+            self._restore(facts, tensors)
+        else:
+            self._take(self._run.tables["worker"], facts, tensors)
+
+    @property
+    def began(self) -> bool:
+        """Whether a hello or a snapshot has told what the run is."""
+        return self._run is not None
+
+    def save(self) -> int:
+        """Write a snapshot now; its number. CommError where there is no folder, or nothing to save, or the disk refuses."""
+        with self._saving:
+            if self._snapshots is None or self._run is None:
+                raise _no_snapshot(
+                    "there is no run yet" if self._snapshots is not None else "it has no folder for them"
+                )
+            try:
+                table = self._run.tables["worker"]
+                return snapshot.write(self._snapshots, *self._image(self._run, table, table.numbers))
+            except OSError as error:
+                raise _no_snapshot(str(error)) from error
+
+    def stats(self) -> dict[str, Any]:
+        """Requests by kind, bytes, the largest lag so far, workers with their clocks, chunks, units done."""
+        with self._lock:
+            run, counts = self._run, dict(sorted(self._counts.items()))
+        known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
+        if run is None:
+            return known
+        workers = {str(worker): clock for worker, clock in run.clocks.live.items()}
+        return known | {
+            "workers": workers,
+            "chunks": len(run.tables["worker"].numbers),
+            "units_done": run.deal.num_done,
+        }
+
+    def close(self) -> None:
+        """Let go of everyone who waits. What was not saved is lost."""
+        self._stop.set()
+        self._keeper.join()
+        if self._run is not None:
+            self._run.clocks.close()
+            self._run.deal.close()
+            self._run.barriers.close()
+
+    # --- requests
+
+    def _init(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        table, (parts, _, _) = run.tables[peer.role], read(frame, prefix=False)
+        values = [(chunk, tensor(replace(frame, codec=0), data, table.chunk(chunk), {})) for chunk, data in parts]
+        kept = sum(table.init(chunk, value) for chunk, value in values)
+        if peer.role == "worker":
+            self._mirror(run, frame, [chunk for chunk, _ in values])
+        return Frame(Op.ACK, entries=kept)
+
+    def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[Entry] | None = None) -> Frame:
+        table, (parts, lr, base_version) = run.tables[peer.role], read(frame, prefix=True)
+        if entries is None:
+            entries = [Entry(chunk, tensor(frame, data, table.chunk(chunk), self._decoders)) for chunk, data in parts]
+        # a server forwards for a worker, and says in ``clock`` for which
+        worker = frame.clock if peer.role == "server" else peer.worker
+        stream = 0 if frame.flags & UNIT else worker + 1
+        push = Push(worker=worker, stream=stream, seq=frame.seq, lr=lr, base_version=base_version)
+        chunks = [entry.chunk for entry in entries]
+        onward = replace(frame, op=Op.PUSH if frame.op is Op.PUSHPULL else frame.op, clock=worker)
+        mirror = (lambda: self._mirror(run, onward, chunks)) if peer.role == "worker" else None
+        outcome = table.push(entries, push, mirror)
+        with self._lock:
+            self._counts["applied"] += outcome.applied
+            self._counts["duplicates"] += outcome.duplicates
+            self._counts["refused"] += bool(outcome.refused)
+            self._largest_lag = max(self._largest_lag, outcome.lag)
+        return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
+
+    def _pull(self, run: _Run, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
+        pulled = [(number, *run.tables[peer.role].pull(number)) for number in chunks]
+        return _values(pulled)
+
+    def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        table, writes = run.tables[peer.role], bool(frame.flags & WRITE)
+        parts, _, _ = read(frame, prefix=writes)
+        entries = [rows(frame, data, table.chunk(chunk)) for chunk, data in parts]
+        if writes:
+            return self._push(run, peer, frame, entries)
+        return _values([(entry.chunk, *table.pull(entry.chunk, entry.rows)) for entry in entries])
+
+    def _state(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        table = run.tables[peer.role]
+        if frame.flags & WRITE:
+            self._take(table, *decode(b"".join(buffers(frame))))
+            return Frame(Op.ACK)
+        chunks = read_json(frame).get("chunks")
+        if not isinstance(chunks, list) or not all(type(number) is int for number in chunks):
+            raise _wrong(frame, "chunks", chunks, "chunks is a list of the numbers of chunks")
+        return Frame(Op.DATA, payload=encode(*self._image(run, table, sorted(set(chunks)))))
+
+    def _coordinate(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        worker, incarnation = peer.worker, peer.incarnation
+        match frame.op:
+            case Op.TICK:
+                return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
+            case Op.CLAIM:
+                return json_frame(Op.JSON, {"unit": self._claim(run, peer, frame)})
+            case Op.DONE:
+                return json_frame(Op.JSON, {"new": run.deal.done(_whole(frame, "unit"))})
+            case Op.BARRIER:
+                content = read_json(frame)
+                if "fence" not in content:
+                    run.barriers.arrive(worker, _whole(frame, "number"))
+                    return Frame(Op.ACK)
+                fence = None if content["fence"] is None else _whole(frame, "fence")
+                run.deal.fence(fence)
+                quiet = fence is None or run.deal.quiet(fence, _wait_s(content))
+                return json_frame(Op.JSON, {"quiet": quiet})
+            case Op.BYE:
+                run.clocks.leave(worker, incarnation)
+                return Frame(Op.ACK)
+            case _:
+                return Frame(Op.ACK, clock=run.clocks.slowest)
+
+    def _claim(self, run: _Run, peer: Peer, frame: Frame) -> int | str:
+        """A unit. The same CLAIM, by its number, gets the same unit: else one whose answer was lost would be held for ever."""
+        content = read_json(frame)
+        with self._lock:
+            claiming = self._claiming[peer.worker]
+        with claiming:  # the first may still wait, on a connection that is lost
+            earlier = self._claims.get(peer.worker)
+            if earlier is not None and earlier[:2] == (peer.incarnation, frame.seq):
+                return earlier[2]
+            unit = run.deal.claim(peer.worker, _wait_s(content))
+            if isinstance(unit, int):
+                self._claims[peer.worker] = peer.incarnation, frame.seq, unit
+            return unit
+
+    # --- state
+
+    def _begin(self, agreed: Agreed) -> _Run:
+        placement = agreed.placement()
+        if self._server >= agreed.servers:
+            raise CommError(
+                Problem(
+                    given=f"a worker that knows of {agreed.servers} servers, at server {self._server}",
+                    rule="servers are numbered from 0",
+                    consequence="it was not let in",
+                    nearest="start as many servers as the configuration says",
+                )
+            )
+        before = (self._server - 1) % agreed.servers
+        clocks = Clocks(agreed.staleness, on_end=self._ended, now=self._now)
+        return _Run(
+            agreed=agreed,
+            placement=placement,
+            tables={"worker": Table(placement.on(self._server)), "server": Table(placement.on(before))},
+            clocks=clocks,
+            deal=Deal(agreed.units),
+            barriers=Barriers(lambda: clocks.live.keys()),
+        )
+
+    def _image(self, run: _Run, table: Table, numbers: Sequence[int]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The deal first: a unit that is done in it was applied before, so it is in the chunks read after."""
+        deal, clock = run.deal.json(), run.clocks.slowest
+        chunks, tensors = table.image(numbers)
+        recipe = table.recipe.json() if table.recipe is not None else None
+        agreed = run.agreed.json()
+        return {"agreed": agreed, "recipe": recipe, "deal": deal, "clock": clock, "chunks": chunks}, tensors
+
+    def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        run = self._begin(Agreed.read(facts["agreed"]))
+        self._take(run.tables["worker"], facts, tensors)
+        run.clocks.start_at(facts["clock"])
+        with self._lock:
+            self._run = replace(run, deal=Deal.restored(facts["deal"]))
+
+    def _take(self, table: Table, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        try:
+            if facts.get("recipe") is not None:
+                table.set_recipe(Recipe.read(facts["recipe"]))
+            table.restore(facts["chunks"], tensors)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CommError(
+                Problem(
+                    given=f"a state whose facts cannot be read: {error!r}",
+                    rule="they name recipe and chunks, and of each chunk version and applied",
+                    consequence="it was not taken over",
+                    nearest="use the same release of unisono everywhere",
+                )
+            ) from error
+
+    def _mirror(self, run: _Run, frame: Frame, chunks: list[int]) -> None:
+        """Have the next server do the same, or, where it cannot, take over all there is to these chunks."""
+        if self._forward is None:
+            return
+        try:
+            self._forward(frame)
+        except UnisonoError:
+            table = run.tables["worker"]
+            facts, tensors = table.image(chunks)
+            recipe = table.recipe.json() if table.recipe is not None else None
+            image = encode({"recipe": recipe, "chunks": facts}, tensors)
+            self._forward(Frame(Op.STATE, flags=WRITE, payload=image))
+            with self._lock:
+                self._counts["mirrored_whole"] += 1
+
+    def _began(self) -> _Run:
+        if self._run is None:
+            raise CommError(
+                Problem(
+                    given="a request to a server that knows no run",
+                    rule="a worker says hello first",
+                    consequence="nothing was done",
+                    nearest="open a connection: its hello tells the table",
+                )
+            )
+        return self._run
+
+    def _ended(self, worker: int) -> None:
+        """A lease is over, or a worker has left: its units go back, and nobody waits for it."""
+        if self._run is not None:
+            self._run.deal.give_back(worker)
+            self._run.barriers.look_again()
+
+    def _keep(self) -> None:
+        """Look at leases, and save now and then."""
+        saved_s = time.monotonic()
+        while not self._stop.wait(_LOOK_S):
+            if self._run is None:
+                continue
+            for worker in self._run.clocks.expire():
+                self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
+            if self._snapshots is not None and time.monotonic() - saved_s >= self._snapshot_every_s:
+                try:
+                    self.save()
+                except CommError as error:
+                    self._say(f"server {self._server}: {error}")
+                saved_s = time.monotonic()
+
+
+def _values(pulled: list[tuple[int, torch.Tensor, int]]) -> Frame:
+    """DATA of chunk, value and version; the frame's ``clock`` is the lowest version."""
+    dtypes = {str(value.dtype).removeprefix("torch.") for _, value, _ in pulled} or {"float32"}
+    if len(dtypes) > 1:
+        raise CommError(
+            Problem(
+                given=f"chunks of {', '.join(sorted(dtypes))} asked for in one frame",
+                rule="a frame has one dtype",
+                consequence="nothing was sent",
+                nearest="take the groups of the placement",
+            )
+        )
+    answer = write(Op.DATA, [(number, raw(value)) for number, value, _ in pulled], dtype=dtypes.pop())
+    return replace(answer, clock=min((version for _, _, version in pulled), default=0))
+
+
+def _whole(frame: Frame, name: str) -> int:
+    value = read_json(frame).get(name)
+    if type(value) is int and value >= 0:
+        return value
+    raise _wrong(frame, name, value, f"{name} is a whole number from 0")
+
+
+def _wrong(frame: Frame, name: str, value: object, rule: str) -> CommError:
+    return CommError(
+        Problem(
+            given=f"{frame.op.name} with {name} = {value!r}",
+            rule=rule,
+            consequence="nothing was done",
+            nearest="use the same release of unisono everywhere",
+        )
+    )
+
+
+def _wait_s(content: Mapping[str, Any]) -> float:
+    value = content.get("wait_s", 0)
+    return min(float(value), _LONGEST_WAIT_S) if isinstance(value, (int, float)) else 0.0
+
+
+def _unasked(frame: Frame) -> CommError:
+    return CommError(
+        Problem(
+            given=f"{frame.op.name} as a request",
+            rule="servers answer requests; HELLO, ACK, DATA, JSON and ERROR are none",
+            consequence="nothing was done",
+            nearest="use the same release of unisono everywhere",
+        )
+    )
+
+
+def _no_snapshot(reason: str) -> CommError:
+    return CommError(
+        Problem(
+            given=f"a snapshot that was not written: {reason}",
+            rule="a server saves itself to its own folder",
+            consequence="earlier snapshots are as they were, and training goes on",
+            nearest="mend what the reason names",
+        )
+    )

@@ -1,0 +1,135 @@
+"""A server's state on disk: one folder per snapshot, whole or not there, the newest two kept.
+
+    snapshot-00000007/state.safetensors    tensors, see ``image``
+    snapshot-00000007/state.json           facts, and the digest of both
+    quarantine/snapshot-00000006/          found damaged, with reason.txt
+
+A folder is written under a temporary name, synced, and renamed. What does not hold on reading is set aside with its
+reason, and the one before is taken: what that costs is said, never hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unisono.errors import CommError, Problem
+from unisono.files import sync_folder, write_atomically
+
+KEEP = 2
+_FACTS, _TENSORS = "state.json", "state.safetensors"
+_NAME = re.compile(r"snapshot-(\d{8,18})", re.ASCII)
+_LEFTOVER = re.compile(r"snapshot-\d{8,18}\.tmp", re.ASCII)
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What was read. ``set_aside``: newer ones that did not hold, and why."""
+
+    number: int
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+    set_aside: list[str]
+
+
+def write(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+    """Commit a snapshot and delete all but the newest two; returns its number. OSError where the disk does not take it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for entry in folder.iterdir():
+        if _LEFTOVER.fullmatch(entry.name):
+            shutil.rmtree(entry)
+    number = max(_numbers(folder), default=0) + 1
+    final = folder / f"snapshot-{number:08d}"
+    temporary = final.with_suffix(".tmp")
+    temporary.mkdir(mode=0o700)
+    save_file(dict(tensors), temporary / _TENSORS)
+    with (temporary / _TENSORS).open("rb") as file:
+        os.fsync(file.fileno())
+    body = json.dumps({"facts": facts, "tensors": _digest(temporary / _TENSORS)})
+    sealed = {"body": body, "digest": xxhash.xxh3_128_hexdigest(body.encode())}
+    write_atomically(temporary / _FACTS, json.dumps(sealed).encode())
+    temporary.rename(final)
+    sync_folder(folder)
+    for old in _numbers(folder)[:-KEEP]:
+        shutil.rmtree(folder / f"snapshot-{old:08d}")
+    return number
+
+
+def newest(folder: Path) -> Snapshot | None:
+    """The newest snapshot that holds; None where there never was one.
+
+    Raises CommError where there were some and none holds: starting from nothing would throw the run's work away.
+    """
+    set_aside: list[str] = []
+    for number in reversed(_numbers(folder)):
+        path = folder / f"snapshot-{number:08d}"
+        try:
+            facts, tensors = _read(path)
+        except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+            reason = f"{path.name}: {error}"
+            _quarantine(path, reason)
+            set_aside.append(reason)
+        else:
+            return Snapshot(number=number, facts=facts, tensors=tensors, set_aside=set_aside)
+    if not set_aside:
+        return None
+    raise CommError(
+        Problem(
+            given=f"none of the {len(set_aside)} snapshots in {folder} holds: {'; '.join(set_aside)}",
+            rule="a server that starts again takes its newest snapshot whose files are as they were written",
+            consequence="it has not started, and nothing was begun over the old run",
+            nearest=f"look into {folder / 'quarantine'}; to go on from a checkpoint, choose an empty folder",
+        )
+    )
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Of the committed snapshots, rising. Links and other names do not count."""
+    if not folder.is_dir():
+        return []
+    matches = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir() if not path.is_symlink()]
+    return sorted(int(match[1]) for path, match in matches if match and path.is_dir())
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    sealed = json.loads((path / _FACTS).read_bytes())
+    if xxhash.xxh3_128_hexdigest(sealed["body"].encode()) != sealed["digest"]:
+        raise ValueError(f"{_FACTS} has another digest than when it was written")
+    body = json.loads(sealed["body"])
+    if _digest(path / _TENSORS) != body["tensors"]:
+        raise ValueError(f"{_TENSORS} has another digest than when it was written")
+    return body["facts"], load_file(path / _TENSORS)
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _quarantine(path: Path, reason: str) -> None:
+    folder = path.parent / "quarantine"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    target, number = folder / path.name, 0
+    while os.path.lexists(target):
+        number += 1
+        target = folder / f"{path.name}.{number}"
+    path.rename(target)
+    with contextlib.suppress(OSError):  # the reason is reported too; a full disk must not stop the restart
+        write_atomically(target / "reason.txt", reason.encode() + b"\n")
+    sync_folder(path.parent)

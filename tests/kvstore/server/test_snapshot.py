@@ -1,0 +1,101 @@
+"""A snapshot is whole or not there, and a damaged one is set aside with its reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono.errors import CommError
+from unisono.kvstore.server import snapshot
+
+
+def take(folder: Path, value: int) -> int:
+    return snapshot.write(folder, {"value": value}, {"0/value": torch.full((64,), float(value))})
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_newest_comes_back_and_two_are_kept(tmp_path: Path) -> None:
+    assert snapshot.newest(tmp_path / "none") is None
+    for value in range(1, 5):
+        assert take(tmp_path, value) == value
+    assert names(tmp_path) == ["snapshot-00000003", "snapshot-00000004"]
+    found = snapshot.newest(tmp_path)
+    assert (found.number, found.facts, found.set_aside) == (4, {"value": 4}, [])
+    assert torch.equal(found.tensors["0/value"], torch.full((64,), 4.0))
+
+
+@pytest.mark.parametrize("file", ["state.json", "state.safetensors"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "swap"])
+def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path: Path, file: str, damage: str) -> None:
+    take(tmp_path, 1)
+    take(tmp_path, 2)
+    path = tmp_path / "snapshot-00000002" / file
+    data = bytearray(path.read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif damage == "truncate":
+        path.write_bytes(data[:-3])
+    elif damage == "remove":
+        path.unlink()
+    else:  # a file of another snapshot; the facts of one are whole in themselves, so swap the tensors under them
+        path = path.with_name("state.safetensors")
+        path.write_bytes((tmp_path / "snapshot-00000001" / "state.safetensors").read_bytes())
+    found = snapshot.newest(tmp_path)
+    assert found.facts == {"value": 1}
+    assert len(found.set_aside) == 1
+    assert "snapshot-00000002" in found.set_aside[0]
+    assert names(tmp_path) == ["quarantine", "snapshot-00000001"]
+    assert (tmp_path / "quarantine/snapshot-00000002/reason.txt").read_text().strip() == found.set_aside[0]
+    assert take(tmp_path, 3) == 2
+
+
+def test_none_that_holds_is_an_error(tmp_path: Path) -> None:
+    take(tmp_path, 1)
+    (tmp_path / "snapshot-00000001/state.json").write_text("{}")
+    with pytest.raises(CommError, match=r"none of the 1 snapshots in .* holds: snapshot-00000001"):
+        snapshot.newest(tmp_path)
+
+
+def test_links_and_other_names_do_not_count(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    take(elsewhere, 9)
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    (folder / "snapshot-00000009").symlink_to(elsewhere / "snapshot-00000001")
+    (folder / "snapshot-..%2f00000010").mkdir()
+    assert snapshot.newest(folder) is None
+
+
+WRITER = """
+import itertools, sys, torch
+from pathlib import Path
+from unisono.kvstore.server import snapshot
+for value in itertools.count(1):
+    snapshot.write(Path(sys.argv[1]), {"value": value}, {"0/value": torch.full((200_000,), float(value))})
+    print(value, flush=True)
+"""
+
+
+def test_killed_at_any_moment_the_newest_holds(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ)
+    lines = [process.stdout.readline() for _ in range(3)]
+    process.send_signal(signal.SIGKILL)
+    written = [int(line) for line in [*lines, *process.stdout.read().split()] if line.strip()]
+    process.wait()
+    process.stdout.close()
+    found = snapshot.newest(tmp_path)
+    assert found.set_aside == []
+    assert found.facts["value"] in (written[-1], written[-1] + 1)
+    assert torch.equal(found.tensors["0/value"], torch.full((200_000,), float(found.facts["value"])))
+    take(tmp_path, 0)
+    assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
