@@ -1,0 +1,216 @@
+"""What travels: a header of 64 bytes, little endian, then the payload.
+
+    magic u32, version u8, op u8, codec u8, dtype u8, flags u16, entries u16, epoch u32, job u64, worker u32,
+    incarnation u32, seq u64, clock u64, payload bytes u32, ticket u32, digest u64
+
+The digest is xxh3_64 of the payload, seeded with the xxh3_64 of the header before it, so that a flipped bit shows
+wherever it is. It finds damage, not malice: what keeps strangers out is ``auth``. A reply carries the ticket of its
+request, which is how many requests can be under way on one connection. Nothing is allocated before ``unpack`` has
+found every field within its limits.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from unisono.errors import CommError, Problem
+
+HEADER_BYTES = 64
+MAGIC = 0x4F53_4E55
+VERSION = 1
+# the index is what travels; new ones go to the end
+DTYPES = (
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+CODECS = 32
+
+_HEADER = struct.Struct("<IBBBBHHIQIIQQIIQ")
+_DIGEST = struct.Struct("<Q")
+_LARGEST_U32 = 2**32 - 1
+
+
+class Op(IntEnum):
+    """Requests, then replies."""
+
+    HELLO = 1
+    INIT = 2
+    PUSH = 3
+    PULL = 4
+    PUSHPULL = 5
+    ROWS = 6
+    TICK = 7
+    HEARTBEAT = 8
+    CLAIM = 9
+    DONE = 10
+    OPTIMIZER = 11
+    STATE = 12
+    SNAPSHOT = 13
+    STATS = 14
+    BARRIER = 15
+    BYE = 16
+    ACK = 32
+    DATA = 33
+    JSON = 34
+    ERROR = 35
+
+
+_OPS = frozenset(int(op) for op in Op)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message. What is sent may be several buffers, each contiguous; what is received is one."""
+
+    op: Op
+    codec: int = 0
+    dtype: int = 0
+    flags: int = 0
+    entries: int = 0
+    epoch: int = 0
+    job: int = 0
+    worker: int = 0
+    incarnation: int = 0
+    seq: int = 0
+    clock: int = 0
+    payload: Sequence[memoryview] | memoryview | bytes = b""
+    ticket: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one side accepts of the other. A message must be through in ``message_s`` plus its size at ``slowest``."""
+
+    payload_bytes: int = 64 << 20
+    entries: int = 8192
+    message_s: float = 20.0
+    slowest: int = 64 << 10  # bytes per second
+    handshake_s: float = 5.0
+
+    def time_for(self, nbytes: int) -> float:
+        """Seconds a message of ``nbytes`` may take once it has begun."""
+        return self.message_s + nbytes / self.slowest
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A header that was read: the frame without its payload, how long that is, and what its digest must be."""
+
+    frame: Frame
+    nbytes: int
+    digest: int
+    seed: int
+
+
+def buffers(frame: Frame) -> list[memoryview]:
+    """The payload as flat views of bytes, empty ones left out."""
+    parts = [frame.payload] if isinstance(frame.payload, (bytes, memoryview)) else frame.payload
+    views = [memoryview(part) for part in parts]
+    return [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in views if view.nbytes]
+
+
+def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
+    """The header of ``frame`` with the payload ``parts``. Raises CommError when the payload is over 4 GiB."""
+    nbytes = sum(part.nbytes for part in parts)
+    if nbytes > _LARGEST_U32:
+        raise _refused("payload", f"{nbytes} bytes", f"a frame carries at most {_LARGEST_U32} bytes", "send chunks")
+    header = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        frame.op,
+        frame.codec,
+        frame.dtype,
+        frame.flags,
+        frame.entries,
+        frame.epoch,
+        frame.job,
+        frame.worker,
+        frame.incarnation,
+        frame.seq,
+        frame.clock,
+        nbytes,
+        frame.ticket,
+        0,
+    )[: -_DIGEST.size]
+    digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(header))
+    for part in parts:
+        digest.update(part)
+    return header + _DIGEST.pack(digest.intdigest())
+
+
+def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> Announced:
+    """Read 64 bytes. Raises CommError naming the first field that is out of bounds."""
+    (
+        magic,
+        version,
+        op,
+        codec,
+        dtype,
+        flags,
+        entries,
+        epoch,
+        job,
+        worker,
+        incarnation,
+        seq,
+        clock,
+        nbytes,
+        ticket,
+        digest,
+    ) = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise _refused("magic", f"{magic:#010x}", f"a frame begins with {MAGIC:#010x}", "see what else uses this port")
+    if version != VERSION:
+        rule = f"this side speaks version {VERSION}"
+        raise _refused("version", str(version), rule, "use the same release of unisono on both sides")
+    if op not in _OPS:
+        raise _refused("op", str(op), f"ops are {min(Op).value} to {max(Op).value}", "use one release on both sides")
+    if codec >= CODECS:
+        raise _refused("codec", str(codec), f"codecs are below {CODECS}", "use one release on both sides")
+    if dtype >= len(DTYPES):
+        raise _refused("dtype", str(dtype), f"dtypes are below {len(DTYPES)}", "use one release on both sides")
+    if entries > limits.entries:
+        raise _refused("entries", str(entries), f"at most {limits.entries} are taken", "send fewer chunks in a frame")
+    if nbytes > limits.payload_bytes:
+        rule = f"at most {limits.payload_bytes} bytes are taken"
+        raise _refused("payload", f"{nbytes} bytes", rule, "send smaller chunks")
+    frame = Frame(Op(op), codec, dtype, flags, entries, epoch, job, worker, incarnation, seq, clock, ticket=ticket)
+    return Announced(frame, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
+
+
+def damaged(announced: Announced, found: int) -> CommError:
+    """What to raise where the digest of what arrived is another one."""
+    return _refused(
+        "digest",
+        f"{found:016x} for {announced.nbytes} bytes of {announced.frame.op.name}",
+        f"its header says {announced.digest:016x}",
+        "if this happens again, check the network between these hosts and their memory",
+    )
+
+
+def _refused(field: str, value: str, rule: str, nearest: str) -> CommError:
+    return CommError(
+        Problem(
+            given=f"a frame whose {field} is {value}",
+            rule=rule,
+            consequence="the frame was not taken, and the connection it came on is closed",
+            nearest=nearest,
+        )
+    )
