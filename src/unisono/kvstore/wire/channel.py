@@ -21,7 +21,6 @@ import xxhash
 from unisono.errors import CommError, Problem
 from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, buffers, damaged, pack, unpack
 
-_BUFFER_BYTES = 4 << 20
 # a piece is digested while it is still in the cache
 _PIECE_BYTES = 1 << 20
 _BUFFERS_PER_CALL = 512
@@ -40,14 +39,13 @@ class Channel:
     def __init__(self, sock: socket.socket, limits: Limits) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        # buffer sizes stay the kernel's: one set by hand is capped low on most machines, and ends its own tuning
         # a host that vanished is noticed by the kernel; one that hangs, by whoever waits for an answer
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._sock, self._limits = sock, limits
+        self._sock, self.limits = sock, limits
         self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
@@ -62,7 +60,7 @@ class Channel:
         pending = [memoryview(header), *parts]
         left = sum(part.nbytes for part in pending)
         with self._sending:
-            deadline = time.monotonic() + self._limits.time_for(left)
+            deadline = time.monotonic() + self.limits.time_for(left)
             while pending:
                 count = self._push(pending[:_BUFFERS_PER_CALL], deadline)
                 self.sent_bytes += count
@@ -71,6 +69,15 @@ class Channel:
                     count -= pending.pop(0).nbytes
                 if count:
                     pending[0] = pending[0][count:]
+
+    def send_unless_busy(self, frame: Frame) -> None:
+        """A small frame, if nothing is being sent and the kernel takes it at once."""
+        if self._sending.acquire(blocking=False):
+            try:
+                if self._ready(select.POLLOUT, 0.0):
+                    self._push([memoryview(pack(frame, []))], 0.0)
+            finally:
+                self._sending.release()
 
     def receive(self, place: Place | None = None, *, wait_s: float | None = None) -> Frame | None:
         """The next frame; None when none has begun after ``wait_s`` seconds.
@@ -81,16 +88,16 @@ class Channel:
         head = memoryview(self._header)
         if not self._fill(head[:1], None if wait_s is None else time.monotonic() + wait_s, begun=False):
             return None
-        self._fill(head[1:], time.monotonic() + self._limits.message_s)
+        self._fill(head[1:], time.monotonic() + self.limits.message_s)
         try:
-            announced = unpack(head, self._limits)
+            announced = unpack(head, self.limits)
         except CommError as error:
             raise Lost(*error.problems) from None
         found = xxhash.xxh3_64(seed=announced.seed)
         given = place(announced) if place else None
         if given is None:
             given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
-        deadline = time.monotonic() + self._limits.time_for(announced.nbytes)
+        deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
         for buffer in given:
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
@@ -108,8 +115,8 @@ class Channel:
                         count = self._sock.recv_into(view)
                 else:
                     count = self._sock.recv_into(view)
-            except (BlockingIOError, ssl.SSLWantReadError):
-                if self._ready(select.POLLIN, deadline):
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if self._ready(select.POLLIN, self._soon(deadline) if begun else deadline):
                     continue
                 if not begun:
                     return False
@@ -130,11 +137,15 @@ class Channel:
                     with self._tls:
                         return self._sock.send(parts[0])
                 return self._sock.sendmsg(parts)
-            except (BlockingIOError, ssl.SSLWantWriteError):
-                if not self._ready(select.POLLOUT, deadline):
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if not self._ready(select.POLLOUT, self._soon(deadline)):
                     raise _lost("the peer stopped reading", "in time") from None
             except OSError as error:
                 raise _lost(f"the connection broke ({error})", "whole") from error
+
+    def _soon(self, deadline: float | None) -> float:
+        stalled = time.monotonic() + self.limits.stall_s
+        return stalled if deadline is None else min(deadline, stalled)
 
     def _ready(self, event: int, deadline: float | None) -> bool:
         poller = select.poll()

@@ -96,12 +96,16 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one side accepts of the other. A message must be through in ``message_s`` plus its size at ``slowest``."""
+    """What one side accepts of the other.
+
+    A message that has begun must be through in ``message_s`` plus its size at ``slowest``, and never pause ``stall_s``.
+    """
 
     payload_bytes: int = 64 << 20
     entries: int = 8192
     message_s: float = 20.0
     slowest: int = 64 << 10  # bytes per second
+    stall_s: float = 10.0
     handshake_s: float = 5.0
 
     def time_for(self, nbytes: int) -> float:
