@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from unisono.errors import CommError
-from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.frame import Frame, Limits, Op
 from unisono.kvstore.wire.serving import Admission
 
@@ -158,14 +157,15 @@ def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
     deadline = time.monotonic() + 10
     while connection.traffic().flying < 8:
         assert time.monotonic() < deadline
+    # the barrier keeps all of it unanswered
+    with pytest.raises(CommError, match="1 requests are still being handled"):
+        server.close(timeout_s=0.2)
     counting.gate.set()
-    server.close()
     second = another_counting()
     wires.serve(second, port=port, epoch=2)
     assert [future.result(20).op for future in futures] == [Op.ACK] * 31
-    both = counting.arrived + second.arrived
-    assert second.arrived == sorted(second.arrived)
-    assert set(both) == set(range(30))
+    assert counting.arrived == []
+    assert second.arrived == list(range(30))
     assert hellos == [{"seen": 1}]
     assert connection.traffic().reconnects == 1
     assert len(counting.left) == 1
@@ -176,31 +176,10 @@ def test_when_the_server_stays_away_everything_that_waits_fails(wires: Any, coun
     connection = wires.connect(server.addresses[0], deadline_s=1.0)
     counting.gate.clear()
     futures = [connection.request(Frame(Op.BARRIER)) for _ in range(12)]
+    with pytest.raises(CommError, match="still being handled"):
+        server.close(timeout_s=0.2)
     counting.gate.set()
-    server.close()
-    failed = [future.exception(20) for future in futures]
-    assert any(isinstance(error, CommError) and "has not answered for" in str(error) for error in failed)
+    for future in futures:
+        assert "has not answered for" in str(future.exception(20))
     with pytest.raises(CommError, match="has not answered for"):
         connection.request(Frame(Op.PUSH))
-
-
-def test_a_replaced_server_learns_it_and_takes_nothing_more(wires: Any, counting: Any, another_counting: Any) -> None:
-    stale: list[int] = []
-    old = wires.serve(counting, epoch=1, on_stale=stale.append)
-    (_, port), *_ = old.addresses
-    loyal = wires.connect(("127.0.0.1", port))
-    loyal.request(Frame(Op.PUSH, seq=1)).result(10)
-    # somebody who has met the new one comes to the old one
-    new = wires.serve(another_counting(), epoch=2)
-    wanderer = wires.connect(new.addresses[0], me=Peer("worker", 4, 1, 77, ""), deadline_s=1.0)
-    wanderer._address = ("127.0.0.1", port)
-    new.close()
-    deadline = time.monotonic() + 10
-    while not stale:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert stale == [2]
-    with pytest.raises(CommError) as caught:
-        loyal.request(Frame(Op.PUSH, seq=2)).result(10)
-    assert caught.value.problems[0].given == "this server is of epoch 1, and one of epoch 2 has taken its place"
-    assert counting.arrived == [1]
