@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import socket
 import struct
 import threading
@@ -24,6 +25,7 @@ _PAYLOAD_AT = 48
 _PIECE_BYTES = 16384
 # frames in each direction before anything is harmed
 _SPARED = 2
+_KEPT_S = 0.05
 
 
 class Chaos:
@@ -97,7 +99,12 @@ class Chaos:
         kept: bytes | None = None
         count = 0
         with contextlib.suppress(OSError):
-            while frame := _frame(source):
+            while True:
+                if kept is not None and not select.select([source], [], [], _KEPT_S)[0]:
+                    # nothing follows that it could be behind of
+                    self._send(sink, kept)
+                    kept = None
+                frame = _frame(source)
                 count += 1
                 harm = "" if count <= _SPARED else self._harm()
                 if self.half_open.is_set():

@@ -25,7 +25,7 @@ from unisono.kvstore.wire.frame import Frame, Limits, Op
 from unisono.kvstore.wire.message import error_frame, json_frame, read_json
 
 PULSE_S = 1.0
-_BACKLOG = 128
+_BACKLOG = 1024
 
 
 class Handler(Protocol):
@@ -152,7 +152,8 @@ class Server:
     def _serve(self, sock: socket.socket, address: str) -> None:
         try:
             if self._tls:
-                sock = self._encrypted(self._tls, sock)
+                sock = encrypted = self._wrapped(self._tls, sock)
+                encrypted.do_handshake()
             channel = Channel(sock, strangers(self._limits))
             peer, seen = welcome(channel, self._secret, self._epoch, address, self._limits)
             with self._lock:
@@ -169,14 +170,13 @@ class Server:
                 self._threads.pop(sock, None)
             sock.close()
 
-    def _encrypted(self, context: ssl.SSLContext, plain: socket.socket) -> ssl.SSLSocket:
+    def _wrapped(self, context: ssl.SSLContext, plain: socket.socket) -> ssl.SSLSocket:
         plain.settimeout(self._limits.handshake_s)
         sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
         with self._lock:
             self._threads[sock] = self._threads.pop(plain)
             self._strangers.pop(plain, None)
             self._strangers[sock] = None
-        sock.do_handshake()
         return sock
 
     # --- one peer
