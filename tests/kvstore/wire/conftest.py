@@ -29,7 +29,8 @@ class Counting:
         self.peers: list[Peer] = []
         self.left: list[Peer] = []
         self.facts: list[dict[str, Any]] = []
-        self.gate = threading.Event()
+        # a barrier waits for the gate; entered says that one does
+        self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
         self._lock = threading.Lock()
 
@@ -42,6 +43,7 @@ class Counting:
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
         if frame.op is Op.BARRIER:
+            self.entered.set()
             self.gate.wait(30)
             return Frame(Op.ACK, seq=frame.seq)
         if frame.op is Op.STATS:

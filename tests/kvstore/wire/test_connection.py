@@ -65,7 +65,7 @@ def test_no_more_requests_fly_than_credits_were_granted(wires: Any, counting: An
     counting.gate.clear()
     futures = [connection.request(Frame(Op.BARRIER)) for _ in range(10)]
     most = 0
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 0.4
     while time.monotonic() < deadline:
         most = max(most, connection.traffic().flying)
     assert most == 3
@@ -76,10 +76,10 @@ def test_no_more_requests_fly_than_credits_were_granted(wires: Any, counting: An
 
 def test_an_answer_that_takes_long_is_waited_for(wires: Any, counting: Any) -> None:
     server = wires.serve(counting)
-    connection = wires.connect(server.addresses[0], silence_s=2.0)
+    connection = wires.connect(server.addresses[0], silence_s=1.4)
     counting.gate.clear()
     waiting = connection.request(Frame(Op.BARRIER))
-    time.sleep(4.0)
+    time.sleep(2.5)
     assert not waiting.done()
     counting.gate.set()
     assert waiting.result(10).op is Op.ACK
@@ -157,6 +157,7 @@ def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
     deadline = time.monotonic() + 10
     while connection.traffic().flying < 8:
         assert time.monotonic() < deadline
+    assert counting.entered.wait(10)
     # the barrier keeps all of it unanswered
     with pytest.raises(CommError, match="1 requests are still being handled"):
         server.close(timeout_s=0.2)
@@ -176,6 +177,7 @@ def test_when_the_server_stays_away_everything_that_waits_fails(wires: Any, coun
     connection = wires.connect(server.addresses[0], deadline_s=1.0)
     counting.gate.clear()
     futures = [connection.request(Frame(Op.BARRIER)) for _ in range(12)]
+    assert counting.entered.wait(10)
     with pytest.raises(CommError, match="still being handled"):
         server.close(timeout_s=0.2)
     counting.gate.set()

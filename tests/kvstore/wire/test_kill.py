@@ -53,7 +53,7 @@ def _push(connection: Any, values: list[np.ndarray[Any, Any]]) -> list[Future[Fr
     return [connection.request(Frame(Op.PUSH, seq=seq, payload=memoryview(each))) for seq, each in enumerate(values)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_requests_survive_a_server_that_is_replaced(
     wires: Any, start: Start, secret: bytes, how: signal.Signals
 ) -> None:

@@ -138,6 +138,15 @@ def test_a_dribbled_hello_and_a_dribbled_request_are_cut_off(wires: Any, countin
         silent.settimeout(10)
         while silent.recv(4096):
             pass
+    # bytes that keep coming buy no more time for the proof
+    dribbled = 0
+    hello = json_frame(Op.HELLO, {"nonce": "0" * 64})
+    with socket.create_connection(server.addresses[0]) as slow, pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012
+        for byte in pack(hello, [memoryview(bytes(4096))]) + bytes(4096):
+            time.sleep(0.05)
+            slow.send(bytes([byte]))
+            dribbled += 1
+    assert dribbled < 15
     channel = _authenticated(server.addresses[0], secret)
     header = pack(Frame(Op.PUSH, worker=3, incarnation=1, job=77), [memoryview(bytes(100))])
     with pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012

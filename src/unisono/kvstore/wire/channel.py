@@ -34,9 +34,12 @@ class Lost(CommError):
 
 
 class Channel:
-    """Sends and receives frames. One thread may send while another receives; two senders take turns."""
+    """Sends and receives frames. One thread may send while another receives; two senders take turns.
 
-    def __init__(self, sock: socket.socket, limits: Limits) -> None:
+    ``until`` (monotonic time) ends every wait, however steadily bytes trickle in; None for no such end.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Limits, *, until: float | None = None) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # buffer sizes stay the kernel's: one set by hand is capped low on most machines, and ends its own tuning
@@ -46,6 +49,8 @@ class Channel:
             for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock, self.limits = sock, limits
+        # nothing is waited for beyond this time
+        self.until = until
         self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
@@ -150,6 +155,8 @@ class Channel:
     def _ready(self, event: int, deadline: float | None) -> bool:
         poller = select.poll()
         poller.register(self._sock, event)
+        if self.until is not None:
+            deadline = self.until if deadline is None else min(deadline, self.until)
         if deadline is None:
             return bool(poller.poll())
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))

@@ -106,7 +106,8 @@ class Connection:
 
         Job, epoch, worker, incarnation and ticket are filled in. The payload's memory must stay as it is until the
         answer. With ``into`` the data of a DATA reply go straight there and the reply's payload is what stood before
-        them (the table of entries). Callbacks of the future run in the receiving thread. Raises CommError when the
+        them (the table of entries); what that memory holds before the future is done means nothing. Callbacks of the
+        future run in the receiving thread and must not close the connection. Raises CommError when the
         payload is too large, or the connection was closed or given up.
         """
         size = sum(part.nbytes for part in buffers(frame))
@@ -180,11 +181,13 @@ class Connection:
             require_private(host, tls=self._tls is not None, unencrypted=self._unencrypted)
             if self._tls:
                 sock = self._tls.wrap_socket(sock, server_hostname=self._address[0])
-            channel = Channel(sock, strangers(self._limits))
+            channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
             epoch = introduce(channel, self._secret, self._me, self._epoch, self._limits)
-            channel.limits = self._limits
+            channel.limits, channel.until = self._limits, None
             channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, epoch))
-            reply = channel.receive(wait_s=self._limits.handshake_s)
+            # a server that takes long over it shows signs of life
+            while (reply := channel.receive(wait_s=self._silence_s)) and reply.op is Op.HEARTBEAT:
+                pass
             if reply is None:
                 raise TimeoutError("no answer to the hello")
             if reply.op is Op.ERROR:
@@ -279,10 +282,10 @@ class Connection:
         if request is None or not request.into or announced.frame.op is not Op.DATA:
             return None
         before = announced.nbytes - sum(part.nbytes for part in request.into)
-        if 0 <= before <= 8 * announced.frame.entries + _PREFIX_BYTES:
-            return [memoryview(bytearray(before)), *request.into]
-        request.misfit = announced.nbytes
-        return None
+        fits = 0 <= before <= 8 * announced.frame.entries + _PREFIX_BYTES
+        # said anew by every answer: the digest may show that this one is damaged, and then another comes
+        request.misfit = None if fits else announced.nbytes
+        return [memoryview(bytearray(before)), *request.into] if fits else None
 
     def _settle(self, reply: Frame) -> None:
         with self._changed:
@@ -295,7 +298,7 @@ class Connection:
             self._changed.notify_all()
         if reply.op is Op.ERROR:
             request.future.set_exception(_error(reply))
-        elif request.misfit is not None:
+        elif reply.op is Op.DATA and request.misfit is not None:
             request.future.set_exception(self._misfit(request))
         else:
             request.future.set_result(reply)

@@ -154,7 +154,7 @@ class Server:
             if self._tls:
                 sock = encrypted = self._wrapped(self._tls, sock)
                 encrypted.do_handshake()
-            channel = Channel(sock, strangers(self._limits))
+            channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
             peer, seen = welcome(channel, self._secret, self._epoch, address, self._limits)
             with self._lock:
                 self._strangers.pop(sock, None)
@@ -185,12 +185,16 @@ class Server:
         hello = channel.receive(wait_s=self._limits.handshake_s)
         if hello is None or hello.op is not Op.HELLO:
             return
+        channel.until = None
+        self._busy[channel] = time.monotonic()
         try:
             self._fence()
             reply = self._handler.hello(peer, read_json(hello))
         except UnisonoError as error:
             channel.send(replace(error_frame(error), ticket=hello.ticket))
             return
+        finally:
+            del self._busy[channel]
         try:
             granted = json_frame(Op.JSON, {"credits": self._admission.credits, "reply": reply})
             channel.send(replace(granted, ticket=hello.ticket))
