@@ -93,8 +93,8 @@ class Server:
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
-        # channels whose handler works, and since when nothing was sent to their peer
-        self._busy: dict[Channel, float] = {}
+        # whose handler is at work
+        self._busy: set[Channel] = set()
         self._newest = epoch
         self._closing = threading.Event()
         self.accepted = self.refused = 0
@@ -186,7 +186,7 @@ class Server:
         if hello is None or hello.op is not Op.HELLO:
             return
         channel.until = None
-        self._busy[channel] = time.monotonic()
+        self._busy.add(channel)
         try:
             self._fence()
             reply = self._handler.hello(peer, read_json(hello))
@@ -194,19 +194,19 @@ class Server:
             channel.send(replace(error_frame(error), ticket=hello.ticket))
             return
         finally:
-            del self._busy[channel]
+            self._busy.discard(channel)
         try:
             granted = json_frame(Op.JSON, {"credits": self._admission.credits, "reply": reply})
             channel.send(replace(granted, ticket=hello.ticket))
             while frame := channel.receive():
-                self._busy[channel] = time.monotonic()
+                self._busy.add(channel)
                 try:
                     answer = self._answer(peer, frame)
                 except Exception as error:
                     channel.send(replace(error_frame(_fault(frame, error)), ticket=frame.ticket))
                     raise
                 finally:
-                    del self._busy[channel]
+                    self._busy.discard(channel)
                 channel.send(answer)
         finally:
             self._handler.gone(peer)
@@ -255,12 +255,10 @@ class Server:
 
     def _pulse(self) -> None:
         while not self._closing.wait(PULSE_S):
-            now = time.monotonic()
-            for channel, since in list(self._busy.items()):
-                if now - since >= PULSE_S:
-                    # its own thread finds out that the peer is gone
-                    with contextlib.suppress(Lost):
-                        channel.send_unless_busy(Frame(Op.HEARTBEAT))
+            for channel in list(self._busy):
+                # its own thread finds out when the peer is gone
+                with contextlib.suppress(Lost):
+                    channel.send_unless_busy(Frame(Op.HEARTBEAT))
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop listening, end every connection, wait for their threads. What blocks in the handler must be let go first.
