@@ -47,7 +47,7 @@ class Counting:
             self.gate.wait(30)
             return Frame(Op.ACK, seq=frame.seq)
         if frame.op is Op.STATS:
-            raise ZeroDivisionError("a fault")
+            raise OSError("the disk is full")
         if frame.op is Op.PULL:
             table = bytes(8 * frame.entries)
             return Frame(

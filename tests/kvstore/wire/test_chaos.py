@@ -77,7 +77,7 @@ def test_a_half_open_connection_is_given_up_for_another(wires: Any, counting: An
 
 def test_a_slow_line_is_no_reason_to_reconnect(wires: Any, counting: Any) -> None:
     server = wires.serve(counting, limits=QUICK)
-    with Chaos(server.addresses[0], seed=1, bytes_per_s=400_000) as proxy:
+    with Chaos(server.addresses[0], seed=1, bytes_per_s=500_000) as proxy:
         connection = wires.connect(proxy.address, limits=QUICK, silence_s=1.5)
         futures = [connection.request(Frame(Op.PUSH, seq=seq, payload=bytes(400_000))) for seq in range(2)]
         assert [future.result(20).seq for future in futures] == [0, 1]

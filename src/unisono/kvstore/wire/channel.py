@@ -154,7 +154,11 @@ class Channel:
 
     def _ready(self, event: int, deadline: float | None) -> bool:
         poller = select.poll()
-        poller.register(self._sock, event)
+        try:
+            poller.register(self._sock, event)
+        except ValueError:
+            # another thread has closed it, so it has no descriptor
+            raise _lost("the connection was closed here", "whole") from None
         if self.until is not None:
             deadline = self.until if deadline is None else min(deadline, self.until)
         if deadline is None:

@@ -204,7 +204,8 @@ class Server:
                     answer = self._answer(peer, frame)
                 except Exception as error:
                     channel.send(replace(error_frame(_fault(frame, error)), ticket=frame.ticket))
-                    raise
+                    # not an OSError any more, which would pass for a lost peer below
+                    raise RuntimeError(f"the handler failed at {frame.op.name}") from error
                 finally:
                     self._busy.discard(channel)
                 channel.send(answer)
