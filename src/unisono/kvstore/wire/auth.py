@@ -1,8 +1,37 @@
-"""Who is at the other end."""
+"""Both sides prove that they hold the job's secret before either takes a request from the other.
+
+    server   {nonce, epoch}
+    client   {nonce, role, worker, incarnation, job, epoch, proof}
+    server   {proof}
+
+A proof is HMAC-SHA256 under the secret over a word for its direction, both nonces and every field above, so a recorded
+exchange is of no use a second time, nor in the other direction, nor for another worker. What follows on the connection
+is not signed: whoever can alter packets needs TLS to be kept out. Until the proof is checked, 4 KiB are the most a
+stranger can make this side hold.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+import ssl
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import CommError, ConfigError, Problem
+from unisono.kvstore.wire.channel import Channel, Lost
+from unisono.kvstore.wire.frame import Limits, Op
+from unisono.kvstore.wire.message import error_frame, json_frame, read_error, read_json
+
+ROLES = ("worker", "server")
+_STRANGER_BYTES = 4096
+_NONCE = re.compile(r"[0-9a-f]{64}")
+_RANGES = {"worker": 2**32, "incarnation": 2**32, "job": 2**64, "epoch": 2**32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +43,140 @@ class Peer:
     incarnation: int
     job: int
     address: str
+
+
+class AuthError(CommError):
+    """The other side does not hold the secret, or says so of this one."""
+
+
+def strangers(limits: Limits) -> Limits:
+    """What is accepted of somebody who has proved nothing."""
+    return Limits(
+        payload_bytes=_STRANGER_BYTES, entries=0, message_s=limits.handshake_s, handshake_s=limits.handshake_s
+    )
+
+
+def welcome(channel: Channel, secret: bytes, epoch: int, address: str, limits: Limits) -> tuple[Peer, int]:
+    """The server's part: who this is, and the highest server epoch it has seen. Raises AuthError or Lost."""
+    mine = secrets.token_hex(32)
+    channel.send(json_frame(Op.HELLO, {"nonce": mine, "epoch": epoch}))
+    answer = _hello(channel, limits)
+    role, theirs, proof = (answer.get(name) for name in ("role", "nonce", "proof"))
+    numbers = [answer.get(name) for name in _RANGES]
+    good = role in ROLES and _is_nonce(theirs) and _is_nonce(proof)
+    good = good and all(type(n) is int and 0 <= n < top for n, top in zip(numbers, _RANGES.values(), strict=True))
+    bound = [mine, theirs, role, *numbers, epoch]
+    if not good or not hmac.compare_digest(str(proof), _proof(secret, "client", bound)):
+        refusal = AuthError(
+            Problem(
+                given=f"the proof that came from {address} is wrong",
+                rule="a peer shows with every connection that it holds the job's secret",
+                consequence="the connection is closed",
+                nearest="start both sides with the same UNISONO_SECRET_FILE, or with unisono launch",
+            )
+        )
+        channel.send(error_frame(refusal))
+        raise refusal
+    channel.send(json_frame(Op.HELLO, {"proof": _proof(secret, "server", bound)}))
+    worker, incarnation, job, seen = (int(str(n)) for n in numbers)
+    return Peer(str(role), worker, incarnation, job, address), seen
+
+
+def introduce(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limits) -> int:
+    """The client's part: prove, check the server's proof, return its epoch. ``seen`` is the highest known so far.
+
+    Raises AuthError when a proof is wrong, on either side, Lost when the connection ends or the server is an old one.
+    """
+    offer = _hello(channel, limits)
+    theirs, epoch = offer.get("nonce"), offer.get("epoch")
+    if not _is_nonce(theirs) or type(epoch) is not int or not 0 <= epoch < _RANGES["epoch"]:
+        raise _nonsense(me.address)
+    mine = secrets.token_hex(32)
+    known = max(seen, epoch)
+    bound = [theirs, mine, me.role, me.worker, me.incarnation, me.job, known, epoch]
+    named = {"nonce": mine, "role": me.role, "worker": me.worker, "incarnation": me.incarnation, "job": me.job}
+    channel.send(json_frame(Op.HELLO, named | {"epoch": known, "proof": _proof(secret, "client", bound)}))
+    proof = _hello(channel, limits).get("proof")
+    if not _is_nonce(proof) or not hmac.compare_digest(str(proof), _proof(secret, "server", bound)):
+        raise AuthError(
+            Problem(
+                given=f"the server at {me.address} gave a wrong proof",
+                rule="a server shows with every connection that it holds the job's secret",
+                consequence="nothing was sent to it",
+                nearest="see what else listens at that address; start both sides with the same secret",
+            )
+        )
+    if epoch < seen:
+        raise Lost(
+            Problem(
+                given=f"the server at {me.address} is of epoch {epoch}, and epoch {seen} has been seen",
+                rule="a server that was replaced takes no more requests",
+                consequence="this worker did not join it",
+                nearest="end the old server process",
+            )
+        )
+    return epoch
+
+
+def require_private(host: str, *, tls: bool, unencrypted: bool) -> None:
+    """Raises ConfigError when ``host`` (a numeric address) is public and traffic would be plain without a word for it."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if tls or unencrypted or (address.is_private and not address.is_unspecified):
+        return
+    raise ConfigError(
+        Problem(
+            given=f"the address {host} is not a private one, and no TLS is set up",
+            rule="gradients and values travel in the clear only over loopback and private networks",
+            consequence="no connection was made and no port opened",
+            nearest="give TLS files, use a private address, or allow it with unencrypted=True",
+        )
+    )
+
+
+def tls_context(side: str, certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
+    """TLS 1.3, both sides with a certificate of ``authority``; ``side`` is "server" or "client". PEM files."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "server" else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(certificate, key)
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            Problem(
+                given=f"the TLS files {certificate}, {key} and {authority} cannot be used ({error})",
+                rule="they are a certificate, its key and the authority that signed the other side's, in PEM",
+                consequence="no connection was made and no port opened",
+                nearest="check the three files with: openssl verify -CAfile AUTHORITY CERTIFICATE",
+            )
+        ) from error
+    context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:
+    frame = channel.receive(wait_s=limits.handshake_s)
+    if frame is None or frame.op not in (Op.HELLO, Op.ERROR):
+        raise _nonsense("the other side")
+    if frame.op is Op.ERROR:
+        raise AuthError(*read_error(frame).problems)
+    return read_json(frame)
+
+
+def _proof(secret: bytes, direction: str, bound: list[Any]) -> str:
+    text = json.dumps(["unisono wire 1", direction, *bound]).encode()
+    return hmac.new(secret, text, hashlib.sha256).hexdigest()
+
+
+def _is_nonce(text: object) -> bool:
+    return isinstance(text, str) and _NONCE.fullmatch(text) is not None
+
+
+def _nonsense(who: str) -> Lost:
+    return Lost(
+        Problem(
+            given=f"{who} did not say hello as it should, or not in time",
+            rule="a connection begins with the exchange of proofs",
+            consequence="the connection is closed",
+            nearest="see what else uses this port; use the same release of unisono on both sides",
+        )
+    )

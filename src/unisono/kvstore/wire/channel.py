@@ -1,0 +1,188 @@
+"""One TCP connection as frames: no copy on the way out, one on the way in, and a deadline for every message.
+
+The socket does not block; a call tries first and polls only when the kernel has nothing, which leaves one thread free
+to send while another receives. A message that has begun must keep coming: whoever dribbles is cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import xxhash
+
+from unisono.errors import CommError, Problem
+from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, buffers, damaged, pack, unpack
+
+# a piece is digested while it is still in the cache
+_PIECE_BYTES = 1 << 20
+_BUFFERS_PER_CALL = 512
+
+# Where a payload goes: buffers, first to last, that hold exactly the announced bytes; None for fresh memory.
+Place = Callable[[Announced], Sequence[memoryview] | None]
+
+
+class Lost(CommError):
+    """The connection is of no further use: closed, cut off, or out of step."""
+
+
+class Channel:
+    """Sends and receives frames. One thread may send while another receives; two senders take turns.
+
+    ``until`` (monotonic time) ends every wait, however steadily bytes trickle in; None for no such end.
+    """
+
+    def __init__(self, sock: socket.socket, limits: Limits, *, until: float | None = None) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # buffer sizes stay the kernel's: one set by hand is capped low on most machines, and ends its own tuning
+        # a host that vanished is noticed by the kernel; one that hangs, by whoever waits for an answer
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._sock, self.limits = sock, limits
+        # nothing is waited for beyond this time
+        self.until = until
+        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        self._sending = threading.Lock()
+        self._header = bytearray(HEADER_BYTES)
+        self.sent_bytes = self.received_bytes = 0
+        # when a byte last moved in either direction
+        self.moved = time.monotonic()
+
+    def send(self, frame: Frame) -> None:
+        """Send all of it. Raises Lost when the peer is gone or does not take it in time."""
+        parts = buffers(frame)
+        header = pack(frame, parts)
+        pending = [memoryview(header), *parts]
+        left = sum(part.nbytes for part in pending)
+        with self._sending:
+            deadline = time.monotonic() + self.limits.time_for(left)
+            while pending:
+                count = self._push(pending[:_BUFFERS_PER_CALL], deadline)
+                self.sent_bytes += count
+                self.moved = time.monotonic()
+                while count and count >= pending[0].nbytes:
+                    count -= pending.pop(0).nbytes
+                if count:
+                    pending[0] = pending[0][count:]
+
+    def send_unless_busy(self, frame: Frame) -> None:
+        """A small frame, if nothing is being sent and the kernel takes it at once."""
+        if self._sending.acquire(blocking=False):
+            try:
+                if self._ready(select.POLLOUT, 0.0):
+                    self._push([memoryview(pack(frame, []))], 0.0)
+            finally:
+                self._sending.release()
+
+    def receive(self, place: Place | None = None, *, wait_s: float | None = None) -> Frame | None:
+        """The next frame; None when none has begun after ``wait_s`` seconds.
+
+        ``place`` is asked where the payload goes, after its header was found good; the frame's payload is then the first
+        of the buffers it named. Raises Lost, which also is what a damaged or oversized frame becomes.
+        """
+        head = memoryview(self._header)
+        if not self._fill(head[:1], None if wait_s is None else time.monotonic() + wait_s, begun=False):
+            return None
+        self._fill(head[1:], time.monotonic() + self.limits.message_s)
+        try:
+            announced = unpack(head, self.limits)
+        except CommError as error:
+            raise Lost(*error.problems) from None
+        found = xxhash.xxh3_64(seed=announced.seed)
+        given = place(announced) if place else None
+        if given is None:
+            given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
+        deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
+        for buffer in given:
+            for start in range(0, buffer.nbytes, _PIECE_BYTES):
+                piece = buffer[start : start + _PIECE_BYTES]
+                self._fill(piece, deadline)
+                found.update(piece)
+        if found.intdigest() != announced.digest:
+            raise Lost(*damaged(announced, found.intdigest()).problems)
+        return replace(announced.frame, payload=given[0]) if given else announced.frame
+
+    def _fill(self, view: memoryview, deadline: float | None, *, begun: bool = True) -> bool:
+        while view.nbytes:
+            try:
+                if self._tls:
+                    with self._tls:
+                        count = self._sock.recv_into(view)
+                else:
+                    count = self._sock.recv_into(view)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if self._ready(select.POLLIN, self._soon(deadline) if begun else deadline):
+                    continue
+                if not begun:
+                    return False
+                raise _lost(f"a message stopped {view.nbytes} bytes short of its next part", "in time") from None
+            except OSError as error:
+                raise _lost(f"the connection broke ({error})", "whole") from error
+            if count == 0:
+                raise _lost("the peer closed the connection", "whole")
+            self.received_bytes += count
+            self.moved = time.monotonic()
+            view = view[count:]
+        return True
+
+    def _push(self, parts: list[memoryview], deadline: float) -> int:
+        while True:
+            try:
+                if self._tls:
+                    with self._tls:
+                        return self._sock.send(parts[0])
+                return self._sock.sendmsg(parts)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                if not self._ready(select.POLLOUT, self._soon(deadline)):
+                    raise _lost("the peer stopped reading", "in time") from None
+            except OSError as error:
+                raise _lost(f"the connection broke ({error})", "whole") from error
+
+    def _soon(self, deadline: float | None) -> float:
+        stalled = time.monotonic() + self.limits.stall_s
+        return stalled if deadline is None else min(deadline, stalled)
+
+    def _ready(self, event: int, deadline: float | None) -> bool:
+        poller = select.poll()
+        try:
+            poller.register(self._sock, event)
+        except ValueError:
+            # another thread has closed it, so it has no descriptor
+            raise _lost("the connection was closed here", "whole") from None
+        if self.until is not None:
+            deadline = self.until if deadline is None else min(deadline, self.until)
+        if deadline is None:
+            return bool(poller.poll())
+        return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
+
+    def shut(self) -> None:
+        """End both directions; threads that wait on this channel notice. ``close`` follows when they have left."""
+        # the plain socket's: TLS would want to say goodbye, and a peer that is gone cannot answer
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        self.shut()
+        self._sock.close()
+
+
+def _lost(given: str, how: str) -> Lost:
+    return Lost(
+        Problem(
+            given=given,
+            rule=f"a message arrives {how}, or not at all",
+            consequence="this connection is closed; nothing of a message that was cut short has been used",
+            nearest="see whether the other process still runs and can be reached",
+        )
+    )

@@ -1,0 +1,376 @@
+"""The worker's side: requests go out by priority, several at a time, and survive the loss of the connection.
+
+One thread connects and sends, another receives. What was sent and not answered when a connection broke is sent again on
+the next one, in the same order and before anything new: a request may therefore reach the server twice, and the server's
+sequence numbers make that harmless. Only when no answer has come for ``deadline_s`` since the first loss does everything
+that waits fail.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.errors import CommError, Problem, UnisonoError
+from unisono.kvstore.wire.auth import AuthError, Peer, introduce, require_private, strangers
+from unisono.kvstore.wire.channel import Channel, Lost
+from unisono.kvstore.wire.frame import Announced, Frame, Limits, Op, buffers
+from unisono.kvstore.wire.message import json_frame, read_error, read_json
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_LOOK_S = 0.5
+# beside the entries of a DATA payload, eight bytes each
+_PREFIX_BYTES = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    frame: Frame
+    into: list[memoryview]
+    future: Future[Frame]
+    # what came instead of something that fits ``into``
+    misfit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a connection has done so far; ``queued`` and ``flying`` are requests not yet sent and not yet answered."""
+
+    sent_bytes: int
+    received_bytes: int
+    reconnects: int
+    strays: int
+    queued: int
+    flying: int
+
+
+class Connection:
+    """A connection to the server at ``address`` that reconnects by itself.
+
+    ``me`` says who this is, ``facts`` what the server's handler compares; ``hello`` is what it answered. When a
+    connection was replaced, ``on_reconnect`` gets the new answer before anything is sent again; it may queue requests,
+    and must not wait for them. ``silence_s`` is how long a server with requests to answer may show no sign of life.
+
+    Raises AuthError when a proof is wrong, the handler's own error when it refuses, CommError when nobody has answered
+    after ``deadline_s``.
+    """
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        secret: bytes,
+        me: Peer,
+        facts: Mapping[str, Any],
+        *,
+        limits: Limits,
+        deadline_s: float = 60.0,
+        silence_s: float = 6.0,
+        on_reconnect: Callable[[dict[str, Any]], None] = lambda hello: None,
+        tls: ssl.SSLContext | None = None,
+        unencrypted: bool = False,
+    ) -> None:
+        self._address, self._secret, self._facts, self._limits = address, secret, dict(facts), limits
+        self._me = replace(me, address=f"{address[0]}:{address[1]}")
+        self._deadline_s, self._silence_s, self._on_reconnect = deadline_s, silence_s, on_reconnect
+        self._tls, self._unencrypted = tls, unencrypted
+        self._changed = threading.Condition()
+        self._queue: list[tuple[int, int, _Request]] = []
+        self._again: deque[tuple[int, _Request]] = deque()
+        self._flying: dict[int, _Request] = {}
+        self._tickets = itertools.count(1)
+        self._epoch = self._credits = self._reconnects = self._strays = self._sent = self._received = 0
+        self._lost: Channel | None = None
+        self._failed: UnisonoError | None = None
+        self._closed = False
+        self._since: float | None = time.monotonic()
+        self._last: Exception | None = None
+        self.hello: dict[str, Any] = {}
+        self._channel = self._connect(first=True)
+        self._thread = threading.Thread(target=self._run, name="unisono-wire-send", daemon=True)
+        self._thread.start()
+
+    def request(
+        self, frame: Frame, priority: int = 0, into: Sequence[memoryview] | memoryview | None = None
+    ) -> Future[Frame]:
+        """Queue ``frame``; the future gets the reply, or the error the server raised. Higher priority goes first.
+
+        Job, epoch, worker, incarnation and ticket are filled in. The payload's memory must stay as it is until the
+        answer. With ``into`` the data of a DATA reply go straight there and the reply's payload is what stood before
+        them (the table of entries); what that memory holds before the future is done means nothing. Callbacks of the
+        future run in the receiving thread and must not close the connection. Raises CommError when the
+        payload is too large, or the connection was closed or given up.
+        """
+        size = sum(part.nbytes for part in buffers(frame))
+        if size > self._limits.payload_bytes:
+            raise CommError(
+                Problem(
+                    given=f"{frame.op.name} with {size} bytes",
+                    rule=f"a frame carries at most {self._limits.payload_bytes}",
+                    consequence="it was not sent",
+                    nearest="send chunks",
+                )
+            )
+        parts = [into] if isinstance(into, memoryview) else list(into or ())
+        request = _Request(frame, [part.cast("B") for part in parts], Future())
+        # it cannot be taken back: the server may have it already
+        request.future.set_running_or_notify_cancel()
+        with self._changed:
+            if self._failed:
+                raise self._failed
+            ticket = next(self._tickets)
+            heapq.heappush(self._queue, (-priority, ticket, request))
+            self._changed.notify_all()
+        return request.future
+
+    def traffic(self) -> Traffic:
+        """Counters, since the connection was made."""
+        with self._changed:
+            channel = self._channel
+            return Traffic(
+                self._sent + channel.sent_bytes,
+                self._received + channel.received_bytes,
+                self._reconnects,
+                self._strays,
+                len(self._queue) + len(self._again),
+                len(self._flying),
+            )
+
+    def close(self) -> None:
+        """End it; what has not been answered fails."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._channel.shut()
+        self._thread.join()
+
+    # --- connecting
+
+    def _connect(self, *, first: bool) -> Channel:
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return self._attempt()
+            except (Lost, AuthError, OSError) as error:
+                if first and isinstance(error, AuthError):
+                    raise
+                self._last = error
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            # workers that lost the same server do not come back all at once
+            drawn = pause * random.uniform(0.5, 1.0)
+            since = self._since or 0.0
+            if time.monotonic() + drawn > since + self._deadline_s:
+                raise self._gave_up(time.monotonic() - since)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closed, drawn):
+                    raise self._ended()
+
+    def _attempt(self) -> Channel:
+        sock = socket.create_connection(self._address, timeout=self._limits.handshake_s)
+        try:
+            host = str(sock.getpeername()[0])
+            require_private(host, tls=self._tls is not None, unencrypted=self._unencrypted)
+            if self._tls:
+                sock = self._tls.wrap_socket(sock, server_hostname=self._address[0])
+            channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
+            epoch = introduce(channel, self._secret, self._me, self._epoch, self._limits)
+            channel.limits, channel.until = self._limits, None
+            channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, epoch))
+            # a server that takes long over it shows signs of life
+            while (reply := channel.receive(wait_s=self._silence_s)) and reply.op is Op.HEARTBEAT:
+                pass
+            if reply is None:
+                raise TimeoutError("no answer to the hello")
+            if reply.op is Op.ERROR:
+                raise read_error(reply)
+            content = read_json(reply)
+            self._epoch, self._credits, self.hello = epoch, int(content["credits"]), dict(content["reply"])
+        except BaseException:
+            sock.close()
+            raise
+        return channel
+
+    def _stamped(self, frame: Frame, ticket: int, epoch: int) -> Frame:
+        me = self._me
+        return replace(frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.worker, incarnation=me.incarnation)
+
+    # --- the sending thread
+
+    def _run(self) -> None:
+        try:
+            while True:
+                receiver = threading.Thread(target=self._receive, args=(self._channel,), daemon=True)
+                receiver.name = "unisono-wire-receive"
+                receiver.start()
+                self._send(self._channel)
+                self._channel.shut()
+                receiver.join()
+                self._channel.close()
+                if self._closed:
+                    raise self._ended()
+                self._replace()
+        except UnisonoError as error:
+            self._fail(error)
+        except BaseException as error:
+            self._channel.close()
+            self._fail(self._broken(error))
+            raise
+
+    def _send(self, channel: Channel) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._lost is channel or self._may_send())
+                if self._closed or self._lost is channel:
+                    return
+                if self._again:
+                    ticket, request = self._again.popleft()
+                else:
+                    _, ticket, request = heapq.heappop(self._queue)
+                self._flying[ticket] = request
+            try:
+                channel.send(self._stamped(request.frame, ticket, self._epoch))
+            except Lost as error:
+                self._note(channel, error)
+
+    def _may_send(self) -> bool:
+        return bool(self._again or self._queue) and len(self._flying) < self._credits
+
+    def _replace(self) -> None:
+        with self._changed:
+            self._since = self._since or time.monotonic()
+            self._again.extendleft(reversed(self._flying.items()))
+            self._flying.clear()
+        new = self._connect(first=False)
+        with self._changed:
+            self._sent += self._channel.sent_bytes
+            self._received += self._channel.received_bytes
+            self._channel, self._lost = new, None
+            self._reconnects += 1
+            if not self._again and not self._queue:
+                self._since = None
+            closed = self._closed
+        if closed:
+            # close() may have shut the one before
+            new.close()
+            raise self._ended()
+        self._on_reconnect(self.hello)
+
+    # --- the receiving thread
+
+    def _receive(self, channel: Channel) -> None:
+        try:
+            while True:
+                reply = channel.receive(self._place, wait_s=_LOOK_S)
+                if reply is not None:
+                    self._settle(reply)
+                elif self._flying and time.monotonic() - channel.moved > self._silence_s:
+                    raise TimeoutError(f"no sign of life for {self._silence_s:g} s")
+        except (Lost, TimeoutError) as error:
+            self._note(channel, error)
+
+    def _place(self, announced: Announced) -> Sequence[memoryview] | None:
+        request = self._flying.get(announced.frame.ticket)
+        if request is None or not request.into or announced.frame.op is not Op.DATA:
+            return None
+        before = announced.nbytes - sum(part.nbytes for part in request.into)
+        fits = 0 <= before <= 8 * announced.frame.entries + _PREFIX_BYTES
+        # said anew by every answer: the digest may show that this one is damaged, and then another comes
+        request.misfit = None if fits else announced.nbytes
+        return [memoryview(bytearray(before)), *request.into] if fits else None
+
+    def _settle(self, reply: Frame) -> None:
+        with self._changed:
+            request = self._flying.pop(reply.ticket, None)
+            if request is None:
+                # a sign of life has no ticket; anything else answers what was answered already
+                self._strays += reply.ticket != 0
+                return
+            self._since = None
+            self._changed.notify_all()
+        if reply.op is Op.ERROR:
+            request.future.set_exception(_error(reply))
+        elif reply.op is Op.DATA and request.misfit is not None:
+            request.future.set_exception(self._misfit(request))
+        else:
+            request.future.set_result(reply)
+
+    def _note(self, channel: Channel, error: Exception) -> None:
+        with self._changed:
+            if self._lost is not channel:
+                self._lost, self._last = channel, error
+            self._changed.notify_all()
+
+    # --- the end
+
+    def _fail(self, error: UnisonoError) -> None:
+        with self._changed:
+            self._failed = error
+            waiting = [*self._flying.values(), *(r for _, r in self._again), *(r for *_, r in self._queue)]
+            self._flying.clear()
+            self._again.clear()
+            self._queue.clear()
+        for request in waiting:
+            request.future.set_exception(error)
+
+    def _gave_up(self, waited_s: float) -> CommError:
+        return CommError(
+            Problem(
+                given=f"the server at {self._me.address} has not answered for {waited_s:.1f} s ({_brief(self._last)})",
+                rule=f"a server that is lost is back within {self._deadline_s:g} s",
+                consequence="what was sent to it and not answered may have been applied or not",
+                nearest="see why that server ended, or why it cannot be reached from here",
+            )
+        )
+
+    def _ended(self) -> CommError:
+        return CommError(
+            Problem(
+                given=f"the connection to the server at {self._me.address} was closed by this process",
+                rule="requests are made while it is open, and their answers waited for before it is closed",
+                consequence="what was not answered may have been applied or not",
+                nearest="wait for the futures, then close",
+            )
+        )
+
+    def _broken(self, error: BaseException) -> CommError:
+        return CommError(
+            Problem(
+                given=f"sending to {self._me.address} failed with {type(error).__name__}: {error}",
+                rule="on_reconnect does not raise, and payloads stay readable until they are answered",
+                consequence="the connection has ended",
+                nearest="see the traceback of the thread unisono-wire-send",
+            )
+        )
+
+    def _misfit(self, request: _Request) -> CommError:
+        wanted = sum(part.nbytes for part in request.into)
+        return CommError(
+            Problem(
+                given=f"{request.frame.op.name} was answered with {request.misfit} bytes for {wanted} bytes of memory",
+                rule="data fill the memory they were asked for, with nothing but their table before them",
+                consequence="the memory was not written to",
+                nearest="ask for exactly the chunks the memory is for",
+            )
+        )
+
+
+def _error(reply: Frame) -> UnisonoError:
+    try:
+        return read_error(reply)
+    except CommError as error:
+        return error
+
+
+def _brief(error: Exception | None) -> str:
+    if isinstance(error, UnisonoError):
+        return error.problems[0].given
+    return f"{type(error).__name__}: {error}"
