@@ -1,19 +1,19 @@
 """A worker's side of ``dist_async``: everything that is said to the servers that hold the parameters.
 
-Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (a unit of work, a fence,
-a barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart: the wire sends
-again what was not answered, and every request may come twice.
+Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (a unit of work, a
+fence, a barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart:
+the wire sends again what was not answered, and every request may come twice.
 
-Values live in CPU memory while they travel; a worker on an accelerator copies through pinned memory, which is its caller's business.
+Values are in host memory while they travel; copying them from and to an accelerator is the caller's business.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as Answer
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
@@ -21,20 +21,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from unisono.errors import CommError
 from unisono.kvstore.codecs import Codec, Feedback
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.server.image import decode, encode
-from unisono.kvstore.server.payload import REFUSED, UNIT, WRITE, raw, write
+from unisono.kvstore.server.image import cut, decode, encode, join
+from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, raw, write
 from unisono.kvstore.server.placement import Chunk
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Traffic
-from unisono.kvstore.wire.frame import Frame, Limits, Op
+from unisono.kvstore.wire.frame import LARGE, Frame, Op, buffers
 from unisono.kvstore.wire.message import json_frame, read_json
 
 HEARTBEAT_S = 2.0
-_CODED = 1  # the number, in a frame, of the one codec that a run agreed on
+_FIRST = 1 << 30
 _WAIT_S = 5.0  # of one claim or fence: who waits longer asks again, which also finds out that the server has gone
 
 
@@ -49,9 +50,9 @@ class Sent:
 class Servers:
     """Connections to all servers of a run, as ``worker`` in its ``incarnation`` (one higher at each restart of it).
 
-    ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is told
-    of what was lost with a server. Raises CommError when a server cannot be reached within ``deadline_s``, AuthError when it, or
-    this worker, does not hold ``secret``.
+    ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is
+    told of what was lost with a server. Raises CommError when a server cannot be reached within ``deadline_s``, AuthError
+    when it, or this worker, does not hold ``secret``.
     """
 
     def __init__(
@@ -71,9 +72,8 @@ class Servers:
         self._codec, self._say = codec, say
         self._feedback: Feedback | None = None
         self._groups = cache(self._grouped)
-        job = hashlib.blake2b(str(agreed.about.get("run", "")).encode(), digest_size=8).digest()
-        me = Peer("worker", worker, incarnation, int.from_bytes(job, "little"), "")
-        limits, facts = Limits(), agreed.json()
+        me = Peer("worker", worker, incarnation, agreed.job, "")
+        facts = agreed.json()
         self._links: list[Connection] = []
         self._versions = [0] * len(addresses)
         self._acknowledged = [0] * len(addresses)  # one more than the last push of this worker's own stream
@@ -82,10 +82,10 @@ class Servers:
             for server, address in enumerate(addresses):
                 self._links.append(
                     Connection(
-                        address, secret, me, facts, limits=limits, deadline_s=deadline_s, on_reconnect=self._back(server)
+                        address, secret, me, facts, limits=LARGE, deadline_s=deadline_s, on_reconnect=self._back(server)
                     )
                 )
-            self._talk = Connection(addresses[0], secret, me, facts, limits=limits, deadline_s=deadline_s)
+            self._talk = Connection(addresses[0], secret, me, facts, limits=LARGE, deadline_s=deadline_s)
         except BaseException:
             for link in self._links:
                 link.close()
@@ -106,7 +106,9 @@ class Servers:
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Give the servers values where they have none. Returns when all have theirs."""
         parts = {key: raw(value.detach().cpu().contiguous()) for key, value in values.items()}
-        _all([self._request(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))])
+        _all(
+            [self._request(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))]
+        )
 
     def push(
         self, values: Mapping[str, Tensor], *, lr: float = float("nan"), unit: int | None = None, priority: int = 0
@@ -159,39 +161,32 @@ class Servers:
         _all([link.request(json_frame(Op.OPTIMIZER, recipe.json())) for link in self._links])
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, whole, as ``optim/<state>/<key>``; of a key without pushes nothing."""
-        found: dict[str, dict[int, Tensor]] = {}
-        for server, link in enumerate(self._links):
-            numbers = [chunk.number for chunk in self.placement.on(server)]
-            answer = link.request(json_frame(Op.STATE, {"chunks": numbers})).result()
-            _, tensors = decode(b"".join(_buffers(answer)))
-            for path, tensor in tensors.items():
-                number, _, name = path.partition("/")
-                if name != "value":
-                    found.setdefault(f"optim/{name}/{self.placement.chunks[int(number)].key}", {})[int(number)] = tensor
-        return {path: self._joined(path.split("/", 2)[2], parts) for path, parts in sorted(found.items())}
+        """Values and the optimizer's tensors, whole, as ``<key>`` and ``optim/<state>/<key>``; of a key without pushes its value
+        alone."""
+        tensors: dict[str, Tensor] = {}
+        for server, group in self._groups(tuple(self.placement.shapes)):
+            frame = json_frame(Op.STATE, {"chunks": [chunk.number for chunk in group]})
+            tensors |= decode(b"".join(buffers(self._links[server].request(frame).result())))[1]
+        return join(self.placement, tensors)
 
-    def load(self, values: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        """Replace values and optimizer state (as ``state`` gives it), as if nothing had been pushed yet."""
-        for server, link in enumerate(self._links):
-            tensors: dict[str, Tensor] = {}
-            facts: dict[str, Any] = {}
-            for chunk in self.placement.on(server):
-                facts[str(chunk.number)] = {"version": 0, "applied": {}}
-                tensors[f"{chunk.number}/value"] = _cut(values[chunk.key], chunk)
-                for path, tensor in state.items():
-                    _, name, key = path.split("/", 2)
-                    if key == chunk.key:
-                        tensors[f"{chunk.number}/{name}"] = _cut(tensor, chunk) if tensor.ndim else tensor.detach().cpu()
-            image = encode({"recipe": None, "chunks": facts}, tensors)
-            link.request(Frame(Op.STATE, flags=WRITE, payload=image)).result()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace values and optimizer state (as ``state`` gives them), as if nothing had been pushed yet."""
+        pieces = cut(self.placement, tensors)
+        for server, group in self._groups(tuple(self.placement.shapes)):
+            facts = {str(chunk.number): {"version": 0, "applied": {}} for chunk in group}
+            own = {name: piece for name, piece in pieces.items() if name.partition("/")[0] in facts}
+            image = encode({"recipe": None, "chunks": facts}, own)
+            self._links[server].request(Frame(Op.STATE, flags=WRITE, payload=image)).result()
 
     # --- work, clocks, meetings ------------------------------------------------------------------------------------
 
     def claim(self, *, wait: bool) -> int | Literal["wait", "end"]:
-        """The next unit of work; ``"wait"`` where there is none now (with ``wait`` after a while), ``"end"`` when all are done."""
+        """The next unit of work; ``"wait"`` where there is none now (with ``wait`` after a while), ``"end"`` when all are
+        done."""
         content = {"wait_s": _WAIT_S if wait else 0.0}
-        return read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))["unit"]
+        return read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))[
+            "unit"
+        ]
 
     def done(self, unit: int) -> None:
         """All pushes of ``unit`` are acknowledged."""
@@ -249,7 +244,7 @@ class Servers:
                 self._write(op, group, sources, prefix=(lr, self._versions[server])),
                 seq=seq,
                 flags=0 if unit is None else UNIT,
-                codec=_CODED if self._codec is not None else 0,
+                codec=CODED if self._codec is not None else 0,
             )
             places = [_of(targets[chunk.key], chunk) for chunk in group] if into else None
             answers.append((server, len(group), self._links[server].request(frame, priority, places)))
@@ -300,13 +295,6 @@ class Servers:
         turns = itertools.zip_longest(*lines)
         return [each for turn in turns for each in turn if each is not None]
 
-    def _joined(self, key: str, parts: Mapping[int, Tensor]) -> Tensor:
-        first = next(iter(parts.values()))
-        if not first.ndim:
-            return first  # a number, such as the steps made: the same for all chunks
-        ordered = [parts[number].reshape(-1) for number in sorted(parts)]
-        return torch.cat(ordered).view(self.placement.shapes[key])
-
     def _request(self, server: int, frame: Frame) -> Answer[Frame]:
         return self._links[server].request(frame)
 
@@ -317,14 +305,17 @@ class Servers:
         def told(hello: dict[str, Any]) -> None:
             lost = self._acknowledged[server] - int(hello["seq"])
             if lost > 0:
-                self._say(f"server {server} was restarted and has lost {lost} acknowledged pushes of worker {self.worker}")
+                self._say(
+                    f"server {server} was restarted and has lost {lost} acknowledged pushes of worker {self.worker}"
+                )
 
         return told
 
     def _beat(self) -> None:
         while not self._beats.wait(HEARTBEAT_S):
             for link in self._links:
-                link.request(Frame(Op.HEARTBEAT), priority=1 << 30)
+                with suppress(CommError):  # a connection that was given up: whoever uses it next is told
+                    link.request(Frame(Op.HEARTBEAT), priority=_FIRST)
 
 
 def _name(chunk: Chunk) -> str:
@@ -335,16 +326,6 @@ def _of(data: memoryview, chunk: Chunk) -> memoryview:
     """A chunk's bytes among those of its key."""
     start = chunk.start * chunk.dtype.itemsize
     return data[start : start + chunk.nbytes]
-
-
-def _cut(value: Tensor, chunk: Chunk) -> Tensor:
-    return value.detach().reshape(-1)[chunk.start : chunk.start + chunk.elements].cpu()
-
-
-def _buffers(frame: Frame) -> list[memoryview]:
-    from unisono.kvstore.wire.frame import buffers
-
-    return buffers(frame)
 
 
 def _all(answers: Sequence[Answer[Frame]]) -> None:

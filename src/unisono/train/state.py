@@ -26,7 +26,6 @@ from unisono.train.checkpoint import Snapshot
 from unisono.train.ema import Average
 from unisono.train.guard import Guard
 
-
 # tensors of one rank, and tensors that only some ways of keeping in step have: a checkpoint may lack them
 _OF_A_RANK, _OUTER = ("rng/", "sync/"), "outer/"
 

@@ -14,36 +14,41 @@ from unisono.errors import LaunchError
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.process import Seat, seat_from_environ
 
-ENVIRON = {"UNISONO_SERVER": "1", "UNISONO_SERVERS": "2", "UNISONO_EPOCH": "4", "UNISONO_LISTEN_FD": "7"}
+ENVIRON = {"UNISONO_SERVER_INDEX": "1", "UNISONO_SERVERS": "10.0.0.1:5000,fe80::1:5001", "UNISONO_EPOCH": "4"}
+ADDRESSES = (("10.0.0.1", 5000), ("fe80::1", 5001))
 
 
 def test_reads_its_seat() -> None:
-    assert seat_from_environ(ENVIRON) == Seat(server=1, servers=2, epoch=4, listen_fd=7)
-    named = {name: value for name, value in ENVIRON.items() if name != "UNISONO_LISTEN_FD"} | {
-        "UNISONO_SERVER_ADDRESS": "fe80::1:5000",
+    assert seat_from_environ(ENVIRON) == Seat(server=1, addresses=ADDRESSES, epoch=4)
+    named = ENVIRON | {
+        "UNISONO_LISTEN_FD": "7",
+        "UNISONO_REPLICAS": "2",
         "UNISONO_SNAPSHOTS": "/somewhere",
         "UNISONO_SNAPSHOT_EVERY_S": "2.5",
     }
-    assert seat_from_environ(named) == Seat(
+    found = seat_from_environ(named)
+    assert found == Seat(
         server=1,
-        servers=2,
+        addresses=ADDRESSES,
         epoch=4,
-        address=("fe80::1", 5000),
+        listen_fd=7,
+        replicas=2,
         snapshots=Path("/somewhere/server-1"),
         snapshot_every_s=2.5,
     )
+    assert found.next_address == ADDRESSES[0]
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"UNISONO_SERVER": "2"}, "UNISONO_SERVER is 2\n.*servers are 0 to 1"),
-        ({"UNISONO_SERVER": "-1"}, "UNISONO_SERVER is '-1'"),
+        ({"UNISONO_SERVER_INDEX": "2"}, "UNISONO_SERVER_INDEX is 2\n.*servers, 0 to 1"),
+        ({"UNISONO_SERVER_INDEX": "-1"}, "UNISONO_SERVER_INDEX is '-1'"),
         ({"UNISONO_EPOCH": None}, "UNISONO_EPOCH is unset"),
-        ({"UNISONO_LISTEN_FD": None}, "neither of UNISONO_LISTEN_FD and UNISONO_SERVER_ADDRESS is set"),
-        ({"UNISONO_SERVER_ADDRESS": "h:1"}, "UNISONO_LISTEN_FD and UNISONO_SERVER_ADDRESS is set"),
-        ({"UNISONO_LISTEN_FD": None, "UNISONO_SERVER_ADDRESS": "host"}, "it is host:port"),
-        ({"UNISONO_LISTEN_FD": None, "UNISONO_SERVER_ADDRESS": "h:70000"}, "it is host:port"),
+        ({"UNISONO_SERVERS": None}, "UNISONO_SERVERS is unset"),
+        ({"UNISONO_SERVERS": "h:1,host"}, "each server is host:port"),
+        ({"UNISONO_SERVERS": "h:1,h:70000"}, "each server is host:port"),
+        ({"UNISONO_REPLICAS": "3"}, "UNISONO_REPLICAS is 3 with 2 servers"),
         ({"UNISONO_SNAPSHOT_EVERY_S": "0"}, "UNISONO_SNAPSHOT_EVERY_S is '0'"),
         ({"UNISONO_SNAPSHOT_EVERY_S": "soon"}, "a number of seconds above 0"),
     ],
@@ -72,7 +77,7 @@ def serve(seat, service):
     return Open()
 
 folder = Path(sys.argv[1])
-run(Seat(server=0, servers=1, epoch=0, listen_fd=0, snapshots=folder), Service(0, snapshots=folder), serve)
+run(Seat(server=0, addresses=(("h", 1),), epoch=0, snapshots=folder), Service(0, snapshots=folder), serve)
 """
 
 

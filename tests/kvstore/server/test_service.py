@@ -333,7 +333,7 @@ def test_an_acknowledged_push_is_on_the_replica() -> None:
     backup = Service(1)
     link = Peer("server", 0, 1, 0, "server 0")
     backup.hello(link, agreed.json())
-    primary = Service(0, forward=lambda frame: backup.handle(link, received(frame)))
+    primary = Service(0, forward=lambda agreed, frame: backup.handle(link, received(frame)))
     worker = Worker(primary, agreed=agreed)
     worker.init(filled(1.0))
     for seq in range(3):

@@ -5,9 +5,10 @@ A server starts knowing nothing of the model: the first worker's hello tells it,
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ _MOST_BYTES = 1 << 44
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreed:
     """``table``: shape and dtype by key; ``whole``: keys that are not cut; ``staleness``: clocks a worker may be ahead,
-    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves."""
+    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves; ``codec``: of pushes, as
+    ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
 
     table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     servers: int
@@ -31,6 +33,13 @@ class Agreed:
     chunk_bytes: int = CHUNK_BYTES
     staleness: int | None = None
     units: int = 0
+    codec: str = "none"
+    about: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def job(self) -> int:
+        """The number in every frame: of the run that ``about`` names."""
+        return int.from_bytes(hashlib.blake2b(self.about.get("run", "").encode(), digest_size=8).digest(), "little")
 
     def placement(self) -> Placement:
         """Where everything lies."""
@@ -47,6 +56,8 @@ class Agreed:
             "chunk_bytes": self.chunk_bytes,
             "staleness": self.staleness,
             "units": self.units,
+            "codec": self.codec,
+            "about": dict(self.about),
         }
 
     @classmethod
@@ -65,12 +76,14 @@ class Agreed:
                 chunk_bytes=_count(given["chunk_bytes"]),
                 staleness=None if staleness is None else _count(staleness),
                 units=_count(given["units"]),
+                codec=str(given["codec"]),
+                about={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CommError(
                 Problem(
                     given=f"a hello that cannot be read: {error!r}",
-                    rule="it tells table, servers, whole, chunk_bytes, staleness and units",
+                    rule="it tells table, servers, whole, chunk_bytes, staleness, units, codec and about",
                     consequence="the worker was not let in",
                     nearest="use the same release of unisono everywhere",
                 )
@@ -85,9 +98,13 @@ class Agreed:
                 raise _different(
                     who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to those who came before"
                 )
-        for field in ("servers", "whole", "chunk_bytes", "staleness", "units"):
-            if here[field] != there[field]:
-                raise _different(who, f"{field} = {there[field]}", f"it is {here[field]} to those who came before")
+        for name in sorted(self.about.keys() | other.about.keys()):
+            mine, theirs = here["about"].get(name), there["about"].get(name)
+            if mine != theirs:
+                raise _different(who, f"{name} {theirs}", f"it is {mine} to those who came before")
+        for name in ("servers", "whole", "chunk_bytes", "staleness", "units", "codec"):
+            if here[name] != there[name]:
+                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to those who came before")
 
 
 def _text(entry: list[Any] | None) -> str:

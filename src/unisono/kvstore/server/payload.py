@@ -24,6 +24,8 @@ UNIT = 1  # flag of a push: seq is the unit of work it belongs to, else the work
 WRITE = 2  # flag of ROWS and STATE: what is sent replaces or updates, else it is asked for
 REFUSED = 4  # flag of an ACK or DATA: the push held a NaN or an infinity and changed nothing
 
+CODED = 1  # the number, in a frame, of the one codec that a run agreed on
+
 # bytes of an encoded chunk, its elements -> the gradient [elements]; ValueError for what does not fit
 Decoder = Callable[[memoryview, int], Tensor]
 

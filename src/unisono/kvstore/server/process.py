@@ -1,10 +1,10 @@
 """One server process, from its environment to its end.
 
-    UNISONO_SERVER             which server this is, from 0
-    UNISONO_SERVERS            how many there are
+    UNISONO_SERVER_INDEX       which server this is, from 0
+    UNISONO_SERVERS            host:port of all of them, with commas between
     UNISONO_EPOCH              its incarnation, one higher at each restart
-    UNISONO_LISTEN_FD          a listening socket handed down by the launcher, or
-    UNISONO_SERVER_ADDRESS     host:port of the one interface to listen on
+    UNISONO_LISTEN_FD          a listening socket handed down by the launcher; unset: it listens at its own host and port
+    UNISONO_REPLICAS           2: the next server keeps a second copy of everything
     UNISONO_SNAPSHOTS          folder of snapshots; unset: none are kept
     UNISONO_SNAPSHOT_EVERY_S   seconds between them, 60 if unset
 
@@ -29,15 +29,20 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """The place of one server. Exactly one of ``listen_fd`` and ``address`` is set; ``snapshots`` is this server's own."""
+    """The place of one server among ``addresses``; ``snapshots`` is this server's own folder."""
 
     server: int
-    servers: int
+    addresses: tuple[tuple[str, int], ...]
     epoch: int
     listen_fd: int | None = None
-    address: tuple[str, int] | None = None
+    replicas: int = 1
     snapshots: Path | None = None
     snapshot_every_s: float = 60.0
+
+    @property
+    def next_address(self) -> tuple[str, int]:
+        """Of the server that keeps this one's second copy."""
+        return self.addresses[(self.server + 1) % len(self.addresses)]
 
 
 class Serving(Protocol):
@@ -50,23 +55,33 @@ class Serving(Protocol):
 
 def seat_from_environ(environ: Mapping[str, str]) -> Seat:
     """The seat that ``environ`` describes. Raises LaunchError naming the variable that is missing or wrong."""
-    server, servers = _whole(environ, "UNISONO_SERVER"), _whole(environ, "UNISONO_SERVERS")
-    if server >= servers:
-        raise _wrong("UNISONO_SERVER", str(server), f"with UNISONO_SERVERS={servers}, servers are 0 to {servers - 1}")
-    given = [name for name in ("UNISONO_LISTEN_FD", "UNISONO_SERVER_ADDRESS") if name in environ]
-    if len(given) != 1:
-        both = " and ".join(given) or "neither of UNISONO_LISTEN_FD and UNISONO_SERVER_ADDRESS"
-        raise _wrong(both, "set", "a server listens on one socket: one handed down, or one address")
+    server = _whole(environ, "UNISONO_SERVER_INDEX")
+    addresses = server_addresses(environ)
+    if server >= len(addresses):
+        rule = f"UNISONO_SERVERS names {len(addresses)} servers, 0 to {len(addresses) - 1}"
+        raise _wrong("UNISONO_SERVER_INDEX", str(server), rule)
+    replicas = _whole(environ, "UNISONO_REPLICAS", 1)
+    if not 1 <= replicas <= min(2, len(addresses)):
+        rule = "it is 1, or 2 where there are two servers or more"
+        raise _wrong("UNISONO_REPLICAS", f"{replicas} with {len(addresses)} servers", rule)
     folder = environ.get("UNISONO_SNAPSHOTS")
     return Seat(
         server=server,
-        servers=servers,
+        addresses=addresses,
         epoch=_whole(environ, "UNISONO_EPOCH"),
         listen_fd=_whole(environ, "UNISONO_LISTEN_FD") if "UNISONO_LISTEN_FD" in environ else None,
-        address=_address(environ["UNISONO_SERVER_ADDRESS"]) if "UNISONO_SERVER_ADDRESS" in environ else None,
+        replicas=replicas,
         snapshots=Path(folder) / f"server-{server}" if folder else None,
         snapshot_every_s=_seconds(environ, "UNISONO_SNAPSHOT_EVERY_S", 60.0),
     )
+
+
+def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    """Host and port of all servers, from UNISONO_SERVERS. Raises LaunchError where it names none, or is no such list."""
+    text = environ.get("UNISONO_SERVERS", "")
+    if not text:
+        raise _wrong("UNISONO_SERVERS", "unset", "it names the servers, host:port with commas between")
+    return tuple(_address(each) for each in text.split(","))
 
 
 def run(seat: Seat, service: Service, serve: Callable[[Seat, Service], Serving]) -> None:
@@ -77,12 +92,14 @@ def run(seat: Seat, service: Service, serve: Callable[[Seat, Service], Serving])
             pass
         service.close()  # who waits is let go
         serving.close()  # from here on nothing more is acknowledged
-        if seat.snapshots is not None and service.began:
+        if seat.snapshots is not None and service.agreed is not None:
             service.save()
 
 
-def _whole(environ: Mapping[str, str], name: str) -> int:
+def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name)
+    if text is None and default is not None:
+        return default
     if text is None or not text.isascii() or not text.isdigit():
         raise _wrong(name, "unset" if text is None else repr(text), "it is a whole number from 0")
     return int(text)
@@ -102,7 +119,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise _wrong("UNISONO_SERVER_ADDRESS", repr(text), "it is host:port")
+        raise _wrong("UNISONO_SERVERS", repr(text), "each server is host:port")
     return host, int(port)
 
 

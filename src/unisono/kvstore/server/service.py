@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
-from unisono.errors import CommError, Problem, UnisonoError
+from unisono.errors import CommError, ConfigError, Problem, UnisonoError
+from unisono.kvstore.codecs import Codec, PowerSgd, find_codec
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.clocks import Clocks
 from unisono.kvstore.server.deal import Deal
 from unisono.kvstore.server.image import decode, encode
 from unisono.kvstore.server.members import Barriers, Members
-from unisono.kvstore.server.payload import REFUSED, UNIT, WRITE, Decoder, asked, raw, read, rows, tensor, write
+from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, Decoder, asked, raw, read, rows, tensor, write
 from unisono.kvstore.server.placement import Placement
 from unisono.kvstore.server.table import Entry, Push, Table
 from unisono.kvstore.server.updates import Recipe
@@ -50,12 +51,13 @@ class _Run:
     clocks: Clocks
     deal: Deal
     barriers: Barriers
+    decoders: Mapping[int, Decoder]  # by the number of a codec in frames
 
 
 class Service:
     """Server ``server``. ``forward`` sends a frame to the next server and returns its answer, None without replicas.
 
-    ``decoders``: by codec number. ``snapshots``: where, None for nowhere; every ``snapshot_every_s``. ``say`` is told what
+    ``snapshots``: where, None for nowhere; every ``snapshot_every_s``. ``say`` is told what
     a person should know. A snapshot that is there is taken up at once; raises CommError when it does not hold.
     """
 
@@ -63,14 +65,13 @@ class Service:
         self,
         server: int,
         *,
-        decoders: Mapping[int, Decoder] | None = None,
-        forward: Callable[[Frame], Frame] | None = None,
+        forward: Callable[[Agreed, Frame], Frame] | None = None,
         snapshots: Path | None = None,
         snapshot_every_s: float = 60.0,
         say: Callable[[str], None] = print,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._decoders, self._forward = server, decoders or {}, forward
+        self._server, self._forward = server, forward
         self._snapshots, self._snapshot_every_s, self._say, self._now = snapshots, snapshot_every_s, say, now
         self._lock = threading.Lock()
         self._saving = threading.Lock()
@@ -165,16 +166,12 @@ class Service:
 
     def adopt(self, image: bytes) -> None:
         """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
-        facts, tensors = decode(image)
-        if self._run is None:
-            self._restore(facts, tensors)
-        else:
-            self._take(self._run.tables["worker"], facts, tensors)
+        self._take(self._began().tables["worker"], *decode(image))
 
     @property
-    def began(self) -> bool:
-        """Whether a hello or a snapshot has told what the run is."""
-        return self._run is not None
+    def agreed(self) -> Agreed | None:
+        """What the run is, as a hello or a snapshot has told; None before."""
+        return self._run.agreed if self._run is not None else None
 
     def save(self) -> int:
         """Write a snapshot now; its number. CommError where there is no folder, or nothing to save, or the disk refuses."""
@@ -225,7 +222,7 @@ class Service:
     def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[Entry] | None = None) -> Frame:
         table, (parts, lr, base_version) = run.tables[peer.role], read(frame, prefix=True)
         if entries is None:
-            entries = [Entry(chunk, tensor(frame, data, table.chunk(chunk), self._decoders)) for chunk, data in parts]
+            entries = [Entry(chunk, tensor(frame, data, table.chunk(chunk), run.decoders)) for chunk, data in parts]
         # a server forwards for a worker, and says in ``clock`` for which
         worker = frame.clock if peer.role == "server" else peer.worker
         stream = 0 if frame.flags & UNIT else worker + 1
@@ -323,6 +320,7 @@ class Service:
             clocks=clocks,
             deal=Deal(agreed.units),
             barriers=Barriers(lambda: clocks.live.keys()),
+            decoders=_decoders(agreed.codec),
         )
 
     def _image(self, run: _Run, table: Table, numbers: Sequence[int]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -360,13 +358,13 @@ class Service:
         if self._forward is None:
             return
         try:
-            self._forward(frame)
+            self._forward(run.agreed, frame)
         except UnisonoError:
             table = run.tables["worker"]
             facts, tensors = table.image(chunks)
             recipe = table.recipe.json() if table.recipe is not None else None
             image = encode({"recipe": recipe, "chunks": facts}, tensors)
-            self._forward(Frame(Op.STATE, flags=WRITE, payload=image))
+            self._forward(run.agreed, Frame(Op.STATE, flags=WRITE, payload=image))
             with self._lock:
                 self._counts["mirrored_whole"] += 1
 
@@ -402,6 +400,34 @@ class Service:
                 except CommError as error:
                     self._say(f"server {self._server}: {error}")
                 saved_s = time.monotonic()
+
+
+def _decoders(codec: str) -> dict[int, Decoder]:
+    """What reads the codes of the one codec that a run has. Raises ConfigError for one that servers cannot add up."""
+    if codec == "none":
+        return {}
+    found = server_codec(codec)
+
+    def decoder(data: memoryview, elements: int) -> torch.Tensor:
+        code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
+        return found.decode(code, elements, torch.float32)
+
+    return {CODED: decoder}
+
+
+def server_codec(text: str) -> Codec:
+    """The codec of that name, for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
+    found = find_codec(text)
+    if isinstance(found, PowerSgd):
+        raise ConfigError(
+            Problem(
+                given=f"compression {text!r} with 'dist_async'",
+                rule="its factors are summed over all workers at once, and servers see one worker at a time",
+                consequence="no server could tell what a push means",
+                nearest="int8, topk:0.01 or 2bit:0.5, or dist_sync",
+            )
+        )
+    return found
 
 
 def _values(pulled: list[tuple[int, torch.Tensor, int]]) -> Frame:

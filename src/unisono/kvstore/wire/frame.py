@@ -113,6 +113,10 @@ class Limits:
         return self.message_s + nbytes / self.slowest
 
 
+# between peers that have proved themselves: a key that stays whole is one chunk
+LARGE = Limits(payload_bytes=1 << 30)
+
+
 @dataclass(frozen=True, slots=True)
 class Announced:
     """A header that was read: the frame without its payload, how long that is, and what its digest must be."""

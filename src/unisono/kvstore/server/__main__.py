@@ -1,0 +1,66 @@
+"""``python -m unisono.kvstore.server``: one parameter server. Its environment says which one; see ``process``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+
+from unisono.errors import UnisonoError
+from unisono.kvstore.server.process import Seat, run, seat_from_environ
+from unisono.kvstore.server.replica import Replica
+from unisono.kvstore.server.service import Service
+from unisono.kvstore.wire.frame import LARGE
+from unisono.kvstore.wire.secret import read_secret
+from unisono.kvstore.wire.serving import Server, listen
+
+
+def main() -> int:
+    """Serve until told to stop; the exit code."""
+    try:
+        seat, secret = seat_from_environ(os.environ), read_secret(os.environ)
+        os.environ.pop("UNISONO_SECRET_FD", None)
+        replica = Replica(seat, secret) if seat.replicas > 1 else None
+        service = Service(
+            seat.server,
+            forward=replica.forward if replica is not None else None,
+            snapshots=seat.snapshots,
+            snapshot_every_s=seat.snapshot_every_s,
+            say=say,
+        )
+        if replica is not None:
+            replica.restore(service)
+        run(seat, service, lambda seat, service: serve(seat, service, secret))
+    except UnisonoError as error:
+        say(str(error))
+        return error.exit_code
+    return 0
+
+
+def serve(seat: Seat, service: Service, secret: bytes) -> Server:
+    """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody."""
+    if seat.listen_fd is not None:
+        listener = socket.socket(fileno=seat.listen_fd)
+        listener.set_inheritable(False)
+    else:
+        listener = listen(*seat.addresses[seat.server])
+    serving = Server([listener], service, secret, LARGE, epoch=seat.epoch, on_stale=lambda epoch: leave(seat, epoch))
+    host, port = serving.addresses[0]
+    say(f"server {seat.server} of {len(seat.addresses)}, epoch {seat.epoch}, listens at {host}:{port}")
+    return serving
+
+
+def leave(seat: Seat, epoch: int) -> None:
+    """End without a word to anyone but the log: what this server knows is out of date."""
+    say(f"server {seat.server}: epoch {epoch} has taken the place of {seat.epoch}; this process leaves")
+    threading.Timer(0.2, os._exit, [0]).start()  # the one who told gets its refusal first
+
+
+def say(text: str) -> None:
+    """One line, at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

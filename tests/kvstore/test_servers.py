@@ -1,0 +1,41 @@
+"""Workers and real server processes: values, updates, work, clocks; and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from parameter_servers import numbers, parameter_servers, recipe
+
+SHAPES = ((2000, 1000), (3,), (700, 1024), (), (5, 7))
+
+
+def test_values_updates_and_state(tmp_path: Path) -> None:
+    table = numbers(*SHAPES)
+    with parameter_servers(tmp_path, 2) as servers:
+        worker = servers.connect(table)
+        assert not worker.initialised
+        worker.init(table)
+        worker.set_recipe(recipe(table, kind="adamw", lr=0.1))
+        found = {key: torch.empty_like(value) for key, value in table.items()}
+        worker.pull(found).wait()
+        assert all(torch.equal(found[key], table[key]) for key in table)
+        gradients = numbers(*SHAPES, seed=1)
+        worker.pushpull(gradients, found, lr=0.01).wait()
+        parameters = [torch.nn.Parameter(value.clone()) for value in table.values()]
+        plain = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
+        for parameter, gradient in zip(parameters, gradients.values(), strict=True):
+            parameter.grad = gradient
+        plain.step()
+        assert all(torch.equal(found[key], each) for key, each in zip(table, parameters, strict=True))
+        second = servers.connect(table, worker=1)
+        assert second.initialised
+        state = second.state()
+        assert all(torch.equal(state[key], found[key]) for key in table)
+        moments = [plain.state[parameter]["exp_avg"] for parameter in parameters]
+        assert all(torch.equal(state[f"optim/exp_avg/{key}"], m) for key, m in zip(table, moments, strict=True))
+        second.load(state | {key: value + 1 for key, value in found.items()})
+        worker.pull(found).wait()
+        assert torch.equal(found["w1"], parameters[1] + 1)
+        for each in (worker, second):
+            each.close()
