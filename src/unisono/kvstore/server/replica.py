@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 
 from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.process import Seat
 from unisono.kvstore.server.service import Service
 from unisono.kvstore.wire.auth import Peer

@@ -166,7 +166,11 @@ class Service:
 
     def adopt(self, image: bytes) -> None:
         """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
-        self._take(self._began().tables["worker"], *decode(image))
+        facts, tensors = decode(image)
+        if self._run is None:
+            self._restore(facts, tensors)
+        else:
+            self._take(self._run.tables["worker"], facts, tensors)
 
     @property
     def agreed(self) -> Agreed | None:
