@@ -27,12 +27,16 @@ _KEYS = ("slots", "max_slots", "max-slots", "port", "role")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One machine: how many processes it takes, for what, and where its ssh listens (None: as ssh is configured)."""
+    """One machine: how many processes it takes, for what, and where its ssh listens (None: as ssh is configured).
+
+    ``here`` is the launcher's own machine, reached without ssh; what a hosts file names is reached over ssh, this one too.
+    """
 
     name: str
     slots: int = 1
     port: int | None = None
     role: Role = "worker"
+    here: bool = False
 
 
 def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:

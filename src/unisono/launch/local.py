@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unisono.dist import job_from_environ
 from unisono.errors import LaunchError, Problem
+from unisono.launch.interface import Interface
 from unisono.launch.options import LaunchOptions
 from unisono.launch.share import divide_host
 from unisono.launch.supervise import supervise
@@ -21,10 +22,12 @@ def launch(
     run_dir: Path,
     run_id: str,
     environ: Mapping[str, str] | None = None,
+    interface: Interface | None = None,
 ) -> int:
     """Runs ``command`` in every process and returns the exit code of the whole: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
-    Workers find their place with ``job_from_environ``, and ``environ`` over what they inherit. Rank 0 writes to this terminal,
+    Workers find their place with ``job_from_environ``, and ``environ`` over what they inherit; ``interface`` is the one their
+    transports are told (None: they choose, and jobs of one host choose loopback). Rank 0 writes to this terminal,
     the others to ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` says what was set and how each attempt ended.
     Call it on the main thread, in a process without other threads.
 
@@ -32,6 +35,7 @@ def launch(
     """
     refuse_inside_a_job(run_dir)
     share = divide_host(options)
+    set_for_all = {**(interface.environ() if interface else {}), **(environ or {})}
     with Guard() as guard:
 
         def start(epoch: int, restarted: bool) -> list[Worker]:
@@ -43,10 +47,12 @@ def launch(
                 logs=run_dir / "logs",
                 guard=guard,
                 keep_faults=not restarted,
-                environ=environ or {},
+                environ=set_for_all,
             )
 
         record = {"run_id": run_id, "command": list(command), **share.record()}
+        if interface is not None:
+            record |= {"interface": interface.name, "interface_why": interface.why}
         return supervise(start, options, run_dir=run_dir, record=record)
 
 

@@ -69,10 +69,18 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
             say(f"restarting all ranks as attempt {epoch + 1} (restart {len(history)} of {options.max_restarts})")
 
 
-def begin_record(run_dir: Path, record: Mapping[str, Any]) -> int:
-    """Makes the run's folder and its record; returns the number of the next attempt."""
+def make_folders(run_dir: Path) -> None:
+    """The run's folder and its logs. Raises LaunchError where they cannot be."""
     try:
         (run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(unwritable(run_dir, error)) from error
+
+
+def begin_record(run_dir: Path, record: Mapping[str, Any]) -> int:
+    """Makes the run's folder and its record; returns the number of the next attempt."""
+    make_folders(run_dir)
+    try:
         first = _next_attempt(run_dir)
         write_record(run_dir, record, first, [])
     except OSError as error:
