@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from unisono.dist.jobspec import LOOPBACK
@@ -23,7 +24,8 @@ def run_job(job: Job, run_dir: Path) -> int:
     """
     if job.plain:
         way = named(job.interface) if job.interface else towards(LOOPBACK)
-        return launch(job.command, job.options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=way)
+        options = replace(job.options, processes=len(job.workers))
+        return launch(job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=way)
     refuse_inside_a_job(run_dir)
     make_folders(run_dir)
     with Fleet(job, run_dir / "logs", say) as fleet:

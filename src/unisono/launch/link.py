@@ -67,6 +67,7 @@ class RemoteWorker:
         self.pid = 0
         self.log: Path | None = log
         self.killed_by_us = False
+        self.here = link.host.here
         self.ended: int | None = None
         self._link = link
         self._number = number

@@ -50,7 +50,8 @@ class Attempt:
             pids={worker.rank: worker.pid for worker in workers},
             log_paths={worker.rank: worker.log for worker in workers if worker.log is not None},
             folder=folder,
-            oom_kills_before=oom_kills(),
+            # of another host's kernel nothing is known
+            oom_kills_before=oom_kills() if all(worker.here for worker in workers) else None,
         )
 
     def read_failures(self) -> None:

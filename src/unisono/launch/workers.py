@@ -40,12 +40,13 @@ _FOREIGN = {
 
 
 class Member(Protocol):
-    """A started process of a job, here or on another host. ``rank`` is a server's index where it is a server."""
+    """A started process of a job, on this host (``here``) or another. ``rank`` is a server's index where it is a server."""
 
     rank: int
     name: str
     log: Path | None
     killed_by_us: bool
+    here: bool
 
     @property
     def pid(self) -> int:
@@ -75,6 +76,7 @@ class Worker:
     log: Path | None
     guard: Guard
     killed_by_us: bool = False
+    here: bool = True
 
     @property
     def pid(self) -> int:
