@@ -60,7 +60,9 @@ def test_two_hosts_of_two_ranks_add_up(sshd: Sshd, tmp_path: Path) -> None:
     assert [each[each.index("--") + 1 :] for each in sorted(given)] == [
         [host, "exec /bin/sh -s"] for host in ("127.0.0.1", "127.0.0.2")
     ]
-    assert not any(word in " ".join(map(" ".join, given)) for word in ("StrictHostKeyChecking", "CHOSEN", "PATH", "MARK"))
+    assert not any(
+        word in " ".join(map(" ".join, given)) for word in ("StrictHostKeyChecking", "CHOSEN", "PATH", "MARK")
+    )
     launched.assert_gone([launched.process.pid])
 
 
@@ -106,6 +108,7 @@ if job.epoch == 0:
     assert len({(launched.run_dir / f"port.{rank}.1").read_text() for rank in (0, 1)}) == 1
 
 
+@pytest.mark.full
 def test_the_same_crash_over_there_three_times_is_the_end(sshd: Sshd, tmp_path: Path) -> None:
     worker = """
 if job.rank == 1:
@@ -150,6 +153,7 @@ seen("up"); time.sleep(600)
     launched.assert_gone(family)
 
 
+@pytest.mark.full
 def test_a_host_that_goes_away_is_said_and_comes_back_for_the_next_attempt(sshd: Sshd, tmp_path: Path) -> None:
     launched = start_job(
         'seen("up"); time.sleep(0 if job.epoch else 600)', tmp_path, hosts=sshd.hosts(1), environ=sshd.environ
@@ -164,6 +168,7 @@ def test_a_host_that_goes_away_is_said_and_comes_back_for_the_next_attempt(sshd:
     assert (launched.run_dir / "up.1.1").exists()
 
 
+@pytest.mark.full
 def test_servers_on_a_host_of_their_own(sshd: Sshd, tmp_path: Path) -> None:
     hosts = [sshd.hosts(2)[0], sshd.hosts(1)[1] | {"role": "server"}]
     server = """

@@ -24,7 +24,7 @@ from unisono.launch.show import as_text, show
 SERVER = (sys.executable, "-m", "unisono.kvstore.server")
 
 
-@click.command("launch", context_settings={"ignore_unknown_options": False})
+@click.command("launch", context_settings={"allow_interspersed_args": False})
 @click.option("-n", "--processes", type=click.IntRange(min=1), help="Workers in all (default 1, or one per slot).")
 @click.option("--servers", type=click.IntRange(min=0), default=0, help="Parameter servers beside them, for dist_async.")
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to reach over ssh, one a line.")

@@ -45,7 +45,7 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
     Raises LaunchError with every line that cannot be read.
     """
     try:
-        lines = path.read_text().split("\n")
+        lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LaunchError(_wrong(path, f"cannot be read: {reason}", "a hosts file is text, one host a line")) from None
