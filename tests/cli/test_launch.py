@@ -45,12 +45,13 @@ def _launch(
 def test_two_ranks_here_and_what_a_dry_run_shows_of_them(tmp_path: Path) -> None:
     (tmp_path / "place.py").write_text(PLACE)
     arguments = ["-n", "2", "--env", "A=it's", "--interface", "lo", "--dir", "run"]
+    arguments += ["--env", "OMP_NUM_THREADS=7"]
     ended = _launch([*arguments, sys.executable, "place.py"], tmp_path)
     assert ended.returncode == 0, ended.stderr
     log = (tmp_path / "run/logs/rank-1.attempt-0.log").read_text()
     record = json.loads((tmp_path / "run/launch.json").read_text())
     assert (record["interface"], record["interface_why"]) == ("lo", "asked for with --interface")
-    assert ended.stdout.startswith("unisono worker 0 2 0 2 127.0.0.1 it's lo ")
+    assert ended.stdout.startswith("unisono worker 0 2 0 2 127.0.0.1 it's lo 7\n")
 
     shown = _launch([*arguments, "--dry-run", "--", sys.executable, "place.py"], tmp_path)
     assert shown.returncode == 0, shown.stderr

@@ -7,7 +7,9 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from launching import start_job
+from procs import is_running, wait_until
 
 # answers every connection with its epoch, at the address the launcher holds for it
 SERVER = """
@@ -153,6 +155,29 @@ def _readable(*names: str) -> list[bytes]:
             with suppress(OSError):
                 found.append((process / name).read_bytes())
     return found
+
+
+def test_a_killed_agent_takes_its_processes_along_and_all_come_back(tmp_path: Path) -> None:
+    worker = """
+seen("up", os.getpid())
+while job.epoch == 0:
+    time.sleep(0.05)
+assert ask(0) == "1"
+"""
+    launched = start_job(ASK + worker, tmp_path, server=SERVER, servers=1)
+    launched.wait_for("up.0.0", "up.1.0", "server-0.0.0")
+    address = (launched.run_dir / "server-0.0.0").read_text()
+    pids = [int((launched.run_dir / name).read_text()) for name in ("up.0.0", "up.1.0", "server-0.0.0")]
+    agents = [
+        child for child in psutil.Process(launched.process.pid).children() if "unisono.launch.agent" in child.cmdline()
+    ]
+    assert len(agents) == 1
+    agents[0].kill()
+    wait_until(lambda: not any(map(is_running, pids)), "its processes end with it")
+    code, said = launched.finish()
+    assert code == 0, said
+    assert "host this host is lost, with all that ran there: " in said
+    assert (launched.run_dir / "server-0.0.1").read_text() != address
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
     """Be one rank of the run; returns the exit code."""
     from unisono.cli.rank import run_rank
 
+    if job.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     config = resolved.value
     if config.run.resume not in ("auto", "strict") and _restarted(job):
         # where to start from was said once; a restart goes on from what the run has saved since

@@ -2,7 +2,8 @@
 
 It reads JSON lines from standard input and writes JSON lines to standard output:
 
-    {"do": "job", "options": …, "secret": hex or null}   first of all          {"event": "ready", "share": …}
+                                                                               {"event": "hello"}, first of all
+    {"do": "job", "options": …, "secret": hex or null}                         {"event": "ready", "share": …}
     {"do": "listen", "key", "host", "interface", "port"}                       {"event": "listening", "address", "why"}
     {"do": "start", "id", "command", "place", "listen", "towards", …}          {"event": "started", "id", "pid"}
     {"do": "signal", "id", "number"}, {"do": "kill", "id"}                     {"event": "line", "id", "text"}
@@ -212,7 +213,7 @@ def serve() -> None:
     logs = Path(tempfile.mkdtemp(prefix="unisono-agent-"))
     with Guard() as guard, selectors.DefaultSelector() as selector:
         agent = Agent(guard, logs, replies)
-        agent.send(event="hello", pid=os.getpid())
+        agent.send(event="hello")
         selector.register(0, selectors.EVENT_READ)
         pending = b""
         try:

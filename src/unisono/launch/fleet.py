@@ -111,6 +111,8 @@ class Fleet:
 
     def _open(self, number: int) -> None:
         host = self.job.hosts[number]
+        if number in self._links:
+            self._links[number].cut()
         link = self._links[number] = Link(host, self._logs, sys.stdout, self._say)
         processes = sum(seat.host == number and seat.role == "worker" for seat in self.job.seats)
         options = asdict(replace(self.job.options, processes=max(1, processes)))

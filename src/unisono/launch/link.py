@@ -19,17 +19,20 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from unisono.dist import Failure
 from unisono.errors import LaunchError, Problem
 from unisono.files import write_atomically
 from unisono.launch.hosts import Host
+from unisono.launch.workers import open_log
 
 # starting Python there and answering takes seconds; this bounds a host that does not answer at all
 _ANSWER_S = 60.0
 _END_S = 10.0
-_READ_BYTES = 65536
+# all that one read can take, as a host may print much
+_READ_BYTES = 2**20
+_HELLO = b'{"event": "hello"}'
 LOST = 255
 
 
@@ -108,7 +111,8 @@ class Link:
         self._pending = b""
         self._answers: list[dict[str, Any]] = []
         self._workers: dict[int, RemoteWorker] = {}
-        self._logs: dict[int, TextIO] = {}
+        self._logs: dict[int, IO[bytes]] = {}
+        self._greeted = False
 
     def open(self, environ: Mapping[str, str], options: Mapping[str, Any], secret: bytes | None) -> dict[str, Any]:
         """Starts the agent and gives it the job; returns the share of the host. Raises LaunchError where it does not answer."""
@@ -143,7 +147,7 @@ class Link:
     def start(self, worker: dict[str, Any], *, name: str, log: Path) -> tuple[RemoteWorker, dict[str, Any]]:
         """Starts one process as the agent's ``start`` says. Raises LaunchError where that cannot be."""
         number = len(self._logs)
-        self._logs[number] = os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w")
+        self._logs[number] = open_log(log)
         place = worker["place"]
         rank = place["rank"] if place["role"] == "worker" else place["server_index"]
         full = name if self.host.here else f"{name} {self.host.name}"
@@ -174,6 +178,11 @@ class Link:
             return
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
+            if not self._greeted and line != _HELLO:
+                # what the login shell over there has to say comes before the agent
+                self._say(f"{self.host.name}: {line.decode(errors='replace')}")
+                continue
+            self._greeted = True
             self._take(json.loads(line))
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -241,12 +250,12 @@ class Link:
                 if message["failure"] is not None:
                     self._keep(Failure(**message["failure"]), message["age_s"])
                 self._workers[message["id"]].ended = message["code"]
-                self._logs[message["id"]].flush()
             case _:
                 self._answers.append(message)
 
     def _print(self, number: int, text: str) -> None:
-        print(text, file=self._logs[number], flush=True)
+        self._logs[number].write(f"{text}\n".encode())
+        self._logs[number].flush()
         print(f"[{self._workers[number].name}] {text}", file=self._terminal, flush=True)
 
     def _keep(self, failure: Failure, age_s: float) -> None:

@@ -34,8 +34,8 @@ def launch(
     Raises LaunchError when nothing can be started: unwritable folder, unknown command, or already inside a job.
     """
     refuse_inside_a_job(run_dir)
-    share = divide_host(options)
     set_for_all = {**(interface.environ() if interface else {}), **(environ or {})}
+    share = divide_host(options, {**os.environ, **set_for_all})
     with Guard() as guard:
 
         def start(epoch: int, restarted: bool) -> list[Worker]:

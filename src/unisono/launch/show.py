@@ -6,6 +6,7 @@ here and now; a launch chooses anew, and holds them from then on. A secret is no
 
 from __future__ import annotations
 
+import os
 import shlex
 import socket
 from dataclasses import replace
@@ -31,7 +32,8 @@ def show(job: Job) -> dict[str, Any]:
         host = job.hosts[seat.host]
         environ = dict(job.environ) | job.place(seat, epoch=0, master=master, servers=addresses).environ()
         if host.here:
-            environ |= divide_host(replace(job.options, processes=len(workers))).environ()
+            own = {**os.environ, **job.environ}
+            environ |= divide_host(replace(job.options, processes=len(workers)), own).environ()
             environ |= (named(job.interface) if job.interface else towards(LOOPBACK)).environ()
         processes.append(
             {"name": seat.name, "host": host.name, "command": job.argv(seat), "environ": dict(sorted(environ.items()))}
