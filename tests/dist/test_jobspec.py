@@ -175,6 +175,8 @@ def test_own_servers_round_trip_and_have_no_rank_of_torchs() -> None:
     assert "RANK" not in server.environ()
     worker = replace(OWN, servers=2, server_addresses=("a:1", "b:2"))
     assert job_from_environ(worker.environ()) == worker
+    with pytest.raises(LaunchError, match=r"unisono gives 2 server addresses for 3 servers"):
+        job_from_environ(worker.environ() | {"UNISONO_SERVERS": "3"})
     with pytest.raises(LaunchError, match=r"unisono says a server, dmlc says rank 1 of 2"):
         job_from_environ(server.environ() | DMLC)
 

@@ -62,7 +62,9 @@ def serve(folder: Path) -> Iterator[Sshd]:
                 *(f"ListenAddress {host}:{port}" for host in HOSTS),
                 f"HostKey {folder / 'host'}",
                 f"AuthorizedKeysFile {folder / 'user.pub'}",
-                "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\nPrintMotd no\n",
+                "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\nPrintMotd no",
+                # login shells that talk are common, and must not be taken for the agent
+                'ForceCommand echo Welcome back; eval "$SSH_ORIGINAL_COMMAND"\n',
             ]
         )
     )

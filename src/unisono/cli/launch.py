@@ -97,6 +97,7 @@ def command(
         environ=environ,
         interface=interface,
         port=port,
+        snapshots=str(folder.absolute() / "servers"),
     )
     if not dry_run:
         return run_job(job, folder)

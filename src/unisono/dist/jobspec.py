@@ -84,9 +84,10 @@ class JobSpec:
         if self.listen_fd is not None:
             own["UNISONO_LISTEN_FD"] = str(self.listen_fd)
         if self.servers:
-            own["UNISONO_SERVERS"] = ",".join(self.server_addresses)
+            own["UNISONO_SERVERS"] = str(self.servers)
+            own["UNISONO_SERVER_ADDRESSES"] = ",".join(self.server_addresses)
         if self.server_index is not None:
-            own["UNISONO_SERVER_INDEX"] = str(self.server_index)
+            own["UNISONO_SERVER"] = str(self.server_index)
         if self.role != "worker":
             return own
         return own | {
@@ -142,13 +143,12 @@ def _own(environ: Mapping[str, str]) -> JobSpec | None:
     names = ("RUN_ID", "EPOCH", "RANK", "LOCAL_RANK", "WORLD", "LOCAL_WORLD", "MASTER_ADDR", "MASTER_PORT")
     if not _all_or_none(environ, "unisono", [f"UNISONO_{name}" for name in names], marker="UNISONO_RANK"):
         return None
-    addresses = tuple(filter(None, environ.get("UNISONO_SERVERS", "").split(",")))
     return _checked(
         JobSpec(
             role=_role(environ, "UNISONO_ROLE", "worker"),
-            servers=len(addresses),
-            server_addresses=addresses,
-            server_index=_maybe(environ, "UNISONO_SERVER_INDEX"),
+            servers=_whole(environ, "UNISONO_SERVERS", 0),
+            server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
+            server_index=_maybe(environ, "UNISONO_SERVER"),
             run_id=environ["UNISONO_RUN_ID"],
             epoch=_whole(environ, "UNISONO_EPOCH"),
             rank=_whole(environ, "UNISONO_RANK"),
@@ -345,6 +345,8 @@ def _checked(job: JobSpec) -> JobSpec:
             yield f"rank {job.rank} of world {job.world}", "0 <= rank < world"
         if not 1 <= job.local_world <= max(job.world, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
+        if len(job.server_addresses) not in (0, job.servers):
+            yield f"{len(job.server_addresses)} server addresses for {job.servers} servers", "each server has one address"
         if job.server_index is not None and not 0 <= job.server_index < job.servers:
             yield f"server {job.server_index} of {job.servers}", "0 <= server index < servers"
         if not 0 <= job.master_port < 2**16:

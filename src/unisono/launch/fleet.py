@@ -98,7 +98,7 @@ class Fleet:
                 "interface": self.job.interface,
                 "towards": self.job.meeting_host(self.job.seats[0]),
                 "restarted": restarted,
-                "environ": dict(self.job.environ),
+                "environ": self.job.variables(seat),
             },
             name=seat.name,
             log=self._logs / f"{kind}-{seat.index}.attempt-{epoch}.log",

@@ -31,7 +31,8 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A job as it was asked for. ``port`` 0 is any free one; ``environ`` is set for every process.
+    """A job as it was asked for. ``port`` 0 is any free one; ``environ`` is set for every process. ``snapshots`` is where servers
+    keep their state for when they are restarted, on their own hosts; None keeps none.
 
     With servers the job is asynchronous: each process lives and is restarted alone. Without, all ranks restart together.
     """
@@ -45,6 +46,7 @@ class Job:
     environ: Mapping[str, str]
     interface: str | None = None
     port: int = 0
+    snapshots: str | None = None
 
     @property
     def workers(self) -> list[Seat]:
@@ -73,6 +75,11 @@ class Job:
     def argv(self, seat: Seat) -> list[str]:
         """What is run there."""
         return list(self.command if seat.role == "worker" else self.server_command)
+
+    def variables(self, seat: Seat) -> dict[str, str]:
+        """What is set there beside its place."""
+        kept = {"UNISONO_SNAPSHOTS": self.snapshots} if seat.role == "server" and self.snapshots else {}
+        return {**kept, **self.environ}
 
     def place(self, seat: Seat, *, epoch: int, master: str, servers: Sequence[str]) -> JobSpec:
         """The place of ``seat`` in attempt ``epoch``; ``master`` and ``servers`` are ``host:port``."""

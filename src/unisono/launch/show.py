@@ -30,7 +30,7 @@ def show(job: Job) -> dict[str, Any]:
     processes: list[dict[str, Any]] = []
     for seat in [*job.servers, *workers]:
         host = job.hosts[seat.host]
-        environ = dict(job.environ) | job.place(seat, epoch=0, master=master, servers=addresses).environ()
+        environ = job.variables(seat) | job.place(seat, epoch=0, master=master, servers=addresses).environ()
         if host.here:
             own = {**os.environ, **job.environ}
             environ |= divide_host(replace(job.options, processes=len(workers)), own).environ()
