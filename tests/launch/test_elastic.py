@@ -129,12 +129,13 @@ def test_a_killed_launcher_takes_servers_and_workers_along(tmp_path: Path) -> No
 
 def test_each_process_gets_the_secret_by_a_pipe_and_nobody_else_sees_it(tmp_path: Path) -> None:
     read = """
+assert "UNISONO_SECRET_FILE" not in os.environ
 secret = os.fdopen(int(os.environ["UNISONO_SECRET_FD"]), "rb").read()
 seen(name + ".secret", secret.hex())
 while not (run_dir / "looked").exists():
     time.sleep(0.02)
 """
-    launched = start_job(read, tmp_path, server=read, servers=1)
+    launched = start_job(read, tmp_path, server=read, servers=1, environ={"UNISONO_SECRET_FILE": "another"})
     launched.wait_for("worker.secret.0.0", "worker.secret.1.0", "server-0.secret.0.0")
     found = {path.read_text() for path in launched.run_dir.glob("*.secret.*")}
     assert len(found) == 1
@@ -164,9 +165,9 @@ while job.epoch == 0:
     time.sleep(0.05)
 assert ask(0) == "1"
 """
-    launched = start_job(ASK + worker, tmp_path, server=SERVER, servers=1)
+    # a killed agent cannot take its folder away
+    launched = start_job(ASK + worker, tmp_path, server=SERVER, servers=1, environ={"TMPDIR": str(tmp_path)})
     launched.wait_for("up.0.0", "up.1.0", "server-0.0.0")
-    address = (launched.run_dir / "server-0.0.0").read_text()
     pids = [int((launched.run_dir / name).read_text()) for name in ("up.0.0", "up.1.0", "server-0.0.0")]
     agents = [
         child for child in psutil.Process(launched.process.pid).children() if "unisono.launch.agent" in child.cmdline()
@@ -177,7 +178,7 @@ assert ask(0) == "1"
     code, said = launched.finish()
     assert code == 0, said
     assert "host this host is lost, with all that ran there: " in said
-    assert (launched.run_dir / "server-0.0.1").read_text() != address
+    assert int((launched.run_dir / "server-0.0.1").read_text()) != pids[2]
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:

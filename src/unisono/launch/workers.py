@@ -224,6 +224,8 @@ def start_worker(
     passed = [] if job.listen_fd is None else [job.listen_fd]
     secret_fd = None if secret is None else secret_pipe(secret)
     if secret_fd is not None:
+        # the job has a secret of its own, and a process takes one
+        inherited.pop("UNISONO_SECRET_FILE", None)
         inherited["UNISONO_SECRET_FD"] = str(secret_fd)
         passed.append(secret_fd)
     try:
