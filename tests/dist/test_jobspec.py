@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from unisono.dist.jobspec import JobSpec, first_slurm_host, job_from_environ
+from unisono.dist.jobspec import JobSpec, first_slurm_host, idle_role, job_from_environ
 from unisono.errors import LaunchError
 
 OWN = JobSpec(
@@ -120,8 +121,64 @@ def test_mpirun_inside_a_slurm_step_numbers_the_processes() -> None:
 def test_dmlc_worker() -> None:
     job = job_from_environ(DMLC)
     assert (job.rank, job.world, job.local_rank, job.master_port, job.source) == (1, 2, 1, 9091, "dmlc")
-    with pytest.raises(LaunchError, match=r"DMLC_ROLE='server'\n  rule: a synchronous run has workers only"):
-        job_from_environ(DMLC | {"DMLC_ROLE": "server"})
+    assert job.role == "worker"
+    # the number the trackers give, in whichever variable
+    for name in ("DMLC_RANK", "DMLC_TASK_ID"):
+        other = {key: value for key, value in DMLC.items() if key != "DMLC_WORKER_ID"} | {name: "1"}
+        assert job_from_environ(other) == job
+    there = job_from_environ(DMLC | {"DMLC_INTERFACE": "ib0", "DMLC_NODE_HOST": "10.0.0.7"})
+    assert (there.interface, there.node_host) == ("ib0", "10.0.0.7")
+
+
+def test_dmlc_worker_without_a_number() -> None:
+    unnumbered = {name: value for name, value in DMLC.items() if name != "DMLC_WORKER_ID"}
+    with pytest.raises(LaunchError) as caught:
+        job_from_environ(unnumbered)
+    text = str(caught.value)
+    assert "DMLC_ROLE='worker' and none of DMLC_RANK, DMLC_WORKER_ID, DMLC_TASK_ID" in text
+    assert "try:  DMLC_WORKER_ID=0 … 1, one for each worker" in text
+
+
+def test_dmlc_servers_and_scheduler() -> None:
+    # as MXNet's local tracker starts them: tasks are numbered in one row, workers first
+    task = {name: value for name, value in DMLC.items() if name != "DMLC_WORKER_ID"} | {"DMLC_NUM_SERVER": "2"}
+    server = job_from_environ(task | {"DMLC_ROLE": "server", "DMLC_TASK_ID": "3"})
+    assert (server.role, server.server_index, server.servers, server.rank, server.world) == ("server", 1, 2, 0, 2)
+    scheduler = job_from_environ(task | {"DMLC_ROLE": "scheduler"})
+    assert (scheduler.role, scheduler.server_index, scheduler.servers) == ("scheduler", None, 2)
+    with pytest.raises(LaunchError, match=r"DMLC_ROLE='boss'\n  rule: a process is one of worker, server, scheduler"):
+        job_from_environ(DMLC | {"DMLC_ROLE": "boss"})
+    with pytest.raises(LaunchError, match=r"dmlc gives server 2 of 2\n  rule: 0 <= server index < servers"):
+        job_from_environ(task | {"DMLC_ROLE": "server", "DMLC_TASK_ID": "4"})
+
+
+def test_who_has_nothing_to_do() -> None:
+    server, scheduler = JobSpec(role="server", servers=1), JobSpec(role="scheduler")
+    assert idle_role(JobSpec(), "dist_sync") is None
+    assert idle_role(server, "dist_async") is None
+    assert idle_role(server, "dist_sync") == (
+        "dist_sync needs no servers: gradients are all-reduced among the workers; this process leaves"
+    )
+    assert idle_role(scheduler, "dist_sync") == (
+        "dist_sync needs no schedulers: gradients are all-reduced among the workers; this process leaves"
+    )
+    assert idle_role(scheduler, "dist_async") == (
+        "dist_async needs no scheduler: the servers know each other; this process leaves"
+    )
+
+
+def test_own_servers_round_trip_and_have_no_rank_of_torchs() -> None:
+    server = replace(
+        OWN, rank=0, local_rank=0, role="server", servers=2, server_addresses=("a:1", "b:2"), server_index=1
+    )
+    assert job_from_environ(server.environ()) == server
+    assert "RANK" not in server.environ()
+    worker = replace(OWN, servers=2, server_addresses=("a:1", "b:2"))
+    assert job_from_environ(worker.environ()) == worker
+    with pytest.raises(LaunchError, match=r"unisono gives 2 server addresses for 3 servers"):
+        job_from_environ(worker.environ() | {"UNISONO_SERVERS": "3"})
+    with pytest.raises(LaunchError, match=r"unisono says a server, dmlc says rank 1 of 2"):
+        job_from_environ(server.environ() | DMLC)
 
 
 def test_two_launchers_that_disagree_are_both_named() -> None:

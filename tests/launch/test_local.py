@@ -85,6 +85,13 @@ if job.rank == 1:
     assert "ValueError" not in said
 
 
+def test_what_must_not_be_repeated_is_not(tmp_path: Path) -> None:
+    code, said, launched = run("sys.exit(76 * job.rank)", tmp_path)
+    assert code == 76
+    assert "a rank says that this would fail again the same way; not restarted" in said
+    assert launched.record()["attempts"][0]["exit_codes"] == [0, 76]
+
+
 def test_requeue_from_all_is_requeue(tmp_path: Path) -> None:
     code, said, launched = run("time.sleep(0.2 * job.rank); sys.exit(75)", tmp_path)
     assert (code, said) == (75, "")

@@ -99,3 +99,60 @@ def run(script: str, folder: Path, **options: Any) -> tuple[int, str, Launch]:
     launched = start(script, folder, **options)
     code, said = launched.finish()
     return code, said, launched
+
+
+# what scripts of jobs with an agent start with: the agent's own folder is not the run's
+JOB_PRELUDE = (
+    PRELUDE.replace('Path(os.environ["UNISONO_LOGS"]).parent', 'Path(os.environ["RUN_DIR"])')
+    + """
+name = job.role if job.role == "worker" else f"{job.role}-{job.server_index}"
+"""
+)
+
+
+def start_argv(argv: Sequence[str], run_dir: Path, mark: str, environ: dict[str, str]) -> Launch:
+    """Any launching command, to be looked after like the others."""
+    process = subprocess.Popen(
+        list(argv),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MARK": mark} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    STARTED.append(Launch(process, run_dir, mark))
+    return STARTED[-1]
+
+
+def start_job(
+    worker: str,
+    folder: Path,
+    *,
+    hosts: Sequence[dict[str, Any]] = ({"name": "this host", "slots": 2, "here": True},),
+    server: str = "",
+    servers: int = 0,
+    environ: dict[str, str] | None = None,
+    port: int = 0,
+    **options: Any,
+) -> Launch:
+    """A job with agents, of a worker script and a server script, with its folder at ``folder/run``."""
+    (folder / "run").mkdir()
+    for file, script in (("worker.py", worker), ("server.py", server)):
+        (folder / file).write_text(JOB_PRELUDE + script)
+    mark = uuid.uuid4().hex
+    asked = {
+        "hosts": list(hosts),
+        "worker": str(folder / "worker.py"),
+        "server": str(folder / "server.py"),
+        "servers": servers,
+        "options": {"threads": 1, "grace_s": 20.0} | options,
+        "port": port,
+        "environ": {
+            "RUN_DIR": str(folder / "run"),
+            "MARK": mark,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+    }
+    driver = DRIVER.with_name("job_driver.py")
+    return start_argv(
+        [sys.executable, str(driver), json.dumps(asked), str(folder / "run")], folder / "run", mark, environ or {}
+    )

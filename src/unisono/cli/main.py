@@ -18,6 +18,7 @@ from unisono.errors import Problem, UnisonoError, nearest_name
 
 VERBS = {
     "train": "Train a model; without arguments a small GPT on the standard library's source.",
+    "launch": "Run any command as one job: here, on other hosts over ssh, by mpirun or srun.",
     "init": "Write a commented starter configuration.",
     "eval": "Evaluate the newest checkpoint of a run on its held-out data.",
     "generate": "Let a trained language model write.",

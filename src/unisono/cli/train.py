@@ -20,6 +20,7 @@ import click
 from unisono.cli.common import LOG, RESOLVED, every_verb, load_config, log_level, print_json, takes_config
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
+from unisono.dist.jobspec import idle_role
 from unisono.errors import ConfigError, LaunchError, Problem, UnisonoError
 from unisono.train.config import RunConfig
 
@@ -44,6 +45,10 @@ def command(
         overrides = (*overrides, f"plan.file={json.dumps(os.path.abspath(plan_file))}")
     resolved = load_config(config, overrides)
     job = job_from_environ(os.environ)
+    sync = resolved.value.plan.sync
+    if (leaves := idle_role(job, "dist_sync" if sync == "auto" else sync)) is not None:
+        click.echo(leaves)
+        return 0
     if debug and job.world > 1:
         raise LaunchError(_debug_in_a_job(job))
     run_dir = Path(resolved.value.run.dir)
@@ -81,6 +86,8 @@ def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
     """Be one rank of the run; returns the exit code."""
     from unisono.cli.rank import run_rank
 
+    if job.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     config = resolved.value
     if config.run.resume not in ("auto", "strict") and _restarted(job):
         # where to start from was said once; a restart goes on from what the run has saved since

@@ -21,7 +21,9 @@ from typing import Literal
 from unisono.errors import LaunchError, Problem
 
 Source = Literal["single", "unisono", "torchrun", "slurm", "openmpi", "dmlc"]
+Role = Literal["worker", "server", "scheduler"]
 
+ROLES: tuple[Role, ...] = ("worker", "server", "scheduler")
 LOOPBACK = "127.0.0.1"
 
 # srun numbers its steps from 0; batch and interactive shells have no step id, or one from here on, and are one process
@@ -36,6 +38,11 @@ class JobSpec:
     what a dead one left behind. ``listen_fd`` is a listening socket inherited from the launcher (rank 0 only): the port
     is never free between choosing and using it. ``shared_store`` says that a store already listens at
     ``master_addr:master_port`` (torchrun's), so rank 0 must not open one.
+
+    ``rank`` and ``world`` count workers only. A parameter server has a ``server_index`` instead (None where its launcher
+    numbers no servers), and listens on ``listen_fd``; ``server_addresses`` are ``host:port`` by index, or empty where the
+    launcher does not know them. A scheduler is DMLC's word for the process that keeps the store. ``interface`` and
+    ``node_host`` are what this process was told to listen on and to be reached by.
     """
 
     run_id: str = "single"
@@ -49,6 +56,12 @@ class JobSpec:
     source: Source = "single"
     listen_fd: int | None = None
     shared_store: bool = False
+    role: Role = "worker"
+    servers: int = 0
+    server_addresses: tuple[str, ...] = ()
+    server_index: int | None = None
+    interface: str | None = None
+    node_host: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -56,8 +69,9 @@ class JobSpec:
         return self.local_world == self.world
 
     def environ(self) -> dict[str, str]:
-        """The variables our launcher sets for this process; torch's ``env://`` names go along and say the same."""
+        """The variables our launcher sets for this process; to a worker torch's ``env://`` names say the same."""
         own = {
+            "UNISONO_ROLE": self.role,
             "UNISONO_RUN_ID": self.run_id,
             "UNISONO_EPOCH": str(self.epoch),
             "UNISONO_RANK": str(self.rank),
@@ -69,6 +83,13 @@ class JobSpec:
         }
         if self.listen_fd is not None:
             own["UNISONO_LISTEN_FD"] = str(self.listen_fd)
+        if self.servers:
+            own["UNISONO_SERVERS"] = str(self.servers)
+            own["UNISONO_SERVER_ADDRESSES"] = ",".join(self.server_addresses)
+        if self.server_index is not None:
+            own["UNISONO_SERVER"] = str(self.server_index)
+        if self.role != "worker":
+            return own
         return own | {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -88,6 +109,8 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
     launchers = [job for read in (_own, _torchrun, _dmlc) if (job := read(environ)) is not None]
     allocations = [job for read in (_slurm, _openmpi) if (job := read(environ)) is not None]
     for other in launchers[1:]:
+        if other.role != launchers[0].role:
+            raise LaunchError(_contradiction(launchers[0], other, "both say what this process is for"))
         if (other.rank, other.world) != (launchers[0].rank, launchers[0].world):
             raise LaunchError(_contradiction(launchers[0], other, "both number this process"))
     if launchers:
@@ -101,6 +124,18 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
     return allocations[-1] if allocations else JobSpec()
 
 
+def idle_role(job: JobSpec, kind: str) -> str | None:
+    """Why this process has nothing to do under synchronisation ``kind``, in one line; None where it has.
+
+    MXNet's scripts start servers and a scheduler whatever the kind; all but ``dist_async`` add gradients up among workers.
+    """
+    if job.role == "worker" or (job.role == "server" and kind == "dist_async"):
+        return None
+    if job.role == "scheduler" and kind == "dist_async":
+        return "dist_async needs no scheduler: the servers know each other; this process leaves"
+    return f"{kind} needs no {job.role}s: gradients are all-reduced among the workers; this process leaves"
+
+
 # --- the sources ---------------------------------------------------------------------------------------------------
 
 
@@ -108,9 +143,12 @@ def _own(environ: Mapping[str, str]) -> JobSpec | None:
     names = ("RUN_ID", "EPOCH", "RANK", "LOCAL_RANK", "WORLD", "LOCAL_WORLD", "MASTER_ADDR", "MASTER_PORT")
     if not _all_or_none(environ, "unisono", [f"UNISONO_{name}" for name in names], marker="UNISONO_RANK"):
         return None
-    listen_fd = environ.get("UNISONO_LISTEN_FD")
     return _checked(
         JobSpec(
+            role=_role(environ, "UNISONO_ROLE", "worker"),
+            servers=_whole(environ, "UNISONO_SERVERS", 0),
+            server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
+            server_index=_maybe(environ, "UNISONO_SERVER"),
             run_id=environ["UNISONO_RUN_ID"],
             epoch=_whole(environ, "UNISONO_EPOCH"),
             rank=_whole(environ, "UNISONO_RANK"),
@@ -120,7 +158,7 @@ def _own(environ: Mapping[str, str]) -> JobSpec | None:
             master_addr=environ["UNISONO_MASTER_ADDR"],
             master_port=_whole(environ, "UNISONO_MASTER_PORT"),
             source="unisono",
-            listen_fd=None if listen_fd is None else _whole(environ, "UNISONO_LISTEN_FD"),
+            listen_fd=_maybe(environ, "UNISONO_LISTEN_FD"),
         )
     )
 
@@ -151,24 +189,32 @@ def _torchrun(environ: Mapping[str, str]) -> JobSpec | None:
 def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
     if "DMLC_ROLE" not in environ:
         return None
-    role = environ["DMLC_ROLE"]
-    if role != "worker":
+    role = _role(environ, "DMLC_ROLE")
+    _all_or_none(
+        environ, "dmlc", ["DMLC_ROLE", "DMLC_NUM_WORKER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"], "DMLC_ROLE"
+    )
+    number = next((name for name in ("DMLC_RANK", "DMLC_WORKER_ID", "DMLC_TASK_ID") if name in environ), None)
+    world = _whole(environ, "DMLC_NUM_WORKER")
+    if role == "worker" and number is None:
         raise LaunchError(
             Problem(
-                given=f"DMLC_ROLE={role!r}",
-                rule="a synchronous run has workers only; it needs no scheduler and no parameter server",
-                consequence="this process has nothing to do and was not started",
-                nearest="start the workers alone (tracker option -s 0), or run `unisono train` under torchrun",
+                given="DMLC_ROLE='worker' and none of DMLC_RANK, DMLC_WORKER_ID, DMLC_TASK_ID",
+                rule="a worker's number is said before it starts; MXNet counts workers as they arrive, which is another order "
+                "each time",
+                consequence="this process does not know which share of the data is its own and was not started",
+                nearest=f"DMLC_WORKER_ID=0 … {max(world - 1, 0)}, one for each worker, or `unisono launch`, which numbers them",
             )
         )
-    rank_name = "DMLC_RANK" if "DMLC_RANK" in environ else "DMLC_WORKER_ID"
-    names = ["DMLC_NUM_WORKER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", rank_name]
-    _all_or_none(environ, "dmlc", ["DMLC_ROLE", *names], "DMLC_ROLE")
-    rank, world = _whole(environ, rank_name), _whole(environ, "DMLC_NUM_WORKER")
+    rank = _whole(environ, number) if role == "worker" and number else 0
     on_one_host = _is_loopback(environ["DMLC_PS_ROOT_URI"])
     return _checked(
         JobSpec(
             run_id="dmlc",
+            role=role,
+            servers=_whole(environ, "DMLC_NUM_SERVER", 0),
+            server_index=_dmlc_server(environ, world) if role == "server" else None,
+            interface=environ.get("DMLC_INTERFACE"),
+            node_host=environ.get("DMLC_NODE_HOST"),
             rank=rank,
             local_rank=rank if on_one_host else 0,
             world=world,
@@ -178,6 +224,12 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
             source="dmlc",
         )
     )
+
+
+def _dmlc_server(environ: Mapping[str, str], workers: int) -> int | None:
+    """The trackers number all tasks in one row, workers first."""
+    task = _maybe(environ, "DMLC_TASK_ID")
+    return None if task is None or task < workers else task - workers
 
 
 def _slurm(environ: Mapping[str, str]) -> JobSpec | None:
@@ -250,6 +302,25 @@ def _whole(environ: Mapping[str, str], name: str, default: int | None = None) ->
     return int(text)
 
 
+def _maybe(environ: Mapping[str, str], name: str) -> int | None:
+    return _whole(environ, name) if name in environ else None
+
+
+def _role(environ: Mapping[str, str], name: str, default: str | None = None) -> Role:
+    given = environ.get(name, default)
+    for role in ROLES:
+        if role == given:
+            return role
+    raise LaunchError(
+        Problem(
+            given=f"{name}={given!r}",
+            rule=f"a process is one of {', '.join(ROLES)}",
+            consequence="this process does not know what it is for and was not started",
+            nearest=f"unset {name}, or let the launcher set it",
+        )
+    )
+
+
 def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], marker: str) -> bool:
     """Whether this source is there, which its ``marker`` says; raises when it is there in part only."""
     if marker not in environ:
@@ -274,6 +345,10 @@ def _checked(job: JobSpec) -> JobSpec:
             yield f"rank {job.rank} of world {job.world}", "0 <= rank < world"
         if not 1 <= job.local_world <= max(job.world, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
+        if len(job.server_addresses) not in (0, job.servers):
+            yield f"{len(job.server_addresses)} server addresses for {job.servers} servers", "each server has one address"
+        if job.server_index is not None and not 0 <= job.server_index < job.servers:
+            yield f"server {job.server_index} of {job.servers}", "0 <= server index < servers"
         if not 0 <= job.master_port < 2**16:
             yield f"port {job.master_port}", "a port is at most 65535"
 
@@ -293,11 +368,15 @@ def _checked(job: JobSpec) -> JobSpec:
 
 def _contradiction(a: JobSpec, b: JobSpec, rule: str) -> Problem:
     return Problem(
-        given=f"{a.source} says rank {a.rank} of {a.world}, {b.source} says rank {b.rank} of {b.world}",
+        given=f"{a.source} says {_place(a)}, {b.source} says {_place(b)}",
         rule=rule,
         consequence="guessing would start several runs in one folder, so nothing was started",
         nearest=f"unset the variables of {a.source} or of {b.source}, whichever is a leftover",
     )
+
+
+def _place(job: JobSpec) -> str:
+    return f"rank {job.rank} of {job.world}" if job.role == "worker" else f"a {job.role}"
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,54 +1,63 @@
-"""Starts N processes of one command on this host and answers for them until the last one is gone.
-
-    attempt:  fresh port and epoch ─► workers ─► all end 0 ─────────────────► 0
-                                        │ all end 0 or 75 (state committed) ─► 75
-                                        │ one ends 2 (user error) ──────────► 2, never restarted
-                                        └ one crashes ─► end the others, name the culprit, next attempt
-
-A restart always takes the whole group: peers of a dead rank cannot go on, as gloo closes their connections for good.
-SIGTERM and SIGINT go to the workers once; what has not ended after the grace period is killed, and a second SIGINT kills
-at once. Does not watch for hangs beyond what a collective's timeout reports. Imports no torch.
-"""
+"""The launcher of one host: N processes of one command, which meet at a loopback port. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
-import signal
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
 
 from unisono.dist import job_from_environ
 from unisono.errors import LaunchError, Problem
+from unisono.launch.interface import Interface
 from unisono.launch.options import LaunchOptions
-from unisono.launch.outcome import REQUEUE, USER_ERROR, Attempt, explain
 from unisono.launch.share import divide_host
-from unisono.launch.workers import Guard, Worker, start_workers, unwritable
-
-_POLL_S = 0.05
-# a failing rank ends its peers' collectives; this long they get to say so themselves, and then to end on SIGTERM
-_SETTLE_S = 0.5
-_FAILED_GRACE_S = 5.0
-# the same crash this often in a row is not bad luck
-_SAME_CRASH_LIMIT = 3
+from unisono.launch.supervise import supervise
+from unisono.launch.workers import Guard, Worker, start_workers
 
 
-def launch(command: Sequence[str], options: LaunchOptions, *, run_dir: Path, run_id: str) -> int:
-    """Runs ``command`` in every process and returns the exit code of the whole: 0, 1, 2 or 75 (requeue).
+def launch(
+    command: Sequence[str],
+    options: LaunchOptions,
+    *,
+    run_dir: Path,
+    run_id: str,
+    environ: Mapping[str, str] | None = None,
+    interface: Interface | None = None,
+) -> int:
+    """Runs ``command`` in every process and returns the exit code of the whole: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
-    Workers find their place with ``job_from_environ``. Rank 0 writes to this terminal, the others to
-    ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` says what was set and how each attempt ended. Call it
-    on the main thread, in a process without other threads.
+    Workers find their place with ``job_from_environ``, and ``environ`` over what they inherit; ``interface`` is the one their
+    transports are told (None: they choose, and jobs of one host choose loopback). Rank 0 writes to this terminal,
+    the others to ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` says what was set and how each attempt ended.
+    Call it on the main thread, in a process without other threads.
 
     Raises LaunchError when nothing can be started: unwritable folder, unknown command, or already inside a job.
     """
+    refuse_inside_a_job(run_dir)
+    set_for_all = {**(interface.environ() if interface else {}), **(environ or {})}
+    share = divide_host(options, {**os.environ, **set_for_all})
+    with Guard() as guard:
+
+        def start(epoch: int, restarted: bool) -> list[Worker]:
+            return start_workers(
+                command,
+                share,
+                run_id=run_id,
+                epoch=epoch,
+                logs=run_dir / "logs",
+                guard=guard,
+                keep_faults=not restarted,
+                environ=set_for_all,
+            )
+
+        record = {"run_id": run_id, "command": list(command), **share.record()}
+        if interface is not None:
+            record |= {"interface": interface.name, "interface_why": interface.why}
+        return supervise(start, options, run_dir=run_dir, record=record)
+
+
+def refuse_inside_a_job(run_dir: Path) -> None:
+    """Raises LaunchError where another launcher has started several of this process."""
     outer = job_from_environ(os.environ)
     if outer.world > 1:
         raise LaunchError(
@@ -59,200 +68,3 @@ def launch(command: Sequence[str], options: LaunchOptions, *, run_dir: Path, run
                 nearest="run the training command itself here; it joins the job it is started in",
             )
         )
-    share = divide_host(options)
-    logs = run_dir / "logs"
-    try:
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        first = _next_attempt(run_dir)
-        record = {"run_id": run_id, "command": list(command), **share.record()}
-        _write_record(run_dir, record, first, [])
-    except OSError as error:
-        raise LaunchError(unwritable(run_dir, error)) from error
-    history: list[Attempt] = []
-    with _Signals() as signals, Guard() as guard:
-        while True:
-            epoch = first + len(history)
-            _write_record(run_dir, record, epoch, history)
-            workers = start_workers(
-                command, share, run_id=run_id, epoch=epoch, logs=logs, guard=guard, keep_faults=not history
-            )
-            attempt = _see_through(workers, epoch, logs, options, signals, guard)
-            history.append(attempt)
-            _write_record(run_dir, record, epoch, history)
-            code = _verdict(history, options)
-            if code is not None:
-                return code
-            if signals.received:
-                _say(f"{signals.received[0].name}: not starting again")
-                return 1
-            _say(f"restarting all ranks as attempt {epoch + 1} (restart {len(history)} of {options.max_restarts})")
-
-
-def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
-    """The exit code of the launch, or None for another attempt; says on stderr what the user must know."""
-    attempt = history[-1]
-    codes = set(attempt.codes.values())
-    if codes <= {0, REQUEUE}:
-        return REQUEUE if REQUEUE in codes else 0
-    if attempt.stopped_by is not None:
-        _say(f"stopped by {attempt.stopped_by}, and not every rank said that its state is committed")
-        _say(explain(attempt))
-        return 1
-    if attempt.codes.get(0) == USER_ERROR:
-        # rank 0 writes to this terminal: it has said what is wrong
-        return USER_ERROR
-    _say(explain(attempt))
-    if USER_ERROR in codes:
-        return USER_ERROR
-    repeats = _same_crashes(history)
-    if repeats >= _SAME_CRASH_LIMIT:
-        failure = attempt.root_failure()
-        assert failure is not None
-        _say(
-            str(
-                Problem(
-                    given=f"{failure.type} in step {failure.step} on rank {failure.rank}, {repeats} times in a row",
-                    rule=f"a crash that repeats {_SAME_CRASH_LIMIT} times is not bad luck",
-                    consequence="the run ends here; the newest checkpoint is kept",
-                    nearest="mend the cause shown above, then type the same command again",
-                )
-            )
-        )
-        return 1
-    if len(history) > options.max_restarts:
-        _say(f"no restart left of {options.max_restarts} (launch.max_restarts); the newest checkpoint is kept")
-        return 1
-    return None
-
-
-def _same_crashes(history: Sequence[Attempt]) -> int:
-    """How many attempts up to the last ended in the crash of the last one; 0 if that left no words."""
-    last = history[-1].root_failure()
-    count = 0
-    for attempt in reversed(history):
-        failure = attempt.root_failure()
-        if last is None or failure is None or not failure.same_as(last):
-            break
-        count += 1
-    return count
-
-
-# --- one attempt ---------------------------------------------------------------------------------------------------
-
-
-def _see_through(
-    workers: Sequence[Worker], epoch: int, logs: Path, options: LaunchOptions, signals: _Signals, guard: Guard
-) -> Attempt:
-    """Waits until every worker has ended, by itself or by us, and nothing of its group is left."""
-    attempt = Attempt.begin(epoch, workers, logs)
-    deadlines = _Deadlines()
-    try:
-        while len(attempt.codes) < len(workers):
-            for worker in workers:
-                code = worker.process.poll()
-                if code is not None and worker.rank not in attempt.codes:
-                    attempt.codes[worker.rank] = code
-            running = [worker for worker in workers if worker.rank not in attempt.codes]
-            if running:
-                _end_when_due(running, attempt, deadlines, options, signals)
-                time.sleep(_POLL_S)
-    finally:
-        # also after an exception: whatever happens to the launcher, its workers end with it
-        for worker in workers:
-            worker.kill_group()
-            guard.forget(worker.pid)
-    attempt.killed_by_us = {worker.rank for worker in workers if worker.killed_by_us}
-    attempt.read_failures()
-    return attempt
-
-
-@dataclass(slots=True)
-class _Deadlines:
-    """Monotonic times at which the workers still running get SIGTERM and SIGKILL; None while nothing is due."""
-
-    terminate_at_s: float | None = None
-    kill_at_s: float | None = None
-
-
-def _end_when_due(
-    running: Sequence[Worker], attempt: Attempt, deadlines: _Deadlines, options: LaunchOptions, signals: _Signals
-) -> None:
-    now = time.monotonic()
-    if signals.received and attempt.stopped_by is None:
-        attempt.stopped_by = signals.received[0].name
-        # what else asks for a stop (a closed terminal, a batch system's warning) means SIGTERM to the workers
-        number = signal.SIGINT if signals.received[0] is signal.SIGINT else signal.SIGTERM
-        _say(f"{attempt.stopped_by}: asking {len(running)} ranks to save and end within {options.grace_s:g} s")
-        for worker in running:
-            worker.end_by(number)
-        deadlines.kill_at_s = min(deadlines.kill_at_s or math.inf, now + options.grace_s)
-    if signals.received.count(signal.SIGINT) > 1:
-        deadlines.kill_at_s = now
-    if attempt.stopped_by is None and deadlines.kill_at_s is None and attempt.codes:
-        codes = set(attempt.codes.values())
-        if codes - {0, REQUEUE}:
-            # what a user must change, the other ranks find too: rank 0 gets to say it on the terminal and to end by itself
-            settle_s = _FAILED_GRACE_S if USER_ERROR in codes else _SETTLE_S
-            deadlines.terminate_at_s = now + settle_s
-            deadlines.kill_at_s = now + settle_s + _FAILED_GRACE_S
-        elif REQUEUE in codes:
-            # one rank has saved and left: the others have the same notice and the same last step
-            deadlines.kill_at_s = now + options.grace_s
-    if deadlines.terminate_at_s is not None and now >= deadlines.terminate_at_s:
-        deadlines.terminate_at_s = None
-        for worker in running:
-            worker.end_by(signal.SIGTERM)
-    if deadlines.kill_at_s is not None and now >= deadlines.kill_at_s:
-        for worker in running:
-            worker.kill_group()
-
-
-@dataclass(slots=True)
-class _Signals:
-    """Collects stop signals sent to the launcher while it is entered; handlers are put back at the end."""
-
-    received: list[signal.Signals] = field(default_factory=list[signal.Signals])
-    _before: dict[signal.Signals, Any] = field(default_factory=dict[signal.Signals, Any])
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                # nohup: the run is meant to outlive its terminal
-                continue
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(signal.Signals(number))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-# --- small things --------------------------------------------------------------------------------------------------
-
-
-def _next_attempt(run_dir: Path) -> int:
-    """One more than any attempt that has left a trace here, so that a later launch never mixes with an earlier one."""
-    names = [path.name for path in (run_dir / "logs").iterdir()]
-    used = [int(found.group(1)) for name in names if (found := re.search(r"\.attempt-([0-9]+)\.", name))]
-    try:
-        used.append(int(json.loads((run_dir / "launch.json").read_text())["attempt"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        # no earlier launch, or a record that is not ours: the logs alone tell
-        return max(used, default=-1) + 1
-    return max(used) + 1
-
-
-def _write_record(run_dir: Path, record: Mapping[str, Any], epoch: int, history: Sequence[Attempt]) -> None:
-    whole = {**record, "attempt": epoch, "attempts": [attempt.record() for attempt in history]}
-    partial = run_dir / ".launch.json.partial"
-    partial.write_text(json.dumps(whole, indent=1) + "\n")
-    partial.replace(run_dir / "launch.json")
-
-
-def _say(text: str) -> None:
-    print("\n".join(f"launch: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)

@@ -13,20 +13,26 @@ from typing import Any
 
 from unisono.dist import Failure, read_failure
 from unisono.launch.host import oom_kills
-from unisono.launch.workers import Worker
+from unisono.launch.workers import Member
 
 USER_ERROR = 2
 REQUEUE = 75
+# a process that ends with this would fail again the same way
+FATAL = 76
 
 _TAIL_LINES = 20
 
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """``codes`` by rank, negative for a signal as in subprocess; ``killed_by_us`` are ranks this launcher ended."""
+    """``codes`` by rank, negative for a signal as in subprocess; ``killed_by_us`` are ranks this launcher ended.
+
+    ``names`` are what to call each rank, with its host where there are several.
+    """
 
     epoch: int
     pids: dict[int, int]
+    names: dict[int, str]
     log_paths: dict[int, Path]
     folder: Path
     oom_kills_before: int | None
@@ -36,14 +42,16 @@ class Attempt:
     stopped_by: str | None = None
 
     @staticmethod
-    def begin(epoch: int, workers: Sequence[Worker], folder: Path) -> Attempt:
+    def begin(epoch: int, workers: Sequence[Member], folder: Path) -> Attempt:
         """An attempt whose workers have just started."""
         return Attempt(
             epoch=epoch,
+            names={worker.rank: worker.name for worker in workers},
             pids={worker.rank: worker.pid for worker in workers},
             log_paths={worker.rank: worker.log for worker in workers if worker.log is not None},
             folder=folder,
-            oom_kills_before=oom_kills(),
+            # of another host's kernel nothing is known
+            oom_kills_before=oom_kills() if all(worker.here for worker in workers) else None,
         )
 
     def read_failures(self) -> None:
@@ -89,7 +97,7 @@ def explain(attempt: Attempt) -> str:
     if rank is None:
         return f"attempt {attempt.epoch} ended with exit codes {attempt.codes}"
     log = attempt.log_paths.get(rank)
-    lines = [f"attempt {attempt.epoch}: rank {rank} (pid {attempt.pids[rank]}) {_ending(attempt, rank)}"]
+    lines = [f"attempt {attempt.epoch}: {attempt.names[rank]} (pid {attempt.pids[rank]}) {_ending(attempt, rank)}"]
     failure = attempt.failures.get(rank)
     if failure is not None:
         step = "before the first step" if failure.step is None else f"in step {failure.step}"

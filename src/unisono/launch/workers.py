@@ -15,54 +15,88 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Protocol
 
 from unisono.dist import JobSpec
 from unisono.dist.jobspec import LOOPBACK
 from unisono.errors import LaunchError, Problem
 from unisono.launch import guard
+from unisono.launch.secret import secret_pipe
 from unisono.launch.share import Share
 
 _PR_SET_PDEATHSIG = 1
 
 # what another launcher left in our own environment must not describe our workers
-_FOREIGN = (
-    *("TORCHELASTIC_", "DMLC_", "UNISONO_LISTEN_FD"),
+_FOREIGN_GROUPS = ("TORCHELASTIC_", "DMLC_")
+_FOREIGN = {
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-)
+    *("UNISONO_LISTEN_FD", "UNISONO_SERVERS", "UNISONO_SERVER_ADDRESSES", "UNISONO_SERVER", "UNISONO_SECRET_FD"),
+}
+
+
+class Member(Protocol):
+    """A started process of a job, on this host (``here``) or another. ``rank`` is a server's index where it is a server."""
+
+    rank: int
+    name: str
+    log: Path | None
+    killed_by_us: bool
+    here: bool
+
+    @property
+    def pid(self) -> int:
+        """Also the number of its process group, on its own host."""
+        ...
+
+    def code(self) -> int | None:
+        """How it ended, negative for a signal; None while it runs."""
+        ...
+
+    def end_by(self, number: signal.Signals) -> None:
+        """Asks the process itself to end; what it started hears of it from the process."""
+        ...
+
+    def kill_group(self) -> None:
+        """SIGKILL for the process and everything left in its group; on return nothing of it is left."""
+        ...
 
 
 @dataclass(kw_only=True, slots=True)
 class Worker:
-    """One started process; ``log`` is None for rank 0, which writes to the launcher's own terminal."""
+    """A process of this host; ``log`` is None where its output goes elsewhere."""
 
     rank: int
+    name: str
     process: subprocess.Popen[bytes]
     log: Path | None
+    guard: Guard
     killed_by_us: bool = False
+    here: bool = True
 
     @property
     def pid(self) -> int:
-        """Also the number of its process group."""
         return self.process.pid
 
+    def code(self) -> int | None:
+        return self.process.poll()
+
     def end_by(self, number: signal.Signals) -> None:
-        """Asks the worker itself to end; what it started hears of it from the worker."""
         if self.process.poll() is None:
             self.killed_by_us = True
             self.process.send_signal(number)
 
     def kill_group(self) -> None:
-        """SIGKILL for the worker and everything left in its group, and the end of its zombie."""
         if self.process.poll() is None:
             self.killed_by_us = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
+        self.guard.forget(self.pid)
 
 
 class Guard:
@@ -104,7 +138,15 @@ class Guard:
 
 
 def start_workers(
-    command: Sequence[str], share: Share, *, run_id: str, epoch: int, logs: Path, guard: Guard, keep_faults: bool
+    command: Sequence[str],
+    share: Share,
+    *,
+    run_id: str,
+    epoch: int,
+    logs: Path,
+    guard: Guard,
+    keep_faults: bool,
+    environ: Mapping[str, str],
 ) -> list[Worker]:
     """Starts one worker per process of ``share``, all told to meet at a fresh loopback port that rank 0 already holds.
 
@@ -125,14 +167,79 @@ def start_workers(
             fd = listener.fileno() if listener is not None and rank == 0 else None
             place = replace(job, rank=rank, local_rank=rank, listen_fd=fd)
             log = None if rank == 0 else logs / f"rank-{rank}.attempt-{epoch}.log"
-            workers.append(_start(command, place, share, log, logs, keep_faults=keep_faults))
-            guard.watch(workers[-1].pid)
-    except (OSError, LaunchError) as error:
+            output = None if log is None else open_log(log)
+            try:
+                workers.append(
+                    start_worker(
+                        command,
+                        place,
+                        share,
+                        guard=guard,
+                        logs=logs,
+                        log=log,
+                        output=output,
+                        restarted=not keep_faults,
+                        environ=environ,
+                    )
+                )
+            finally:
+                if output is not None:
+                    output.close()
+    except LaunchError:
         for worker in workers:
             worker.kill_group()
-            guard.forget(worker.pid)
-        if isinstance(error, LaunchError):
-            raise
+        raise
+    finally:
+        if listener is not None:
+            # rank 0 has inherited it; when it ends, the port is free
+            listener.close()
+    return workers
+
+
+def start_worker(
+    command: Sequence[str],
+    job: JobSpec,
+    share: Share,
+    *,
+    guard: Guard,
+    logs: Path,
+    log: Path | None,
+    output: IO[bytes] | int | None,
+    restarted: bool,
+    environ: Mapping[str, str],
+    secret: bytes | None = None,
+) -> Worker:
+    """Starts one process in its place. ``output`` takes what it prints (None: this process's own streams), ``environ`` is set
+    over what it inherits, ``secret`` reaches it by a pipe.
+
+    Raises LaunchError when the command cannot be started.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
+    if restarted:
+        inherited.pop("UNISONO_FAULT", None)
+    cpus = share.affinity[job.local_rank] if share.affinity is not None and job.role == "worker" else None
+    inherited |= {**environ, **job.environ(), **share.environ()}
+    inherited["UNISONO_LAUNCH"] = json.dumps(share.record() | {"affinity": cpus, "restarted": restarted})
+    inherited["UNISONO_LOGS"] = str(logs)
+    passed = [] if job.listen_fd is None else [job.listen_fd]
+    secret_fd = None if secret is None else secret_pipe(secret)
+    if secret_fd is not None:
+        # the job has a secret of its own, and a process takes one
+        inherited.pop("UNISONO_SECRET_FILE", None)
+        inherited["UNISONO_SECRET_FD"] = str(secret_fd)
+        passed.append(secret_fd)
+    try:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            env=inherited,
+            pass_fds=passed,
+            start_new_session=True,
+            preexec_fn=_preparation(cpus),
+        )
+    except OSError as error:
         raise LaunchError(
             Problem(
                 given=f"{command[0]!r} cannot be started ({error.strerror})",
@@ -142,41 +249,18 @@ def start_workers(
             )
         ) from error
     finally:
-        if listener is not None:
-            # rank 0 has inherited it; when it ends, the port is free
-            listener.close()
-    return workers
+        if secret_fd is not None:
+            os.close(secret_fd)
+    guard.watch(process.pid)
+    name = f"rank {job.rank}" if job.role == "worker" else f"server {job.server_index}"
+    return Worker(rank=job.server_index or job.rank, name=name, process=process, log=log, guard=guard)
 
 
-def _start(
-    command: Sequence[str], job: JobSpec, share: Share, log: Path | None, logs: Path, *, keep_faults: bool
-) -> Worker:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    if not keep_faults:
-        environ.pop("UNISONO_FAULT", None)
-    cpus = share.affinity[job.rank] if share.affinity is not None else None
-    environ |= job.environ() | share.environ()
-    environ["UNISONO_LAUNCH"] = json.dumps(share.record() | {"affinity": cpus, "restarted": not keep_faults})
-    environ["UNISONO_LOGS"] = str(logs)
-    output = None if log is None else _open_log(log)
-    try:
-        process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=None if output is None else subprocess.STDOUT,
-            env=environ,
-            pass_fds=[] if job.listen_fd is None else [job.listen_fd],
-            start_new_session=True,
-            preexec_fn=_preparation(cpus),
-        )
-    finally:
-        if output is not None:
-            output.close()
-    return Worker(rank=job.rank, process=process, log=log)
+def _foreign(name: str) -> bool:
+    return name in _FOREIGN or name.startswith(_FOREIGN_GROUPS)
 
 
-def _open_log(path: Path) -> IO[bytes]:
+def open_log(path: Path) -> IO[bytes]:
     """Exclusive and private: never through a link someone placed there, never over an earlier attempt."""
     try:
         return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb")

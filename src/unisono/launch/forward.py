@@ -1,0 +1,65 @@
+"""Which variables of the launcher's environment reach the processes of other hosts: those of a short list, and no other.
+
+A remote process inherits its host's environment, not the launcher's. What training needs is named here or with ``--env``; what
+looks like a credential never travels (dmlc's tracker put AWS keys on the remote command line).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from unisono.errors import LaunchError, Problem
+
+_NAMES = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "GLIBC_TUNABLES"}
+_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "OMP_", "MKL_", "MALLOC_")
+_CREDENTIAL = re.compile(
+    r"AWS_.*|.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)|UNISONO_SECRET_.*", flags=re.IGNORECASE
+)
+# the place of a process is said to each one anew
+_PLACES = re.compile(
+    r"UNISONO_(RUN_ID|EPOCH|RANK|LOCAL_RANK|WORLD|LOCAL_WORLD|MASTER_ADDR|MASTER_PORT|LISTEN_FD|ROLE|SERVERS|SERVER|SERVER_ADDRESSES"
+    r"|LAUNCH|LOGS)"
+)
+
+
+def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
+    """The variables of ``environ`` that travel, and ``extra`` over them."""
+    chosen = {
+        name: value
+        for name, value in environ.items()
+        if (name in _NAMES or name.startswith(_PREFIXES))
+        and not _CREDENTIAL.fullmatch(name)
+        and not _PLACES.fullmatch(name)
+    }
+    return chosen | dict(extra)
+
+
+def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """``["A=1", "B"]`` -> A is "1", B is as in ``environ``. Raises LaunchError with everything that is wrong."""
+    found: dict[str, str] = {}
+    problems: list[Problem] = []
+    for text in settings:
+        name, separator, value = text.partition("=")
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, flags=re.ASCII):
+            problems.append(_wrong(name, "a variable's name has letters, digits and _", "--env NAME=VALUE"))
+        elif _CREDENTIAL.fullmatch(name):
+            problems.append(
+                _wrong(
+                    name, "credentials do not travel with a launch", "a file on every host that its owner alone reads"
+                )
+            )
+        elif not separator and name not in environ:
+            problems.append(
+                _wrong(name, "without a value the launcher's own is sent, and it has none", f"--env {name}=VALUE")
+            )
+        else:
+            found[name] = value if separator else environ[name]
+    if problems:
+        raise LaunchError(*problems)
+    return found
+
+
+def _wrong(name: str, rule: str, nearest: str) -> Problem:
+    # the value is not shown: it may be what must stay secret
+    return Problem(given=f"--env {name!r}", rule=rule, consequence="nothing was started", nearest=nearest)
