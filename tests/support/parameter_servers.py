@@ -42,8 +42,8 @@ class ParameterServers:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")} | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
-            "UNISONO_SERVER_INDEX": str(server),
-            "UNISONO_SERVERS": ",".join(f"{host}:{port}" for host, port in self.addresses),
+            "UNISONO_SERVER": str(server),
+            "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in self.addresses),
             "UNISONO_EPOCH": str(epoch),
             "UNISONO_LISTEN_FD": str(listener.fileno()),
             "UNISONO_SECRET_FILE": str(self._file),

@@ -14,7 +14,7 @@ from unisono.errors import LaunchError
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.process import Seat, seat_from_environ
 
-ENVIRON = {"UNISONO_SERVER_INDEX": "1", "UNISONO_SERVERS": "10.0.0.1:5000,fe80::1:5001", "UNISONO_EPOCH": "4"}
+ENVIRON = {"UNISONO_SERVER": "1", "UNISONO_SERVER_ADDRESSES": "10.0.0.1:5000,fe80::1:5001", "UNISONO_EPOCH": "4"}
 ADDRESSES = (("10.0.0.1", 5000), ("fe80::1", 5001))
 
 
@@ -42,12 +42,12 @@ def test_reads_its_seat() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"UNISONO_SERVER_INDEX": "2"}, "UNISONO_SERVER_INDEX is 2\n.*servers, 0 to 1"),
-        ({"UNISONO_SERVER_INDEX": "-1"}, "UNISONO_SERVER_INDEX is '-1'"),
+        ({"UNISONO_SERVER": "2"}, "UNISONO_SERVER is 2\n.*servers, 0 to 1"),
+        ({"UNISONO_SERVER": "-1"}, "UNISONO_SERVER is '-1'"),
         ({"UNISONO_EPOCH": None}, "UNISONO_EPOCH is unset"),
-        ({"UNISONO_SERVERS": None}, "UNISONO_SERVERS is unset"),
-        ({"UNISONO_SERVERS": "h:1,host"}, "each server is host:port"),
-        ({"UNISONO_SERVERS": "h:1,h:70000"}, "each server is host:port"),
+        ({"UNISONO_SERVER_ADDRESSES": None}, "UNISONO_SERVER_ADDRESSES is unset"),
+        ({"UNISONO_SERVER_ADDRESSES": "h:1,host"}, "each server is host:port"),
+        ({"UNISONO_SERVER_ADDRESSES": "h:1,h:70000"}, "each server is host:port"),
         ({"UNISONO_REPLICAS": "3"}, "UNISONO_REPLICAS is 3 with 2 servers"),
         ({"UNISONO_SNAPSHOT_EVERY_S": "0"}, "UNISONO_SNAPSHOT_EVERY_S is '0'"),
         ({"UNISONO_SNAPSHOT_EVERY_S": "soon"}, "a number of seconds above 0"),

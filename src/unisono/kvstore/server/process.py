@@ -1,7 +1,7 @@
 """One server process, from its environment to its end.
 
-    UNISONO_SERVER_INDEX       which server this is, from 0
-    UNISONO_SERVERS            host:port of all of them, with commas between
+    UNISONO_SERVER             which server this is, from 0
+    UNISONO_SERVER_ADDRESSES   host:port of all of them, with commas between
     UNISONO_EPOCH              its incarnation, one higher at each restart
     UNISONO_LISTEN_FD          a listening socket handed down by the launcher; unset: it listens at its own host and port
     UNISONO_REPLICAS           2: the next server keeps a second copy of everything
@@ -55,11 +55,11 @@ class Serving(Protocol):
 
 def seat_from_environ(environ: Mapping[str, str]) -> Seat:
     """The seat that ``environ`` describes. Raises LaunchError naming the variable that is missing or wrong."""
-    server = _whole(environ, "UNISONO_SERVER_INDEX")
+    server = _whole(environ, "UNISONO_SERVER")
     addresses = server_addresses(environ)
     if server >= len(addresses):
-        rule = f"UNISONO_SERVERS names {len(addresses)} servers, 0 to {len(addresses) - 1}"
-        raise _wrong("UNISONO_SERVER_INDEX", str(server), rule)
+        rule = f"UNISONO_SERVER_ADDRESSES names {len(addresses)} servers, 0 to {len(addresses) - 1}"
+        raise _wrong("UNISONO_SERVER", str(server), rule)
     replicas = _whole(environ, "UNISONO_REPLICAS", 1)
     if not 1 <= replicas <= min(2, len(addresses)):
         rule = "it is 1, or 2 where there are two servers or more"
@@ -77,10 +77,10 @@ def seat_from_environ(environ: Mapping[str, str]) -> Seat:
 
 
 def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Host and port of all servers, from UNISONO_SERVERS. Raises LaunchError where it names none, or is no such list."""
-    text = environ.get("UNISONO_SERVERS", "")
+    """Host and port of all servers, from UNISONO_SERVER_ADDRESSES. Raises LaunchError where it names none, or is no such list."""
+    text = environ.get("UNISONO_SERVER_ADDRESSES", "")
     if not text:
-        raise _wrong("UNISONO_SERVERS", "unset", "it names the servers, host:port with commas between")
+        raise _wrong("UNISONO_SERVER_ADDRESSES", "unset", "it names the servers, host:port with commas between")
     return tuple(_address(each) for each in text.split(","))
 
 
@@ -119,7 +119,7 @@ def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise _wrong("UNISONO_SERVERS", repr(text), "each server is host:port")
+        raise _wrong("UNISONO_SERVER_ADDRESSES", repr(text), "each server is host:port")
     return host, int(port)
 
 
