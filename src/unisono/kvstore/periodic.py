@@ -104,6 +104,11 @@ class _Piece:
         """The local parameters, a copy [elements]."""
         return torch.cat([each.detach().reshape(-1).to(self._dtype) for each in self._members.values()])
 
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of ``flat`` [elements] in the shapes of the parameters, by name."""
+        parts = flat.split([each.numel() for each in self._members.values()])
+        return {name: part.view(each.shape) for (name, each), part in zip(self._members.items(), parts, strict=True)}
+
     def update(self, workers: int, rounds: Rounds) -> None:
         """The outer step, with ``delta`` the sum over workers, and what it makes of the local parameters."""
         mean = self.delta.div_(workers)
@@ -152,6 +157,29 @@ class LocalSteps:
             for piece in self._fragments[fragment]:
                 piece.update(self._world.world, self._rounds)
         return bool(arriving)
+
+    def outer(self) -> dict[str, Tensor]:
+        """By parameter name what all workers agree on, and the outer momentum as ``momentum/<name>``: the tensors themselves."""
+        pieces = [piece for each in self._fragments for piece in each]
+        values = {name: part for piece in pieces for name, part in piece.named(piece.outer).items()}
+        return values | {
+            f"momentum/{name}": part for piece in pieces for name, part in piece.named(piece.momentum).items()
+        }
+
+    def under_way(self) -> dict[str, Tensor]:
+        """The sums that have been started and not applied, for which it waits; equal on all workers."""
+        for fragment in self._pending:
+            self._wait(fragment)
+        return {f"delta/{p.name}": p.delta for fragment in self._pending for p in self._fragments[fragment]}
+
+    def take_up(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on with what was under way; with nothing where that is empty."""
+        self._pending.clear()
+        for number, pieces in enumerate(self._fragments):
+            for piece in pieces:
+                if f"delta/{piece.name}" in sums:
+                    piece.delta.copy_(sums[f"delta/{piece.name}"])
+                    self._pending[number] = []
 
     def state_dict(self) -> dict[str, Tensor]:
         """Outer parameters, momentum, and the sums under way, for which it waits; these are equal on all workers. Copies."""

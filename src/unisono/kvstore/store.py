@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.kvstore.codecs import Codec, PowerSgd
 from unisono.kvstore.collective import CollectiveBackend
 from unisono.kvstore.dist_sync import BucketedAllReduce
 from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, rows_of, table, table_hash
@@ -264,16 +265,20 @@ class KVStore:
         group: ProcessGroup | None = None,
         travels: Mapping[str, torch.dtype] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        codec: Codec | PowerSgd | None = None,
     ) -> GradientSync:
         """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers.
 
         ``travels``: in what dtype gradients are sent and added where it is not their own, by name. ``bucket_bytes`` of
-        gradients are sent together.
+        gradients are sent together. ``codec`` compresses them. Raises ConfigError for a codec beside ``travels``, or on a kind
+        that sends no gradients.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if self.kind != "dist_sync":
-            return LocalGradients(trained)
-        return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels)
+        if self.kind == "dist_sync":
+            return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
+        if codec is not None:
+            raise _no_store(self.kind, f"codec {codec.name!r}", "gradients stay in the process", "'dist_sync'")
+        return LocalGradients(trained)
 
     def close(self) -> None:
         """Free the values. Not a collective; the World stays open."""

@@ -81,6 +81,13 @@ def _compression(plan: Plan) -> Iterator[Problem]:
         why = "DTensor reduces the gradients of placed parameters itself"
     elif plan.dp_replicate == 1:
         why = "no gradient is sent from rank to rank"
+    if plan.scaled:
+        yield Problem(
+            given=f"compression {plan.compression!r} with fp16",
+            rule="what a codec holds back is in units of the gradients, which a loss scale changes from step to step",
+            consequence="what was held back would come back too large or too small",
+            nearest="plan.precision='bf16', or plan.compression='none'",
+        )
     if why:
         yield Problem(
             given=f"compression {plan.compression!r} with dp_replicate {plan.dp_replicate}, dp_shard {plan.dp_shard}",

@@ -129,6 +129,8 @@ class Engine:
         if state.average is not None:
             state.average.update(good)
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
+        if state.memory is not None and state.memory.apart:
+            counted = counted * self.plan.data_ranks  # the others have as many samples, and have not told their weight
         state.weight_total += counted
         self.sync.reset()
         if state.memory is not None:

@@ -43,15 +43,15 @@ class Memory(Protocol):
         ...
 
     def shared(self) -> dict[str, Tensor]:
-        """What all ranks have alike, by path; ``model/...`` stands in place of the rank's own parameters."""
+        """What all ranks have alike, by path: the tensors themselves. ``model/...`` stands in place of the rank's parameters."""
         ...
 
     def own(self) -> dict[str, Tensor]:
         """What this rank alone has, by name."""
         ...
 
-    def adopt(self, *, whole: bool) -> None:
-        """``shared`` was loaded; ``own`` follows, unless ``whole`` is false: then it starts from what is shared."""
+    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+        """``shared`` was loaded. Take over ``own``; None: there is nothing of this rank's, and it starts from what is shared."""
         ...
 
 
@@ -80,7 +80,11 @@ class RunState:
         tensors = self.held() if self.stages is None else self.stages.complete(self.held())
         if self.memory is not None:
             tensors |= self.memory.shared()
-        return tensors | self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+        return tensors | self._counted()
+
+    def _counted(self) -> dict[str, Tensor]:
+        """What has been seen of losses and weights so far."""
+        return self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def held(self) -> dict[str, Tensor | Part]:
         """What this rank holds of the model, its optimizer and average."""
@@ -110,12 +114,14 @@ class RunState:
         return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._remembered(rank)
 
     def _remembered(self, rank: int) -> dict[str, Tensor]:
+        """What only this rank has, by path."""
         if self.memory is None:
             return {}
-        tensors = self.memory.own()
-        if self.memory.apart:
-            tensors |= {path: each for path, each in self.held().items() if isinstance(each, Tensor)}
+        tensors = self.memory.own() | (self._apart() if self.memory.apart else {})
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
+
+    def _apart(self) -> dict[str, Tensor]:
+        return {path: each for path, each in self.held().items() if isinstance(each, Tensor)} | self._counted()
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor."""
@@ -149,19 +155,18 @@ class RunState:
         return missed + self._restore_remembered(snapshot, rank)
 
     def _restore_remembered(self, snapshot: Snapshot, rank: int) -> list[str]:
-        saved = [name for name in snapshot.names() if name.startswith("sync/")]
+        everyones = [name for name in snapshot.names() if name.startswith("sync/")]
+        prefix = f"sync/rank-{rank:05d}/"
+        own = {name.removeprefix(prefix): name for name in everyones if name.startswith(prefix)}
         if self.memory is None:
-            return [f"{len(saved)} tensors of ranks that were compressed or apart are not used"] if saved else []
-        mine = self._remembered(rank)
-        whole = mine.keys() <= set(saved) and all(
-            (snapshot.spec(name).shape, snapshot.spec(name).dtype) == (tuple(tensor.shape), tensor.dtype)
-            for name, tensor in mine.items()
-        )
-        self.memory.adopt(whole=whole)
-        if not whole:
-            return [f"what rank {rank} alone had is not there or of another shape, and starts anew"] if mine else []
-        for name, tensor in mine.items():
-            snapshot.read_into(name, tensor)
+            return [f"{len(everyones)} tensors that single ranks had are not used"] if everyones else []
+        apart = self._apart() if self.memory.apart else {}
+        if not own or not apart.keys() <= own.keys():
+            self.memory.adopt(None)
+            return [f"nothing that rank {rank} alone had is there: it starts from what is shared"]
+        for path, tensor in apart.items():
+            snapshot.read_into(own[path], tensor)
+        self.memory.adopt({name: snapshot.tensor(path) for name, path in own.items() if name not in apart})
         return []
 
     def _restore_generators(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:

@@ -1,3 +1,190 @@
 """How the ranks of a plan are kept in step: who sums gradients, and what is remembered from step to step."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unisono.dist import World
+from unisono.errors import ConfigError, Problem
+from unisono.kvstore import GradientSync, KVStore, LocalSteps, Rounds, create
+from unisono.kvstore.codecs import COARSE_WITH_ADAM, auto_codec, find_codec
+from unisono.kvstore.dist_sync import BucketedAllReduce
+from unisono.kvstore.local import LocalGradients
+from unisono.observe.events import EventLog
+from unisono.parallel.grid import Grid
+from unisono.parallel.pieces import Pieces
+from unisono.parallel.shard import PlacedGradients
+from unisono.parallel.sharded import ShardedGradients
+from unisono.plan.plan import Plan
+from unisono.train.options import TrainOptions
+from unisono.train.state import Memory
+
+_COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
+
+
+def check_options(plan: Plan, options: TrainOptions) -> None:
+    """Raises ConfigError for what ranks that are apart cannot do."""
+    if options.ema_decay and plan.sync in ("dist_async", "dist_local"):
+        raise ConfigError(
+            Problem(
+                given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync!r}",
+                rule="a moving average is of weights that all ranks have in every step",
+                consequence="each rank would have an average of its own",
+                nearest="train.ema_decay=0, or plan.sync='dist_sync'",
+            )
+        )
+
+
+def open_store(plan: Plan, world: World) -> KVStore:
+    """The store of the plan's kind."""
+    if plan.sync == "dist_local":
+        return create(plan.sync, world, rounds=rounds_of(plan))
+    return create(plan.sync, world)
+
+
+def rounds_of(plan: Plan) -> Rounds:
+    """When ``dist_local`` averages."""
+    return Rounds(
+        local_steps=plan.local_steps,
+        outer_lr=plan.outer_lr,
+        outer_momentum=plan.outer_momentum,
+        fragments=plan.fragments,
+        overlap_steps=plan.overlap_steps,
+    )
+
+
+def keep_in_step(
+    plan: Plan,
+    store: KVStore,
+    model: nn.Module,
+    pieces: Pieces,
+    grid: Grid,
+    *,
+    optimizer: str,
+    step: Callable[[], int],
+    events: EventLog,
+) -> tuple[GradientSync, Memory | None]:
+    """What sums the gradients of ``pieces``, and what it has to remember. ``step()``: finished steps of the run."""
+    if plan.sync == "dist_local":
+        rounds = LocalRounds(plan, pieces.parameters, grid.world, step)
+        return rounds, rounds
+    if plan.sharded:
+        return ShardedGradients(model, pieces, grid), None
+    if plan.placements:
+        return PlacedGradients(model, pieces, grid), None
+    group = grid.group("dp_replicate") if plan.spread else None
+    codec = _codec(plan, grid, next(iter(pieces.parameters.values())).device, optimizer, events)
+    travels = pieces.travels if codec is None else None
+    sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes, find_codec(codec) if codec else None)
+    return sync, Compressed(sync) if isinstance(sync, BucketedAllReduce) and codec else None
+
+
+def _codec(plan: Plan, grid: Grid, device: torch.device, optimizer: str, events: EventLog) -> str | None:
+    """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
+    chosen, why = plan.compression, "as asked"
+    if chosen == "none":
+        return None
+    if chosen == "auto":
+        choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.spread else None)
+        chosen, why = choice.codec, choice.reason
+    elif chosen.startswith(_COARSE) and optimizer in _ADAPTIVE:
+        why = COARSE_WITH_ADAM
+    events.emit("compression", asked=plan.compression, codec=chosen or "none", why=why)
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    """What a codec holds back of this rank's gradients."""
+
+    sync: BucketedAllReduce
+    apart: bool = False
+
+    def settle(self, step: int, good: Tensor) -> None:
+        """A step that did not count leaves no trace."""
+        self.sync.commit(good)
+
+    def shared(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def own(self) -> dict[str, Tensor]:
+        """Residuals and factors."""
+        return self.sync.state_dict()
+
+    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+        """With other ranks or from a run without a codec, what was held back starts at zero."""
+        if own:
+            self.sync.load_state_dict(own)
+
+
+class LocalRounds:
+    """``dist_local``: every rank makes steps of its own, and what they come to is averaged (see ``kvstore.periodic``).
+
+    Loss, norm and clip are then this rank's. Ranks agree to stop where a round of averages begins.
+    """
+
+    apart = True
+
+    def __init__(
+        self, plan: Plan, parameters: Mapping[str, nn.Parameter], world: World, step: Callable[[], int]
+    ) -> None:
+        self._world, self._step = world, step
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._gradients = LocalGradients(self._parameters)
+        self._rounds = LocalSteps(self._parameters, world, rounds_of(plan))
+        self.arm, self.gradients, self.reset = self._gradients.arm, self._gradients.gradients, self._gradients.reset
+        self.close = self._gradients.close
+
+    def finish(self, totals: Tensor) -> None:
+        """This rank's own totals; the last one, requests to stop, summed over ranks where they meet, else 0."""
+        self._gradients.finish(totals)
+        asked = totals[-1:].clone()
+        totals[-1] = 0
+        if self._rounds.due(self._step()):
+            totals[-1:] = self._world.all_reduce(asked)
+
+    def settle(self, step: int, good: Tensor) -> None:
+        """Average what is due behind ``step``, also where this rank's own step did not count."""
+        self._rounds.after_step(step - 1)
+
+    def shared(self) -> dict[str, Tensor]:
+        """What ranks agree on, in place of their own parameters, and the outer momentum."""
+        outer = self._rounds.outer()
+        names = self._parameters
+        return {f"model/{name}": outer[name] for name in names} | {
+            f"outer/momentum/{name}": outer[f"momentum/{name}"] for name in names
+        }
+
+    def own(self) -> dict[str, Tensor]:
+        """Averages under way."""
+        return self._rounds.under_way()
+
+    @torch.no_grad()
+    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+        """Without what this rank had, it starts where all agree, with the optimizer state of whichever rank saved it."""
+        self._rounds.take_up(own or {})
+        if own is None:
+            outer = self._rounds.outer()
+            for name, parameter in self._parameters.items():
+                parameter.copy_(outer[name])
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Inside, the model's parameters are those that all ranks agree on."""
+        outer = self._rounds.outer()
+        with torch.no_grad():
+            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+            for name, p in self._parameters.items():
+                p.copy_(outer[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in self._parameters.items():
+                    p.copy_(kept[name])

@@ -30,7 +30,6 @@ from unisono.data.recipe import BatchTransform, PairTransform, Transform
 from unisono.data.stream import is_stream
 from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
 from unisono.errors import CheckpointError, Problem
-from unisono.kvstore import create
 from unisono.measure.ceiling import Peak, peak_flops
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog, events_path, next_attempt
@@ -53,8 +52,8 @@ from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
 from unisono.parallel.pieces import Pieces
 from unisono.parallel.pipeline import Pipeline
-from unisono.parallel.shard import PlacedGradients, pins
-from unisono.parallel.sharded import ShardedGradients, release
+from unisono.parallel.shard import pins
+from unisono.parallel.sharded import release
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
@@ -76,6 +75,7 @@ from unisono.train.options import TrainOptions
 from unisono.train.passes import Passes
 from unisono.train.readout import Readout
 from unisono.train.state import RunState, StageTables, seed_generators
+from unisono.train.sync import LocalRounds, check_options, keep_in_step, open_store
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -199,7 +199,8 @@ class Trainer:
         agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        self.store = create(self.plan.sync, self.world)
+        check_options(self.plan, self.options)
+        self.store = open_store(self.plan, self.world)
         recipe = self._build()
         model = self.model
         asked_flops = self._asked_flops
@@ -268,6 +269,16 @@ class Trainer:
         )
         if self.plan.pp > 1:
             self.state.stages = StageTables(self.state.held(), grid)
+        self._sync, self.state.memory = keep_in_step(
+            self.plan,
+            self.store,
+            model,
+            pieces,
+            grid,
+            optimizer=self._optim.kind,
+            step=lambda: self.state.step,
+            events=self.events,
+        )
         seed_generators(self._seed, grid.draw_rank)
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
@@ -300,18 +311,6 @@ class Trainer:
         )
         if resumed:
             self._saved_step = self._resumed_step = self.state.step
-        self._sync = (
-            ShardedGradients(model, pieces, grid)
-            if self.plan.sharded
-            else PlacedGradients(model, pieces, grid)
-            if self.plan.placements
-            else self.store.gradients(
-                pieces.parameters,
-                grid.group("dp_replicate") if self.plan.spread else None,
-                pieces.travels,
-                self.plan.bucket_bytes,
-            )
-        )
         self._timers = StepTimers()
         asked = self._asked_schedule
         self._engine = Engine(
@@ -360,7 +359,7 @@ class Trainer:
                 return recipe
             self.model = given()
         self.model.to(self.device)
-        self.store.init(self.model.state_dict())
+        self.store.broadcast(self.model.state_dict())
         return None
 
     def _find_peak(self) -> Peak:
@@ -529,7 +528,9 @@ class Trainer:
 
     def averaged_weights(self) -> Any:
         """A context in which the model has the weights that evaluation and export use."""
-        average = self.state.average
+        average, memory = self.state.average, self.state.memory
+        if isinstance(memory, LocalRounds):
+            return memory.in_place()
         return average.in_place() if average is not None else torch.no_grad()
 
     def _judge(self, loss: float) -> None:
