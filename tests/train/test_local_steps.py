@@ -98,9 +98,7 @@ def then_otherwise(world: Any, run_dir: str, first: dict[str, Any], then: dict[s
 
 
 @pytest.mark.parametrize(("first", "then"), [(PLAN, {"sync": "dist_sync"}), ({"sync": "dist_sync"}, PLAN)])
-def test_goes_on_under_another_kind(
-    tmp_path: Path, pool: Pool, first: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_goes_on_under_another_kind(tmp_path: Path, pool: Pool, first: dict[str, Any], then: dict[str, Any]) -> None:
     """At the end of a round ranks agree: parameters are kept, momentum is that of the rank that saved it."""
     for outcome in pool.run(then_otherwise, str(tmp_path / "run"), first, then):
         assert outcome["same"]
@@ -123,7 +121,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "fragments 3 with local_steps 16",
     ]
     assert "try:  plan.fragments=2, or plan.local_steps=18" in str(caught.value)
-    with pytest.raises(PlanError, match=r"local_steps 4 with sync 'dist_sync'\n  rule: local_steps is read by dist_local"):
+    with pytest.raises(
+        PlanError, match=r"local_steps 4 with sync 'dist_sync'\n  rule: local_steps is read by dist_local"
+    ):
         plan(local_steps=4)
     with pytest.raises(PlanError, match=r"overlap_steps 4 with local_steps 4"):
         plan(sync="dist_local", local_steps=4, overlap_steps=4)
