@@ -1,4 +1,4 @@
-"""Local steps through the trainer: a plain loop of as many models in one process, resume bit for bit, and to and from other kinds."""
+"""Local steps through the trainer: equal to as many models in one process, resumed bit for bit, to and from other kinds."""
 
 from __future__ import annotations
 

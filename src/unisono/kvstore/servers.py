@@ -1,7 +1,7 @@
 """A worker's side of ``dist_async``: everything that is said to the servers that hold the parameters.
 
-Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (a unit of work, a
-fence, a barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart:
+Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (work, a
+barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart:
 the wire sends again what was not answered, and every request may come twice.
 
 Values are in host memory while they travel; copying them from and to an accelerator is the caller's business.
@@ -16,7 +16,7 @@ from concurrent.futures import Future as Answer
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from unisono.errors import CommError
 from unisono.kvstore.codecs import Codec, Feedback
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.deal import Work
 from unisono.kvstore.server.image import cut, decode, encode, join
 from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, raw, write
 from unisono.kvstore.server.placement import Chunk
@@ -36,7 +37,7 @@ from unisono.kvstore.wire.message import json_frame, read_json
 
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
-_WAIT_S = 5.0  # of one claim or fence: who waits longer asks again, which also finds out that the server has gone
+_WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,22 +181,19 @@ class Servers:
 
     # --- work, clocks, meetings ------------------------------------------------------------------------------------
 
-    def claim(self, *, wait: bool) -> int | Literal["wait", "end"]:
-        """The next unit of work; ``"wait"`` where there is none now (with ``wait`` after a while), ``"end"`` when all are
-        done."""
+    def claim(self, *, wait: bool) -> Work:
+        """The next piece of work; ``WAIT`` where there is none now (with ``wait`` after a while)."""
         content = {"wait_s": _WAIT_S if wait else 0.0}
-        return read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))[
-            "unit"
-        ]
+        answer = read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))
+        return Work(answer["kind"], answer["number"])
 
-    def done(self, unit: int) -> None:
-        """All pushes of ``unit`` are acknowledged."""
-        self._say_to_coordinator(json_frame(Op.DONE, {"unit": unit}))
+    def done(self, work: Work) -> None:
+        """It is: of a unit, all pushes are acknowledged."""
+        self._say_to_coordinator(json_frame(Op.DONE, work._asdict()))
 
-    def fence(self, unit: int | None, *, wait: bool = False) -> bool:
-        """Have no unit from ``unit`` on dealt, None: release; whether all before are done (with ``wait`` after a while)."""
-        content = {"fence": unit, "wait_s": _WAIT_S if wait else 0.0}
-        return bool(read_json(self._say_to_coordinator(json_frame(Op.BARRIER, content)))["quiet"])
+    def stop(self) -> None:
+        """Have the run end, with a save, at the next step that nobody has begun."""
+        self._say_to_coordinator(json_frame(Op.DONE, {"kind": "stop"}))
 
     def tick(self, clock: int) -> None:
         """This worker has made ``clock`` steps; returns when the slowest live one is at most the agreed staleness behind."""

@@ -1,4 +1,4 @@
-"""Every unit is done exactly once in the end, whoever dies, joins or comes back; fences hold; state survives."""
+"""Every piece of work is done once in the end, whoever dies, joins or comes back; saves come at their steps; state survives."""
 
 from __future__ import annotations
 
@@ -10,98 +10,164 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import CommError
-from unisono.kvstore.server.deal import Deal
+from unisono.kvstore.server.deal import BEGIN, END, WAIT, Deal, Work
 
 # (what, worker): a dead worker may still say done, for it may have been thought dead only
 moves = st.lists(
-    st.tuples(st.sampled_from(["claim", "done", "die", "late", "restart"]), st.integers(0, 3)), max_size=60
+    st.tuples(st.sampled_from(["claim", "claim", "done", "die", "late", "restart", "stop"]), st.integers(0, 3)),
+    max_size=80,
 )
 
 
-@given(st.integers(0, 8), moves)
-def test_no_unit_is_skipped(units: int, moves) -> None:
-    deal = Deal(units)
-    holds: dict[int, list[int]] = {worker: [] for worker in range(4)}
-    ghosts: list[int] = []  # units of the dead
-    counted: list[int] = []
+def begun(units: int, first: int = 0, **more: int) -> Deal:
+    deal = Deal(units, **more)
+    assert deal.claim(9) == BEGIN
+    assert deal.done(Work("begin", first))
+    return deal
+
+
+class Run:
+    """What workers see and say; checks each answer against what was done before."""
+
+    def __init__(self, deal: Deal, first: int) -> None:
+        self.deal = deal
+        self.holds: dict[int, list[Work]] = {worker: [] for worker in range(4)}
+        self.ghosts: list[Work] = []  # of the dead
+        self.units = list(range(first))
+        self.saves: list[int] = []
+
+    def claim(self, worker: int) -> Work:
+        work = self.deal.claim(worker)
+        if work not in (WAIT, END):
+            assert all(work not in held for held in self.holds.values())
+            if work.kind == "unit":
+                assert work.number not in self.units
+            else:
+                assert sorted(self.units) == list(range(work.number)), "a save sees all units before it, and no other"
+                # who still computes one computes it in vain
+                assert all(other.number in self.units for held in self.holds.values() for other in held)
+            self.holds[worker].append(work)
+        return work
+
+    def done(self, work: Work) -> None:
+        if self.deal.done(work):
+            (self.units if work.kind == "unit" else self.saves).append(work.number)
+
+    def die(self, worker: int) -> None:
+        counted = {*(Work("unit", number) for number in self.units), *(Work("save", number) for number in self.saves)}
+        assert set(self.deal.give_back(worker)) == set(self.holds[worker]) - counted
+        self.ghosts += self.holds[worker]
+        self.holds[worker] = []
+
+
+@given(st.integers(1, 9), st.integers(0, 4), st.sampled_from([1, 2, 3]), st.integers(0, 2), moves)
+def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, moves) -> None:
+    units *= per_step
+    first = min(first * per_step, units)
+    run = Run(begun(units, first, every=every * per_step, per_step=per_step), first)
+    goal = units
     for what, worker in moves:
         if what == "claim":
-            unit = deal.claim(worker)
-            if isinstance(unit, int):
-                assert unit not in counted
-                assert all(unit not in units for units in holds.values())
-                holds[worker].append(unit)
-        elif what == "done" and holds[worker]:
-            unit = holds[worker].pop()
-            if deal.done(unit):
-                counted.append(unit)
+            run.claim(worker)
+        elif what == "done" and run.holds[worker]:
+            run.done(run.holds[worker].pop())
         elif what == "die":
-            given_back = deal.give_back(worker)
-            assert set(given_back) == set(holds[worker]) - set(counted)
-            ghosts += holds[worker]
-            holds[worker] = []
-        elif what == "late" and ghosts:
-            unit = ghosts.pop()
-            if deal.done(unit):
-                counted.append(unit)
+            run.die(worker)
+        elif what == "late" and run.ghosts and run.ghosts[-1].kind == "unit":
+            run.done(run.ghosts.pop())
+        elif what == "stop":
+            run.deal.stop()
         elif what == "restart":
-            deal = Deal.restored(json.loads(json.dumps(deal.json())))
-            ghosts += [unit for units in holds.values() for unit in units]
-            holds = {worker: [] for worker in range(4)}
-    for worker in holds:
-        deal.give_back(worker)
-    while isinstance(unit := deal.claim(9), int):
-        assert deal.done(unit)
-        counted.append(unit)
-    assert unit == "end"
-    assert sorted(counted) == list(range(units))
-    assert deal.num_done == units
+            run.deal = Deal.restored(json.loads(json.dumps(run.deal.json())))
+            run.ghosts += [work for held in run.holds.values() for work in held]
+            run.holds = {worker: [] for worker in range(4)}
+        goal = run.deal.json()["goal"]
+    for worker in run.holds:
+        run.die(worker)
+    while (work := run.claim(0)) != END:
+        run.done(work)
+        run.holds[0].remove(work)
+    assert sorted(run.units) == list(range(max(goal, max(run.units, default=-1) + 1)))
+    assert len(run.units) == len(set(run.units))
+    assert goal % per_step == 0
+    between = range(first // (every * per_step) * every * per_step, goal, every * per_step) if every else ()
+    assert run.saves == sorted(
+        {*(point for point in between if first < point < goal), *([goal] if goal > first else [])}
+    )
 
 
-def test_units_before_the_fence_become_quiet_and_none_behind_it_is_dealt() -> None:
-    deal = Deal(10)
-    deal.fence(2)
-    assert [deal.claim(0), deal.claim(1), deal.claim(0)] == [0, 1, "wait"]
-    assert not deal.quiet(2, 0.0)
-    finishing = threading.Timer(0.1, lambda: (deal.done(0), deal.done(1)))
+def test_a_save_comes_when_all_before_it_are_done_and_holds_up_what_is_behind() -> None:
+    deal = begun(4, every=2)
+    assert [deal.claim(0), deal.claim(1)] == [Work("unit", 0), Work("unit", 1)]
+    assert deal.claim(0) == WAIT
+    finishing = threading.Timer(0.1, lambda: (deal.done(Work("unit", 0)), deal.done(Work("unit", 1))))
     finishing.start()
-    assert deal.quiet(2, 10.0)
+    assert deal.claim(1, timeout_s=10.0) == Work("save", 2)
     finishing.join()
-    assert deal.claim(0) == "wait"
-    deal.fence(None)
-    assert deal.claim(0) == 2
+    assert deal.claim(0) == WAIT
+    assert deal.give_back(1) == [Work("save", 2)]
+    assert deal.claim(0) == Work("save", 2)
+    assert deal.done(Work("save", 2))
+    assert deal.claim(1) == Work("unit", 2)
+
+
+def test_one_worker_begins_and_the_others_wait_for_it() -> None:
+    deal = Deal(6)
+    assert deal.claim(0) == BEGIN
+    assert deal.claim(1) == WAIT
+    assert deal.give_back(0) == [BEGIN]
+    assert deal.claim(1) == BEGIN
+    assert deal.done(Work("begin", 4))
+    assert not deal.done(Work("begin", 0))  # the first comes late
+    assert deal.claim(0) == Work("unit", 4)
+
+
+def test_a_stop_ends_the_run_at_a_step() -> None:
+    deal = begun(9, per_step=3)
+    assert [deal.claim(worker).number for worker in range(4)] == [0, 1, 2, 3]
+    deal.stop()
+    deal.stop()
+    assert [deal.claim(0), deal.claim(1), deal.claim(2)] == [Work("unit", 4), Work("unit", 5), WAIT]
+    for unit in range(6):
+        deal.done(Work("unit", unit))
+    assert deal.claim(0) == Work("save", 6)
+    deal.done(Work("save", 6))
+    assert deal.claim(1) == END
 
 
 def test_a_claim_waits_for_what_comes_back() -> None:
-    deal = Deal(1)
-    assert deal.claim(0) == 0
-    assert deal.claim(1) == "wait"
+    deal = begun(1)
+    assert deal.claim(0) == Work("unit", 0)
+    assert deal.claim(1) == WAIT
     dying = threading.Timer(0.1, lambda: deal.give_back(0))
     dying.start()
-    assert deal.claim(1, timeout_s=10.0) == 0
+    assert deal.claim(1, timeout_s=10.0) == Work("unit", 0)
     dying.join()
-    deal.done(0)
-    assert deal.claim(0, timeout_s=10.0) == "end"
+    deal.done(Work("unit", 0))
+    assert deal.claim(0) == Work("save", 1)
+    deal.done(Work("save", 1))
+    assert deal.claim(0, timeout_s=10.0) == END
 
 
-def test_a_unit_that_is_none_cannot_be_done() -> None:
-    for unit in (-1, 5):
-        with pytest.raises(CommError, match=f"unit {unit} is said to be done\n.*has the units 0 to 4"):
-            Deal(5).done(unit)
+def test_work_that_is_none_cannot_be_done() -> None:
+    for work in (Work("unit", -1), Work("unit", 5), Work("save", 6), Work("wait")):
+        with pytest.raises(CommError, match=f"{work.kind} {work.number} is said to be done\n.*has the units 0 to 4"):
+            Deal(5).done(work)
 
 
 def test_what_was_dealt_before_a_restart_may_be_done_after_it() -> None:
-    deal = Deal(3)
-    assert [deal.claim(0), deal.claim(1), deal.done(0)] == [0, 1, True]
+    deal = begun(3)
+    assert [deal.claim(0).number, deal.claim(1).number, deal.done(Work("unit", 0))] == [0, 1, True]
     again = Deal.restored(deal.json())
-    assert again.done(1)
-    assert again.claim(0) == 2
+    assert again.done(Work("unit", 1))
+    assert again.claim(0) == Work("unit", 2)
 
 
-def test_close_ends_a_wait() -> None:
-    deal = Deal(1)
+def test_close_ends_a_wait_and_without_units_there_is_no_work() -> None:
+    deal = begun(1)
     deal.claim(0)
     closing = threading.Timer(0.1, deal.close)
     closing.start()
-    assert deal.claim(1, timeout_s=30.0) == "wait"
+    assert deal.claim(1, timeout_s=30.0) == WAIT
     closing.join()
+    assert Deal(0).claim(0) == END

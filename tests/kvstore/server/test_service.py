@@ -183,21 +183,31 @@ def test_a_hello_that_is_none(service: Service, change: dict) -> None:
         service.hello(Peer("worker", 0, 1, 0, ""), AGREED.json() | change)
 
 
-def test_units_are_claimed_done_and_dealt_again(service: Service) -> None:
+def begin(worker: Worker) -> None:
+    assert worker.json(Op.CLAIM) == {"kind": "begin", "number": 0}
+    assert worker.json(Op.DONE, kind="begin", number=0) == {"new": True}
+
+
+def test_work_is_claimed_done_and_dealt_again(service: Service) -> None:
     first, second = Worker(service, 0), Worker(service, 1)
+    begin(first)
     claim = json_frame(Op.CLAIM, {"wait_s": 0})
-    assert read_json(first.ask(replace(claim, seq=1))) == {"unit": 0}
-    assert read_json(first.ask(replace(claim, seq=1))) == {"unit": 0}  # the answer was lost
-    assert read_json(second.ask(replace(claim, seq=1))) == {"unit": 1}
+    assert read_json(first.ask(replace(claim, seq=1))) == {"kind": "unit", "number": 0}
+    assert read_json(first.ask(replace(claim, seq=1))) == {"kind": "unit", "number": 0}  # the answer was lost
+    assert read_json(second.ask(replace(claim, seq=1))) == {"kind": "unit", "number": 1}
     first.ask(Frame(Op.BYE))
-    assert read_json(second.ask(replace(claim, seq=2))) == {"unit": 0}
+    assert read_json(second.ask(replace(claim, seq=2))) == {"kind": "unit", "number": 0}
+    assert second.ask(json_frame(Op.DONE, {"kind": "stop"})).op is Op.ACK
+    assert second.json(Op.CLAIM) == {"kind": "wait", "number": 0}
     for unit in (0, 1):
-        assert second.json(Op.DONE, unit=unit) == {"new": True}
-    assert second.json(Op.BARRIER, fence=2) == {"quiet": True}
-    assert second.json(Op.CLAIM) == {"unit": "wait"}
-    assert second.json(Op.BARRIER, fence=None) == {"quiet": True}
-    with pytest.raises(CommError, match="unit = -3"):
-        second.json(Op.DONE, unit=-3)
+        assert second.json(Op.DONE, kind="unit", number=unit) == {"new": True}
+    assert read_json(second.ask(replace(claim, seq=3))) == {"kind": "save", "number": 2}
+    assert second.json(Op.DONE, kind="save", number=2) == {"new": True}
+    assert second.json(Op.CLAIM)["kind"] == "end"
+    with pytest.raises(CommError, match="number = -3"):
+        second.json(Op.DONE, kind="unit", number=-3)
+    with pytest.raises(CommError, match="kind is begin, unit, save or stop"):
+        second.json(Op.DONE, kind="rest", number=0)
     with pytest.raises(CommError, match="worker 0, whose lease has ended"):
         first.ask(replace(claim, seq=2))
 
@@ -273,11 +283,13 @@ def test_a_stopping_server_lets_everyone_go() -> None:
 
 def test_a_claim_that_waits_and_is_sent_again_takes_one_unit(service: Service) -> None:
     holder, worker = Worker(service, 0), Worker(service, 1)
+    begin(holder)
     for seq in range(4):
-        assert read_json(holder.ask(replace(json_frame(Op.CLAIM, {}), seq=seq))) == {"unit": seq}
+        claimed = read_json(holder.ask(replace(json_frame(Op.CLAIM, {}), seq=seq + 1)))
+        assert claimed == {"kind": "unit", "number": seq}
     units: list[int] = []
     claim = replace(json_frame(Op.CLAIM, {"wait_s": 20}), seq=1)
-    threads = [threading.Thread(target=lambda: units.append(read_json(worker.ask(claim))["unit"])) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: units.append(read_json(worker.ask(claim))["number"])) for _ in range(2)]
     for thread in threads:
         thread.start()
     threads[0].join(0.1)
@@ -292,13 +304,15 @@ def test_a_lost_worker_gives_its_units_back_and_holds_nobody_up() -> None:
     said: list[str] = []
     service = Service(0, say=said.append)
     lost, alive = Worker(service, 0), Worker(service, 1)
-    assert lost.json(Op.CLAIM)["unit"] == 0
+    begin(alive)
+    assert lost.json(Op.CLAIM)["number"] == 0
     service.gone(lost.peer)
     beat = threading.Thread(target=lambda: [alive.ask(Frame(Op.HEARTBEAT)) for _ in range(3)])
     beat.start()
     assert alive.ask(Frame(Op.TICK, clock=2)).clock == 2  # waits for the lease of the other to end
     beat.join()
-    assert alive.json(Op.CLAIM)["unit"] == 0
+    claimed = read_json(alive.ask(replace(json_frame(Op.CLAIM, {}), seq=1)))
+    assert claimed == {"kind": "unit", "number": 0}
     assert any("worker 0 gave no sign of life" in text for text in said)
     service.close()
 
@@ -309,8 +323,9 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     worker.init(filled(1.0))
     worker.push(filled(0.25), seq=0)
     worker.ask(Frame(Op.TICK, clock=3))
-    worker.json(Op.CLAIM)
-    worker.json(Op.DONE, unit=0)
+    begin(worker)
+    worker.ask(replace(json_frame(Op.CLAIM, {}), seq=1))
+    worker.json(Op.DONE, kind="unit", number=0)
     assert worker.json(Op.SNAPSHOT) == {"number": 1}
     before = worker.pull()
     worker.push(filled(0.25), seq=1)
@@ -324,7 +339,7 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[key]) for key, value in back.pull().items())
     assert back.push(filled(0.25), seq=0).entries == 0
     assert back.push(filled(0.25), seq=1).entries == 3
-    assert back.json(Op.CLAIM) == {"unit": 1}
+    assert back.json(Op.CLAIM) == {"kind": "unit", "number": 1}
     again.close()
 
 
@@ -403,7 +418,7 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count
         write(Op.ROWS, [(0, raw(torch.tensor([2, 3])))], dtype="float32"),
         Frame(Op.PULL, entries=2, payload=numbers),
         json_frame(Op.OPTIMIZER, RECIPE.json()),
-        json_frame(Op.DONE, {"unit": 1}),
+        json_frame(Op.DONE, {"kind": "unit", "number": 1}),
         json_frame(Op.STATE, {"chunks": [0, 1, 2]}),
         Frame(Op.STATE, flags=WRITE, payload=worker.state().payload),
     ]

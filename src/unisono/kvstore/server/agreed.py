@@ -24,7 +24,8 @@ _MOST_BYTES = 1 << 44
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreed:
     """``table``: shape and dtype by key; ``whole``: keys that are not cut; ``staleness``: clocks a worker may be ahead,
-    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves; ``codec``: of pushes, as
+    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves, and of how many units a step
+    and the stretch from one save to the next consist (0: one save, at the end); ``codec``: of pushes, as
     ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
 
     table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -33,6 +34,8 @@ class Agreed:
     chunk_bytes: int = CHUNK_BYTES
     staleness: int | None = None
     units: int = 0
+    units_per_step: int = 1
+    units_per_save: int = 0
     codec: str = "none"
     about: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -56,6 +59,8 @@ class Agreed:
             "chunk_bytes": self.chunk_bytes,
             "staleness": self.staleness,
             "units": self.units,
+            "units_per_step": self.units_per_step,
+            "units_per_save": self.units_per_save,
             "codec": self.codec,
             "about": dict(self.about),
         }
@@ -76,6 +81,8 @@ class Agreed:
                 chunk_bytes=_count(given["chunk_bytes"]),
                 staleness=None if staleness is None else _count(staleness),
                 units=_count(given["units"]),
+                units_per_step=_count(given["units_per_step"]),
+                units_per_save=_count(given["units_per_save"]),
                 codec=str(given["codec"]),
                 about={str(name): str(value) for name, value in given["about"].items()},
             )
@@ -102,7 +109,7 @@ class Agreed:
             mine, theirs = here["about"].get(name), there["about"].get(name)
             if mine != theirs:
                 raise _different(who, f"{name} {theirs}", f"it is {mine} to those who came before")
-        for name in ("servers", "whole", "chunk_bytes", "staleness", "units", "codec"):
+        for name in here.keys() - {"table", "about"}:
             if here[name] != there[name]:
                 raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to those who came before")
 

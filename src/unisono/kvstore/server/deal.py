@@ -1,10 +1,12 @@
-"""Units of work: each is dealt until it is done, to one worker at a time.
+"""The work of a run, dealt piece by piece to whoever asks.
 
-Unit u stands for a fixed share of the run's samples, a pure function of u. Which worker computes it is open; that it is
-computed is not: when a worker's lease ends, the units it holds are dealt again. A unit that two workers computed, because
-the first came back after all, is applied once: its pushes carry its number.
+    begin 0      bring in what the run starts from; how far that is, ``done`` says
+    unit u       compute a fixed share of the run's samples, a pure function of u
+    save f       all units before f are done and none behind it is dealt: what the servers hold is exactly a step
+    end          nothing is left
 
-A fence stops the dealing at a unit, so that all before it can be waited for: what the servers hold then is exactly a step.
+Who does a piece is open; that it is done is not: when a worker's lease ends, what it holds is dealt again. A unit that two
+workers computed, because the first came back after all, is applied once: its pushes carry its number.
 """
 
 from __future__ import annotations
@@ -12,86 +14,89 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 from unisono.errors import CommError, Problem
 from unisono.kvstore.server.ranges import RangeSet
 
+Kind = Literal["begin", "unit", "save", "wait", "end"]
+
+
+class Work(NamedTuple):
+    """A piece of work; with ``wait`` there is none now, with ``end`` none any more."""
+
+    kind: Kind
+    number: int = 0
+
+
+WAIT, END, BEGIN = Work("wait"), Work("end"), Work("begin")
+
 
 class Deal:
-    """Units ``0 .. units - 1``. Times out with the injected monotonic clock ``now``."""
+    """Units ``0 .. units - 1`` with a save at every ``every``-th (0: only at the end); a step has ``per_step`` of them.
 
-    def __init__(self, units: int, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.units = units
+    Waits end by the injected monotonic clock ``now``.
+    """
+
+    def __init__(
+        self, units: int, *, every: int = 0, per_step: int = 1, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.units, self._every, self._per_step = units, every, per_step
         self._now = now
+        self._goal = units  # where work ends; before that if a stop was asked for
+        self._begun = False
+        self._saved = 0  # the last point at which a save was made, or the run began
         self._done = RangeSet()
         self._next = 0  # never dealt so far
         self._back: list[int] = []  # dealt, and given back; a heap
-        self._held: dict[int, int] = {}  # unit -> worker
-        self._fence = units
+        self._held: dict[Work, int] = {}
         self._closed = False
         self._change = threading.Condition()
 
-    def claim(self, worker: int, timeout_s: float = 0.0) -> int | Literal["wait", "end"]:
-        """The lowest free unit before the fence; ``"wait"`` if none gets free in time; ``"end"`` when all units are done."""
+    def claim(self, worker: int, timeout_s: float = 0.0) -> Work:
+        """The next piece; ``WAIT`` if none gets free in time."""
         with self._change:
-            self._wait(lambda: self._done.prefix >= self.units or self._free() is not None, timeout_s)
-            if self._done.prefix >= self.units:
-                return "end"
-            unit = self._free()
-            if unit is None:
-                return "wait"
-            if self._back and self._back[0] == unit:
-                heapq.heappop(self._back)
-            else:
-                self._next = unit + 1
-            self._held[unit] = worker
-            return unit
+            deadline = self._now() + timeout_s
+            while (work := self._free()) is WAIT and not self._closed and (left := deadline - self._now()) > 0:
+                self._change.wait(left)
+            if work.kind == "unit":
+                if self._back and self._back[0] == work.number:
+                    heapq.heappop(self._back)
+                else:
+                    self._next = work.number + 1
+            if work not in (WAIT, END):
+                self._held[work] = worker
+            return work
 
-    def done(self, unit: int) -> bool:
-        """All pushes of ``unit`` are acknowledged; whether that is new.
+    def done(self, work: Work) -> bool:
+        """A piece is done, a unit when all its pushes are acknowledged; whether that is new. ``begin``'s number is the first unit
+        that is left to do.
 
-        The holder says so, or one that was thought dead, or one that was dealt the unit before this server restarted.
+        The holder says so, or one that was thought dead, or one that was dealt it before this server restarted.
         """
         with self._change:
-            if not 0 <= unit < self.units:
-                raise CommError(
-                    Problem(
-                        given=f"unit {unit} is said to be done",
-                        rule=f"this run has the units 0 to {self.units - 1}",
-                        consequence="it was not counted",
-                        nearest="claim units from the coordinator, server 0",
-                    )
-                )
-            new = self._done.add(unit)
-            self._held.pop(unit, None)
-            if unit in self._back:
-                self._back.remove(unit)
-                heapq.heapify(self._back)
+            new = self._finish(work)
+            self._held.pop(BEGIN if work.kind == "begin" else work, None)
             self._change.notify_all()
             return new
 
-    def give_back(self, worker: int) -> list[int]:
+    def stop(self) -> None:
+        """Let the run end at the next step that has not been begun, with a save."""
+        with self._change:
+            self._goal = min(self._goal, -(-max(self._next, self._saved) // self._per_step) * self._per_step)
+            self._change.notify_all()
+
+    def give_back(self, worker: int) -> list[Work]:
         """The worker is gone: what it held is dealt again."""
         with self._change:
-            units = sorted(unit for unit, holder in self._held.items() if holder == worker)
-            for unit in units:
-                del self._held[unit]
-                heapq.heappush(self._back, unit)
+            found = sorted(work for work, holder in self._held.items() if holder == worker)
+            for work in found:
+                del self._held[work]
+                if work.kind == "unit":
+                    heapq.heappush(self._back, work.number)
             self._change.notify_all()
-            return units
-
-    def fence(self, unit: int | None) -> None:
-        """Deal no unit from ``unit`` on; None releases."""
-        with self._change:
-            self._fence = self.units if unit is None else unit
-            self._change.notify_all()
-
-    def quiet(self, unit: int, timeout_s: float) -> bool:
-        """Wait until all units before ``unit`` are done; whether they are."""
-        with self._change:
-            return self._wait(lambda: self._done.prefix >= unit, timeout_s)
+            return found
 
     def close(self) -> None:
         """Nobody waits any longer."""
@@ -100,31 +105,73 @@ class Deal:
             self._change.notify_all()
 
     def json(self) -> dict[str, Any]:
-        """What a snapshot keeps: which units are done. Those held are dealt again after a restart."""
+        """What a snapshot keeps. What is held is dealt again after a restart."""
         with self._change:
-            return {"units": self.units, "done": self._done.json()}
+            return {
+                "units": self.units,
+                "every": self._every,
+                "per_step": self._per_step,
+                "goal": self._goal,
+                "begun": self._begun,
+                "saved": self._saved,
+                "dealt": self._next,
+                "done": self._done.json(),
+            }
 
     @classmethod
-    def restored(cls, state: dict[str, Any], *, now: Callable[[], float] = time.monotonic) -> Deal:
+    def restored(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> Deal:
         """From ``json``."""
-        deal = cls(state["units"], now=now)
-        deal._done = RangeSet(state["done"])
+        deal = cls(state["units"], every=state["every"], per_step=state["per_step"], now=now)
+        deal._goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
+        deal._done, deal._next = RangeSet(state["done"]), state["dealt"]
+        deal._back = [unit for unit in range(deal._saved, deal._next) if unit not in deal._done]
         return deal
 
     @property
     def num_done(self) -> int:
-        """How many units are done."""
+        """How many units are done, those before the run began among them."""
         with self._change:
             return sum(end - first for first, end in self._done.json())
 
-    def _free(self) -> int | None:
+    def _free(self) -> Work:
+        if self.units == 0 or (self._begun and self._saved >= self._goal):
+            return END
+        if not self._begun:
+            return WAIT if BEGIN in self._held else BEGIN
         while self._next in self._done:  # done without having been dealt: by a worker that knew us before a restart
             self._next += 1
+        fence = self._fence()
         unit = self._back[0] if self._back else self._next
-        return unit if unit < min(self._fence, self.units) else None
+        if unit < fence:
+            return Work("unit", unit)
+        save = Work("save", fence)
+        return save if self._done.prefix >= fence and save not in self._held else WAIT
 
-    def _wait(self, over: Callable[[], bool], timeout_s: float) -> bool:
-        deadline = self._now() + timeout_s
-        while not over() and not self._closed and (left := deadline - self._now()) > 0:
-            self._change.wait(left)
-        return over()
+    def _fence(self) -> int:
+        return min(self._goal, (self._saved // self._every + 1) * self._every) if self._every else self._goal
+
+    def _finish(self, work: Work) -> bool:
+        match work.kind:
+            case "begin" if 0 <= work.number <= self.units:
+                new, self._begun = not self._begun, True
+                if new and work.number:
+                    self._done, self._saved, self._next = RangeSet([[0, work.number]]), work.number, work.number
+                return new
+            case "unit" if 0 <= work.number < self.units:
+                if work.number in self._back:
+                    self._back.remove(work.number)
+                    heapq.heapify(self._back)
+                return self._done.add(work.number)
+            case "save" if 0 <= work.number <= self.units:
+                new = work.number > self._saved
+                self._saved = max(self._saved, work.number)
+                return new
+            case _:
+                raise CommError(
+                    Problem(
+                        given=f"{work.kind} {work.number} is said to be done",
+                        rule=f"this run has the units 0 to {self.units - 1}, and saves up to {self.units}",
+                        consequence="it was not counted",
+                        nearest="claim work from the coordinator, server 0",
+                    )
+                )

@@ -25,7 +25,7 @@ from unisono.kvstore.codecs import Codec, PowerSgd, find_codec
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.clocks import Clocks
-from unisono.kvstore.server.deal import Deal
+from unisono.kvstore.server.deal import Deal, Work
 from unisono.kvstore.server.image import decode, encode
 from unisono.kvstore.server.members import Barriers, Members
 from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, Decoder, asked, raw, read, rows, tensor, write
@@ -37,7 +37,7 @@ from unisono.kvstore.wire.frame import Frame, Op, buffers
 from unisono.kvstore.wire.message import json_frame, read_json
 
 _LOOK_S = 0.25  # how often leases are looked at
-_LONGEST_WAIT_S = 60.0  # of one CLAIM or fence; who wants to wait longer asks again
+_LONGEST_WAIT_S = 60.0  # of one CLAIM; who wants to wait longer asks again
 _NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
 
@@ -77,7 +77,7 @@ class Service:
         self._saving = threading.Lock()
         self._run: _Run | None = None
         self._members = Members()
-        self._claims: dict[int, tuple[int, int, int]] = {}  # by worker: incarnation, number of the CLAIM, unit
+        self._claims: dict[int, tuple[int, int, Work]] = {}  # by worker: incarnation, number of the CLAIM, its work
         self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._counts: Counter[str] = Counter()
         self._largest_lag = 0
@@ -270,26 +270,21 @@ class Service:
             case Op.TICK:
                 return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
             case Op.CLAIM:
-                return json_frame(Op.JSON, {"unit": self._claim(run, peer, frame)})
+                return json_frame(Op.JSON, self._claim(run, peer, frame)._asdict())
             case Op.DONE:
-                return json_frame(Op.JSON, {"new": run.deal.done(_whole(frame, "unit"))})
+                return self._done(run, frame)
             case Op.BARRIER:
-                content = read_json(frame)
-                if "fence" not in content:
-                    run.barriers.arrive(worker, _whole(frame, "number"))
-                    return Frame(Op.ACK)
-                fence = None if content["fence"] is None else _whole(frame, "fence")
-                run.deal.fence(fence)
-                quiet = fence is None or run.deal.quiet(fence, _wait_s(content))
-                return json_frame(Op.JSON, {"quiet": quiet})
+                run.barriers.arrive(worker, _whole(frame, "number"))
+                return Frame(Op.ACK)
             case Op.BYE:
                 run.clocks.leave(worker, incarnation)
                 return Frame(Op.ACK)
             case _:
                 return Frame(Op.ACK, clock=run.clocks.slowest)
 
-    def _claim(self, run: _Run, peer: Peer, frame: Frame) -> int | str:
-        """A unit. The same CLAIM, by its number, gets the same unit: else one whose answer was lost would be held for ever."""
+    def _claim(self, run: _Run, peer: Peer, frame: Frame) -> Work:
+        """A piece of work. The same CLAIM, by its number, gets the same: else one whose answer was lost would be held for
+        ever."""
         content = read_json(frame)
         with self._lock:
             claiming = self._claiming[peer.worker]
@@ -297,10 +292,19 @@ class Service:
             earlier = self._claims.get(peer.worker)
             if earlier is not None and earlier[:2] == (peer.incarnation, frame.seq):
                 return earlier[2]
-            unit = run.deal.claim(peer.worker, _wait_s(content))
-            if isinstance(unit, int):
-                self._claims[peer.worker] = peer.incarnation, frame.seq, unit
-            return unit
+            work = run.deal.claim(peer.worker, _wait_s(content))
+            if work.kind not in ("wait", "end"):
+                self._claims[peer.worker] = peer.incarnation, frame.seq, work
+            return work
+
+    def _done(self, run: _Run, frame: Frame) -> Frame:
+        kind = read_json(frame).get("kind")
+        if kind == "stop":
+            run.deal.stop()
+            return Frame(Op.ACK)
+        if kind not in ("begin", "unit", "save"):
+            raise _wrong(frame, "kind", kind, "kind is begin, unit, save or stop")
+        return json_frame(Op.JSON, {"new": run.deal.done(Work(kind, _whole(frame, "number")))})
 
     # --- state
 
@@ -322,7 +326,7 @@ class Service:
             placement=placement,
             tables={"worker": Table(placement.on(self._server)), "server": Table(placement.on(before))},
             clocks=clocks,
-            deal=Deal(agreed.units),
+            deal=Deal(agreed.units, every=agreed.units_per_save, per_step=agreed.units_per_step),
             barriers=Barriers(lambda: clocks.live.keys()),
             decoders=_decoders(agreed.codec),
         )
