@@ -70,6 +70,13 @@ class World:
         self._peers = peers
         self._operations = 0
 
+    @classmethod
+    def alone(cls, job: JobSpec) -> World:
+        """This process by itself, whatever the number of others in ``job``: it keeps its place there, and is rank 0 of one."""
+        made = cls(job)
+        made.rank, made.world = 0, 1
+        return made
+
     # --- tensors ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:

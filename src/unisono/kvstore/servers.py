@@ -48,6 +48,15 @@ class Sent:
     refused: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claimed:
+    """``weight``: of all units that are done. ``last``: nothing comes after this save, as far as is known."""
+
+    work: Work
+    weight: float
+    last: bool
+
+
 class Servers:
     """Connections to all servers of a run, as ``worker`` in its ``incarnation`` (one higher at each restart of it).
 
@@ -181,19 +190,20 @@ class Servers:
 
     # --- work, clocks, meetings ------------------------------------------------------------------------------------
 
-    def claim(self, *, wait: bool) -> Work:
-        """The next piece of work; ``WAIT`` where there is none now (with ``wait`` after a while)."""
+    def claim(self, *, wait: bool) -> Claimed:
+        """The next piece of work, ``WAIT`` where there is none now (with ``wait`` after a while)."""
         content = {"wait_s": _WAIT_S if wait else 0.0}
         answer = read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))
-        return Work(answer["kind"], answer["number"])
+        work = Work(answer["kind"], answer["number"])
+        return Claimed(work=work, weight=float(answer["weight"]), last=bool(answer["last"]))
 
-    def done(self, work: Work) -> None:
-        """It is: of a unit, all pushes are acknowledged."""
-        self._say_to_coordinator(json_frame(Op.DONE, work._asdict()))
+    def done(self, work: Work, weight: float = 0.0) -> None:
+        """It is: of a unit, all pushes are acknowledged, and its samples weighed this much."""
+        self._say_to_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
 
-    def stop(self) -> None:
-        """Have the run end, with a save, at the next step that nobody has begun."""
-        self._say_to_coordinator(json_frame(Op.DONE, {"kind": "stop"}))
+    def stop(self, *, finished: bool = False) -> None:
+        """Have the run end, with a save, at the next step that nobody has begun. ``finished``: that is all it was to do."""
+        self._say_to_coordinator(json_frame(Op.DONE, {"kind": "finish" if finished else "stop"}))
 
     def tick(self, clock: int) -> None:
         """This worker has made ``clock`` steps; returns when the slowest live one is at most the agreed staleness behind."""

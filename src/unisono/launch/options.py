@@ -19,6 +19,11 @@ class LaunchOptions:
     numa: str = option(
         "bind", "'bind' pins each of several processes to neighbouring cores of its own.", choices=("bind", "off")
     )
+    servers: int = option(1, "Parameter servers beside the processes (plan.sync=dist_async).", ge=1)
+    replicas: int = option(
+        1, "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.", ge=1, le=2
+    )
+    snapshot_every_s: float = option(60.0, "Seconds between two snapshots of a server, for its restart.", gt=0)
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
     timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)

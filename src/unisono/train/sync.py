@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from unisono.dist import World
+from unisono.dist import JobSpec, World, join
 from unisono.errors import ConfigError, Problem
 from unisono.kvstore import GradientSync, KVStore, LocalSteps, Rounds, create
 from unisono.kvstore.codecs import COARSE_WITH_ADAM, auto_codec, find_codec
@@ -41,10 +41,17 @@ def check_options(plan: Plan, options: TrainOptions) -> None:
 
 
 def open_store(plan: Plan, world: World) -> KVStore:
-    """The store of the plan's kind."""
+    """The store of the plan's kind; of asynchronous workers each has one of its own, beside the servers."""
+    if plan.sync == "dist_async":
+        return create("local", world)
     if plan.sync == "dist_local":
         return create(plan.sync, world, rounds=rounds_of(plan))
     return create(plan.sync, world)
+
+
+def open_world(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
+    """The ranks that keep step with this one: all of the job, or, asynchronously, none (docs/adr/0010)."""
+    return World.alone(job) if plan.sync == "dist_async" else join(job, device_type=device_type, timeout_s=timeout_s)
 
 
 def rounds_of(plan: Plan) -> Rounds:

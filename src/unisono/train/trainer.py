@@ -10,10 +10,11 @@ What one step computes is in ``engine``; what is read from the device, and when,
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,10 +26,11 @@ from torch import Tensor, nn
 
 from unisono.data.ahead import copied_ahead
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
+from unisono.data.loader import Loader, StepBatch
 from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.data.recipe import BatchTransform, PairTransform, Transform
 from unisono.data.stream import is_stream
-from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, join, record_failure
+from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, record_failure
 from unisono.errors import CheckpointError, Problem
 from unisono.measure.ceiling import Peak, peak_flops
 from unisono.measure.flops import CONVENTION
@@ -37,7 +39,7 @@ from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
 from unisono.optim import schedule as schedule_of
-from unisono.optim.groups import roles
+from unisono.optim.groups import Role, roles
 from unisono.parallel.apply import apply, repeated_blocks
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import blocks, summed
@@ -63,8 +65,9 @@ from unisono.plan.plan import Plan, why_precision
 from unisono.plan.rules import built_in
 from unisono.train import resume as resuming
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
+from unisono.train.dealt import Dealt, check_dealt, worker_plan
 from unisono.train.ema import Average
-from unisono.train.engine import Engine, Step, input_selector
+from unisono.train.engine import WEIGHT, Engine, Step, input_selector
 from unisono.train.evaluate import evaluate
 from unisono.train.feed import feed
 from unisono.train.gradient_stats import GradientStats
@@ -75,7 +78,7 @@ from unisono.train.options import TrainOptions
 from unisono.train.passes import Passes
 from unisono.train.readout import Readout
 from unisono.train.state import RunState, StageTables, seed_generators
-from unisono.train.sync import LocalRounds, check_options, keep_in_step, open_store
+from unisono.train.sync import LocalRounds, check_options, keep_in_step, open_store, open_world
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -103,9 +106,10 @@ def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
 
 def open_events(run_dir: Path, world: World) -> EventLog:
     """This rank's event log in the run's folder; all ranks agree on the number of the attempt. Raises ConfigError."""
-    path = events_path(run_dir, world.rank)
+    rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
+    path = events_path(run_dir, rank)
     attempt = max(world.gather_json(next_attempt(path)))
-    return EventLog(path, rank=world.rank, run_id=run_dir.absolute().name, attempt=attempt)
+    return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt)
 
 
 class Trainer:
@@ -183,7 +187,7 @@ class Trainer:
             self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
         else:
             self.device, self.plan = plan_for(self._asked_plan, job)
-        self.world = self._given_world or join(job, device_type=self.device.type, timeout_s=COLLECTIVE_TIMEOUT_S)
+        self.world = self._given_world or open_world(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
         self._stop = StopNotice() if threading.current_thread() is threading.main_thread() else None
         if self._stop is not None:
@@ -205,7 +209,8 @@ class Trainer:
         model = self.model
         asked_flops = self._asked_flops
         flops = asked_flops(model) if callable(asked_flops) else asked_flops
-        self._grid = grid = Grid(self.plan, self.world)
+        mine = worker_plan(self.plan)
+        self._grid = grid = Grid(mine, self.world)
         named_roles = roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
         self._loader = feed(
@@ -227,7 +232,7 @@ class Trainer:
         context = Context(grid, model) if self.plan.cp > 1 else None
         if context is not None:
             context.cut(self._first_micro_batch())  # what cannot be shared is said here, not in the first step
-        model, whole, stages = apply(self.plan, model.train(), grid, context, layout)
+        model, whole, stages = apply(mine, model.train(), grid, context, layout)
         if self.plan.placements:
             self.events.emit("placements", placed=pins(model))
         if recipe is not None:
@@ -243,11 +248,14 @@ class Trainer:
             named_roles=named_roles,
             whole_norms=pieces.whole_norms if pieces.spread else None,
         )
+        asynchronous = self.plan.sync == "dist_async"
+        if asynchronous:
+            optimizer.state.clear()  # the servers have it
         self._ledger = ledger(
-            self.plan,
+            mine,
             whole,
             self.world.rank,
-            state=state_names(self._optim),
+            state=() if asynchronous else state_names(self._optim),
             blocks={whole.first_names[name]: block for name, block in blocks(model).items()},
             stacks=expert_dims(model),
             layout=layout,
@@ -270,7 +278,7 @@ class Trainer:
         if self.plan.pp > 1:
             self.state.stages = StageTables(self.state.held(), grid)
         self._sync, self.state.memory = keep_in_step(
-            self.plan,
+            mine,
             self.store,
             model,
             pieces,
@@ -298,29 +306,22 @@ class Trainer:
         }
         self._environment = resuming.environment(self.world, self.plan)
         self._emit_start()
-        resumed = resuming.resume(
-            self.state,
-            self.run_dir / "checkpoints",
-            self._resume,
-            world=self.world,
-            rank=grid.draw_rank,
-            seed=self._seed,
-            order=self._order,
-            environment=self._environment,
-            events=self.events,
-        )
-        if resumed:
-            self._saved_step = self._resumed_step = self.state.step
+        self._dealt = self._connect(optimizer, named_roles) if asynchronous else None
+        if self._dealt is None:
+            self._restore()
+        elif self._dealt.begins():
+            resumed = self._restore()
+            self._dealt.publish(self.state, resumed=resumed)
+        else:
+            self._dealt.join()
         self._timers = StepTimers()
         asked = self._asked_schedule
         self._engine = Engine(
-            passes=Passes(
-                model=model, inputs=inputs, plan=self.plan, world=self.world, context=context, pipeline=pipeline
-            ),
+            passes=Passes(model=model, inputs=inputs, plan=mine, world=self.world, context=context, pipeline=pipeline),
             objective=self._objective,
             schedule=schedule_of(asked, options.steps, self._optim.lr) if isinstance(asked, ScheduleOptions) else asked,
             clip_norm=self._optim.clip_norm,
-            plan=self.plan,
+            plan=mine,
             world=self.world,
             device=self.device,
             state=self.state,
@@ -347,6 +348,45 @@ class Trainer:
             skipped_total=int(self.state.guard.skipped),
             compiling=self.plan.compile != "off",
         )
+
+    def _restore(self) -> bool:
+        """Go on from a checkpoint, if ``resume`` says so and there is one."""
+        resumed = resuming.resume(
+            self.state,
+            self.run_dir / "checkpoints",
+            self._resume,
+            world=self.world,
+            rank=self._grid.draw_rank,
+            seed=self._seed,
+            order=self._order,
+            environment=self._environment,
+            events=self.events,
+        )
+        if resumed:
+            self._saved_step = self._resumed_step = self.state.step
+        return resumed
+
+    def _connect(self, optimizer: torch.optim.Optimizer, roles: Mapping[str, Role]) -> Dealt:
+        """To the servers, which from here on make the optimizer's steps."""
+        check_dealt(self._loader)
+        dealt = Dealt(
+            self.plan,
+            self.world.job,
+            self.state,
+            optimizer,
+            options=self._optim,
+            roles=roles,
+            steps=self.options.steps,
+            save_every=math.gcd(self._checkpoint.every_steps, self.options.eval_every),
+            about={
+                "run": self.run_dir.absolute().name,
+                "plan": self.plan.hash,
+                "configuration": str(self._provenance.get("config_hash")),
+            },
+            events=self.events,
+        )
+        self.state.memory = dealt
+        return dealt
 
     def _build(self) -> Recipe | None:
         """Make ``self.model`` equal on all ranks; where it has no values yet, what they are made by."""
@@ -397,7 +437,8 @@ class Trainer:
         try:
             if error is None:
                 self._readout.read()
-                self.save(wait=True)
+                if self._dealt is None or self._dealt.saves_here:
+                    self.save(wait=True)
         finally:
             self._close(error)
 
@@ -412,7 +453,7 @@ class Trainer:
                 error=type(error).__name__,
                 message=str(error),
             )
-        for name in ("_loader", "checkpointer", "_sync"):
+        for name in ("_loader", "checkpointer", "_sync", "_dealt"):
             part = getattr(self, name, None)
             if part is not None:
                 part.close()
@@ -455,47 +496,85 @@ class Trainer:
         """
         self._rates.start()
         self._timers.take()
-        batches = copied_ahead(self._loader.iterate(self.state.step, self.options.steps), self.device)
+        batches = self._batches()
         try:
-            while not (self._early_stop or self._readout.stop_requested):
+            while self._dealt is not None or not (self._early_stop or self._readout.stop_requested):
                 with self._timers.phase("data_wait"):
                     batch = next(batches, None)
                 if batch is None:
-                    break
+                    if self._dealt is None or not self._between(self._dealt):
+                        break
+                    batches = self._batches()
+                    continue
                 if batch.skipped_ids:
                     self.events.emit("data_skipped", step=batch.step + 1, samples=batch.skipped_ids)
                 began_s, compiling = time.monotonic(), self._readout.compiling
+                if self._dealt is not None:
+                    self._dealt.start_unit(batch)
                 step = self._engine.run(batch)
                 self._readout.add(step)
                 if compiling:
                     self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
+                if self._dealt is not None:
+                    with self._timers.phase("comm_exposed"):
+                        self._dealt.finish_unit(batch.unit, float(step.stats[WEIGHT]))
+                        if self._readout.stop_requested:
+                            self._dealt.ask_to_stop()
                 yield step
                 if self.plan.sharded:
                     release(self.state.model)  # what the loop's body had it compute left parameters gathered
                 with self._timers.phase("ckpt_stall"), self._rates.paused():
                     self.checkpointer.poll()
-                    if self._checkpoint.every_steps and step.index % self._checkpoint.every_steps == 0:
+                    if self._dealt is None and self._is_due(self._checkpoint.every_steps, step.index):
                         self.save()
         finally:
             batches.close()
-        if self._readout.stop_requested:
+        if self.preempted:
             self.events.emit("preempt", step=self.state.step, signal=self._stop.signal_name if self._stop else None)
+
+    def _batches(self) -> Generator[StepBatch]:
+        if self._dealt is not None:
+            return self._dealt.batches(cast(Loader, self._loader))
+        return copied_ahead(self._loader.iterate(self.state.step, self.options.steps), self.device)
+
+    def _between(self, dealt: Dealt) -> bool:
+        """What is due where an asynchronous run stands at a step; whether there is more to do."""
+        with self._rates.paused():
+            dealt.join()
+            if dealt.work.kind != "save":
+                return False
+            if self.eval_data is not None and (
+                self._is_due(self.options.eval_every, dealt.step) or dealt.step == self.options.steps
+            ):
+                self.evaluate()
+            if self._early_stop:
+                dealt.ask_to_stop(finished=True)
+            if dealt.last or self._is_due(self._checkpoint.every_steps, dealt.step):
+                self.save(wait=dealt.last)
+            dealt.finish_save()
+        return True
+
+    @staticmethod
+    def _is_due(every: int, step: int) -> bool:
+        return bool(every) and step % every == 0
 
     @property
     def preempted(self) -> bool:
         """Whether a signal to any rank ended the loop; after ``with`` the state is committed, exit with 75."""
-        return self._readout.stop_requested
+        return self._readout.stop_requested if self._dealt is None else self._dealt.work.kind == "stopped"
 
     def fit(self) -> Result:
         """Train to the end, evaluating every ``eval_every`` steps and at the end."""
-        every = self.options.eval_every
+        alone = self._dealt is None  # else what is due at a step is done between units
         for step in self:
-            if self.eval_data is not None and every and step.index % every == 0:
+            if alone and self.eval_data is not None and self._is_due(self.options.eval_every, step.index):
                 self.evaluate()
-        reason = "preempted" if self.preempted else "early_stop" if self._early_stop else "finished"
-        if self.eval_data is not None and reason == "finished" and self._evaluated_step != self.state.step:
+        early = self._early_stop or (not alone and self.state.step < self.options.steps)
+        reason = "preempted" if self.preempted else "early_stop" if early else "finished"
+        if alone and self.eval_data is not None and reason == "finished" and self._evaluated_step != self.state.step:
             self.evaluate()
-        self.save(wait=True)
+        if self._dealt is None or self._dealt.saves_here:
+            self.save(wait=True)
         self.events.emit(
             "run_end", step=self.state.step, reason=reason, **{f"eval/{k}": v for k, v in self.evaluation.items()}
         )
@@ -554,11 +633,15 @@ class Trainer:
                 "provenance": self._provenance,
             }
             self._saved_step = self.state.step
+            if self._dealt is not None:
+                self._dealt.fetch()
             shared = self.state.shared()
             own = self.state.own(self._grid.draw_rank) if self._grid.index("tp") == 0 else {}
             parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
             whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
             self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)
+            if self._dealt is not None:
+                self._dealt.drop()
         if wait:
             self.checkpointer.wait()
             self._check_saved()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import CommError
-from unisono.kvstore.server.deal import BEGIN, END, WAIT, Deal, Work
+from unisono.kvstore.server.deal import BEGIN, WAIT, Deal, Work
 
 # (what, worker): a dead worker may still say done, for it may have been thought dead only
 moves = st.lists(
@@ -38,7 +38,7 @@ class Run:
 
     def claim(self, worker: int) -> Work:
         work = self.deal.claim(worker)
-        if work not in (WAIT, END):
+        if work.kind in ("unit", "save"):
             assert all(work not in held for held in self.holds.values())
             if work.kind == "unit":
                 assert work.number not in self.units
@@ -84,9 +84,10 @@ def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, m
         goal = run.deal.json()["goal"]
     for worker in run.holds:
         run.die(worker)
-    while (work := run.claim(0)) != END:
+    while (work := run.claim(0)).kind in ("unit", "save"):
         run.done(work)
         run.holds[0].remove(work)
+    assert work == (("stopped" if goal < units else "end"), goal)
     assert sorted(run.units) == list(range(max(goal, max(run.units, default=-1) + 1)))
     assert len(run.units) == len(set(run.units))
     assert goal % per_step == 0
@@ -132,7 +133,38 @@ def test_a_stop_ends_the_run_at_a_step() -> None:
         deal.done(Work("unit", unit))
     assert deal.claim(0) == Work("save", 6)
     deal.done(Work("save", 6))
-    assert deal.claim(1) == END
+    assert deal.claim(1) == Work("stopped", 6)
+
+
+def test_a_run_that_ends_early_has_not_been_stopped() -> None:
+    deal = begun(9, per_step=3)
+    assert deal.claim(0) == Work("unit", 0)
+    deal.stop(finished=True)
+    for unit in range(3):
+        assert deal.done(Work("unit", unit), weight=0.5)
+        assert not deal.done(Work("unit", unit), weight=0.5)
+    assert deal.weight == 1.5
+    again = Deal.restored(deal.json())
+    assert again.done(Work("save", 3))
+    assert (again.claim(1), again.weight) == (Work("end", 3), 1.5)
+
+
+def test_who_leads_begins_and_saves() -> None:
+    deal, leader = Deal(1), [0]
+    assert deal.claim(1, leads=lambda: leader[0] == 1) == WAIT
+    assert deal.claim(0) == BEGIN
+    deal.done(Work("begin", 0))
+    assert deal.claim(1, leads=lambda: leader[0] == 1) == Work("unit", 0)
+    deal.done(Work("unit", 0))
+
+    def gone() -> None:
+        leader[0] = 1
+        deal.give_back(0)
+
+    dying = threading.Timer(0.1, gone)
+    dying.start()
+    assert deal.claim(1, timeout_s=10.0, leads=lambda: leader[0] == 1) == Work("save", 1)
+    dying.join()
 
 
 def test_a_claim_waits_for_what_comes_back() -> None:
@@ -146,7 +178,7 @@ def test_a_claim_waits_for_what_comes_back() -> None:
     deal.done(Work("unit", 0))
     assert deal.claim(0) == Work("save", 1)
     deal.done(Work("save", 1))
-    assert deal.claim(0, timeout_s=10.0) == END
+    assert deal.claim(0, timeout_s=10.0) == Work("end", 1)
 
 
 def test_work_that_is_none_cannot_be_done() -> None:
@@ -170,4 +202,4 @@ def test_close_ends_a_wait_and_without_units_there_is_no_work() -> None:
     closing.start()
     assert deal.claim(1, timeout_s=30.0) == WAIT
     closing.join()
-    assert Deal(0).claim(0) == END
+    assert Deal(0).claim(0) == Work("end", 0)

@@ -3,10 +3,12 @@
     begin 0      bring in what the run starts from; how far that is, ``done`` says
     unit u       compute a fixed share of the run's samples, a pure function of u
     save f       all units before f are done and none behind it is dealt: what the servers hold is exactly a step
-    end          nothing is left
+    end g        nothing is left: the run went to unit g
+    stopped g    somebody asked for a stop, and all before unit g is done and saved
 
-Who does a piece is open; that it is done is not: when a worker's lease ends, what it holds is dealt again. A unit that two
-workers computed, because the first came back after all, is applied once: its pushes carry its number.
+Who computes a unit is open; that it is done is not: when a worker's lease ends, what it holds is dealt again. A unit that two
+workers computed, because the first came back after all, is applied once: its pushes carry its number. Beginning and saving are
+for the worker that leads, whoever that is at the time.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from typing import Any, Literal, NamedTuple
 from unisono.errors import CommError, Problem
 from unisono.kvstore.server.ranges import RangeSet
 
-Kind = Literal["begin", "unit", "save", "wait", "end"]
+Kind = Literal["begin", "unit", "save", "wait", "end", "stopped"]
 
 
 class Work(NamedTuple):
-    """A piece of work; with ``wait`` there is none now, with ``end`` none any more."""
+    """A piece of work; with ``wait`` there is none now, with ``end`` and ``stopped`` none any more."""
 
     kind: Kind
     number: int = 0
 
 
-WAIT, END, BEGIN = Work("wait"), Work("end"), Work("begin")
+WAIT, BEGIN = Work("wait"), Work("begin")
 
 
 class Deal:
@@ -44,7 +46,9 @@ class Deal:
     ) -> None:
         self.units, self._every, self._per_step = units, every, per_step
         self._now = now
-        self._goal = units  # where work ends; before that if a stop was asked for
+        self.goal = units  # where work ends; before that if a stop was asked for
+        self._early: Kind = "end"
+        self.weight = 0.0  # of the units that are done, as their workers told it
         self._begun = False
         self._saved = 0  # the last point at which a save was made, or the run began
         self._done = RangeSet()
@@ -54,37 +58,40 @@ class Deal:
         self._closed = False
         self._change = threading.Condition()
 
-    def claim(self, worker: int, timeout_s: float = 0.0) -> Work:
-        """The next piece; ``WAIT`` if none gets free in time."""
+    def claim(self, worker: int, timeout_s: float = 0.0, leads: Callable[[], bool] = lambda: True) -> Work:
+        """The next piece; ``WAIT`` if none gets free in time. ``leads()``: whether this worker begins and saves, asked anew
+        whenever a worker has gone."""
         with self._change:
             deadline = self._now() + timeout_s
-            while (work := self._free()) is WAIT and not self._closed and (left := deadline - self._now()) > 0:
+            while (work := self._free(leads)) == WAIT and not self._closed and (left := deadline - self._now()) > 0:
                 self._change.wait(left)
             if work.kind == "unit":
                 if self._back and self._back[0] == work.number:
                     heapq.heappop(self._back)
                 else:
                     self._next = work.number + 1
-            if work not in (WAIT, END):
+            if work.kind in ("begin", "unit", "save"):
                 self._held[work] = worker
             return work
 
-    def done(self, work: Work) -> bool:
+    def done(self, work: Work, weight: float = 0.0) -> bool:
         """A piece is done, a unit when all its pushes are acknowledged; whether that is new. ``begin``'s number is the first unit
-        that is left to do.
+        that is left to do. ``weight``: of a unit's samples, or of all before the beginning.
 
         The holder says so, or one that was thought dead, or one that was dealt it before this server restarted.
         """
         with self._change:
             new = self._finish(work)
+            self.weight += weight if new else 0.0
             self._held.pop(BEGIN if work.kind == "begin" else work, None)
             self._change.notify_all()
             return new
 
-    def stop(self) -> None:
-        """Let the run end at the next step that has not been begun, with a save."""
+    def stop(self, *, finished: bool = False) -> None:
+        """Let the run end at the next step that has not been begun, with a save. ``finished``: that is all it was to do."""
         with self._change:
-            self._goal = min(self._goal, -(-max(self._next, self._saved) // self._per_step) * self._per_step)
+            self.goal = min(self.goal, -(-max(self._next, self._saved) // self._per_step) * self._per_step)
+            self._early = "end" if finished else "stopped"
             self._change.notify_all()
 
     def give_back(self, worker: int) -> list[Work]:
@@ -111,7 +118,9 @@ class Deal:
                 "units": self.units,
                 "every": self._every,
                 "per_step": self._per_step,
-                "goal": self._goal,
+                "goal": self.goal,
+                "early": self._early,
+                "weight": self.weight,
                 "begun": self._begun,
                 "saved": self._saved,
                 "dealt": self._next,
@@ -122,7 +131,8 @@ class Deal:
     def restored(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> Deal:
         """From ``json``."""
         deal = cls(state["units"], every=state["every"], per_step=state["per_step"], now=now)
-        deal._goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
+        deal.goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
+        deal._early, deal.weight = state["early"], state["weight"]
         deal._done, deal._next = RangeSet(state["done"]), state["dealt"]
         deal._back = [unit for unit in range(deal._saved, deal._next) if unit not in deal._done]
         return deal
@@ -133,11 +143,11 @@ class Deal:
         with self._change:
             return sum(end - first for first, end in self._done.json())
 
-    def _free(self) -> Work:
-        if self.units == 0 or (self._begun and self._saved >= self._goal):
-            return END
+    def _free(self, leads: Callable[[], bool]) -> Work:
+        if self.units == 0 or (self._begun and self._saved >= self.goal):
+            return Work(self._early if self.goal < self.units else "end", self.goal)
         if not self._begun:
-            return WAIT if BEGIN in self._held else BEGIN
+            return BEGIN if BEGIN not in self._held and leads() else WAIT
         while self._next in self._done:  # done without having been dealt: by a worker that knew us before a restart
             self._next += 1
         fence = self._fence()
@@ -145,10 +155,10 @@ class Deal:
         if unit < fence:
             return Work("unit", unit)
         save = Work("save", fence)
-        return save if self._done.prefix >= fence and save not in self._held else WAIT
+        return save if self._done.prefix >= fence and save not in self._held and leads() else WAIT
 
     def _fence(self) -> int:
-        return min(self._goal, (self._saved // self._every + 1) * self._every) if self._every else self._goal
+        return min(self.goal, (self._saved // self._every + 1) * self._every) if self._every else self.goal
 
     def _finish(self, work: Work) -> bool:
         match work.kind:

@@ -151,7 +151,7 @@ class Service:
             case Op.STATE:
                 answer = self._state(run, peer, frame)
             case Op.SNAPSHOT:
-                answer = json_frame(Op.JSON, {"number": self.save()})
+                answer = json_frame(Op.JSON, {"number": self.save() if self._snapshots is not None else None})
             case Op.STATS:
                 answer = json_frame(Op.JSON, self.stats())
             case Op.TICK | Op.HEARTBEAT | Op.CLAIM | Op.DONE | Op.BARRIER | Op.BYE:
@@ -270,7 +270,9 @@ class Service:
             case Op.TICK:
                 return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
             case Op.CLAIM:
-                return json_frame(Op.JSON, self._claim(run, peer, frame)._asdict())
+                work = self._claim(run, peer, frame)
+                more = {"weight": run.deal.weight, "last": work.number >= run.deal.goal}
+                return json_frame(Op.JSON, work._asdict() | more)
             case Op.DONE:
                 return self._done(run, frame)
             case Op.BARRIER:
@@ -292,19 +294,23 @@ class Service:
             earlier = self._claims.get(peer.worker)
             if earlier is not None and earlier[:2] == (peer.incarnation, frame.seq):
                 return earlier[2]
-            work = run.deal.claim(peer.worker, _wait_s(content))
-            if work.kind not in ("wait", "end"):
+            leads = lambda: peer.worker == min(run.clocks.live, default=peer.worker)  # noqa: E731
+            work = run.deal.claim(peer.worker, _wait_s(content), leads)
+            if work.kind in ("begin", "unit", "save"):
                 self._claims[peer.worker] = peer.incarnation, frame.seq, work
             return work
 
     def _done(self, run: _Run, frame: Frame) -> Frame:
-        kind = read_json(frame).get("kind")
-        if kind == "stop":
-            run.deal.stop()
+        content = read_json(frame)
+        kind, weight = content.get("kind"), content.get("weight", 0.0)
+        if kind in ("stop", "finish"):
+            run.deal.stop(finished=kind == "finish")
             return Frame(Op.ACK)
         if kind not in ("begin", "unit", "save"):
-            raise _wrong(frame, "kind", kind, "kind is begin, unit, save or stop")
-        return json_frame(Op.JSON, {"new": run.deal.done(Work(kind, _whole(frame, "number")))})
+            raise _wrong(frame, "kind", kind, "kind is begin, unit, save, stop or finish")
+        if not isinstance(weight, (int, float)):
+            raise _wrong(frame, "weight", weight, "weight is a number")
+        return json_frame(Op.JSON, {"new": run.deal.done(Work(kind, _whole(frame, "number")), float(weight))})
 
     # --- state
 

@@ -1,0 +1,305 @@
+"""A worker of ``dist_async``: it computes what it is dealt, gradients go to servers, values come back (docs/adr/0010).
+
+    begin    bring the checkpoint, or the model as built, to the servers
+    unit     one rank's share of a step: forward, backward, push, pull
+    save     all units before a step are done: what the servers hold is that step, to be evaluated and saved
+
+The trainer runs as it does in one process: its plan is that of one worker, its optimizer has the servers make the step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.loader import Loader, StepBatch
+from unisono.dist import JobSpec
+from unisono.errors import ConfigError, LaunchError, Problem
+from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.deal import Work
+from unisono.kvstore.server.service import server_codec
+from unisono.kvstore.server.updates import LAYERWISE, Recipe
+from unisono.kvstore.servers import Servers
+from unisono.kvstore.wire.secret import read_secret
+from unisono.observe.events import EventLog
+from unisono.optim import OptimOptions
+from unisono.optim.groups import Role
+from unisono.plan.plan import Plan
+from unisono.train.state import RunState
+
+
+def worker_plan(plan: Plan) -> Plan:
+    """What one worker of an asynchronous plan computes by itself: a unit. Other plans stay what they are."""
+    if plan.sync != "dist_async":
+        return plan
+    share = plan.global_batch // plan.dp_replicate
+    return replace(
+        plan, dp_replicate=1, global_batch=share, sync="local", compression="none", staleness=None, damping=False
+    )
+
+
+class RemoteOptimizer:
+    """Stands where an optimizer stands: ``step`` has the servers make it, once for the ``unit`` at hand.
+
+    ``local`` has the parameter groups; its state is empty but while a checkpoint is saved or loaded.
+    """
+
+    def __init__(self, local: torch.optim.Optimizer, servers: Servers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.param_groups, self.state = local.param_groups, local.state
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | None = None
+        self.unit = 0
+        self._servers = servers
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._sent = {name: _host_like(p) for name, p in self._trained.items()}
+        # straight into the parameters where they are plain host memory
+        self._got = {name: p.detach() if _plain(p) else _host_like(p) for name, p in self._trained.items()}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Push gradients, divided by ``grad_scale``, and take over what came of them; nothing where ``found_inf`` is set."""
+        if self.found_inf is not None and bool(self.found_inf):
+            return
+        for name, parameter in self._trained.items():
+            gradient = cast(Tensor, parameter.grad)
+            self._sent[name].copy_(gradient if self.grad_scale is None else gradient / self.grad_scale)
+        lr = float(self.param_groups[0]["lr"])
+        self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.unit).wait()
+        self._servers.commit()
+        self._take()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Take over the values of now."""
+        self._servers.pull(self._got).wait()
+        self._take()
+
+    def _take(self) -> None:
+        for name, parameter in self._trained.items():
+            if not _plain(parameter):
+                parameter.copy_(self._got[name])
+
+
+class Dealt:
+    """What the servers deal this worker, and what they keep for it; the run's ``Memory`` of what a codec holds back.
+
+    Raises LaunchError where there are no servers, CommError when they cannot be reached or know another run.
+    """
+
+    apart = False
+
+    def __init__(
+        self,
+        plan: Plan,
+        job: JobSpec,
+        state: RunState,
+        local: torch.optim.Optimizer,
+        *,
+        options: OptimOptions,
+        roles: Mapping[str, Role],
+        steps: int,
+        save_every: int,
+        about: Mapping[str, str],
+        events: EventLog,
+    ) -> None:
+        self._plan, self._state = plan, state
+        # each update's rate comes with its push; clipping is done here
+        self._recipe = Recipe(options=replace(options, clip_norm=0.0), roles=dict(roles), damped=plan.damping)
+        held = state.held()
+        self._values = {path[6:]: cast(Tensor, each) for path, each in held.items() if path.startswith("model/")}
+        self._parameters = state.pieces.parameters
+        workers = plan.dp_replicate
+        agreed = Agreed(
+            table={name: (tuple(value.shape), value.dtype) for name, value in self._values.items()},
+            servers=len(job.server_addresses),
+            whole=tuple(self._parameters) if options.kind in LAYERWISE else (),
+            staleness=plan.staleness,
+            units=steps * workers,
+            units_per_step=workers,
+            units_per_save=save_every * workers,
+            codec=plan.compression,
+            about=about,
+        )
+        self._servers = Servers(
+            _addresses(job),
+            read_secret(os.environ),
+            agreed,
+            worker=job.rank,
+            incarnation=job.epoch,
+            codec=None if plan.compression == "none" else server_codec(plan.compression),
+            say=lambda text: events.emit("servers", message=text),
+        )
+        self._optimizer = RemoteOptimizer(local, self._servers, self._parameters)
+        state.optimizer = cast(torch.optim.Optimizer, self._optimizer)
+        self.drop()
+        self._kept: Work | None = None
+        self._clock, self._weight = 0, 0.0
+        self._asked_to_stop = False
+        self._saved_at = -1
+        self.work = Work("wait")  # what ended the last stretch of units: save, end or stopped
+        self.last = False  # whether that is the run's last save
+
+    # --- the start of a run ----------------------------------------------------------------------------------------
+
+    def begins(self) -> bool:
+        """Whether it is this worker that brings in what the run starts from; else waits until another has."""
+        self._kept = self._claimed()
+        if self._kept.kind != "begin":
+            return False
+        self._kept = None
+        return True
+
+    def publish(self, state: RunState, *, resumed: bool) -> None:
+        """Give the servers the model as it is here, and of a run that goes on the optimizer's state; work begins at its step."""
+        self._servers.init(self._values)
+        self._servers.set_recipe(self._recipe)
+        if resumed:
+            moments = {path: cast(Tensor, each) for path, each in state.held().items() if path.startswith("optim/")}
+            self._servers.load({**self._values, **moments})
+        self.drop()
+        self._servers.snapshot()
+        self._servers.done(Work("begin", state.step * self._plan.dp_replicate), float(state.weight_total))
+
+    # --- its course ------------------------------------------------------------------------------------------------
+
+    def batches(self, loader: Loader) -> Generator[StepBatch]:
+        """The units that this worker is dealt, up to a save that falls to it or the end (then ``work`` says which)."""
+        return loader.dealt(self._claim)
+
+    def start_unit(self, batch: StepBatch) -> None:
+        """Its gradients are the next to be pushed."""
+        self._state.step, self._optimizer.unit = batch.step, batch.unit
+
+    def finish_unit(self, unit: int, weight: float) -> None:
+        """Its gradients are applied, or it did not count; waits where the bound of staleness asks for it."""
+        self._servers.done(Work("unit", unit), weight)
+        self._clock += 1
+        self._servers.tick(self._clock)
+
+    def ask_to_stop(self, *, finished: bool = False) -> None:
+        """All workers end at the next step that nobody has begun."""
+        if not self._asked_to_stop:
+            self._servers.stop(finished=finished)
+        self._asked_to_stop = True
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Take over all values of now, those that are not trained too, and the step that the servers stand at."""
+        got = {name: _host_like(value) for name, value in self._values.items()}
+        self._servers.pull(got).wait()
+        for name, value in self._values.items():
+            value.copy_(got[name])
+        if self.work.kind != "wait":
+            self._state.step = self.step
+            self._state.weight_total.fill_(self._weight)
+
+    @property
+    def step(self) -> int:
+        """Where the servers stand, at a save or the end."""
+        return self.work.number // self._plan.dp_replicate
+
+    def finish_save(self) -> None:
+        """What was to be done at this step is done."""
+        self._saved_at = self.step
+        self._servers.done(self.work)
+
+    @property
+    def saves_here(self) -> bool:
+        """Whether the save at which the run stands is this worker's."""
+        return self._saved_at == self.step and self.work.kind != "wait"
+
+    # --- state -----------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Have the optimizer's state here, until ``drop``."""
+        for path, tensor in self._servers.state().items():
+            if path.startswith("optim/"):
+                _, name, key = path.split("/", 2)
+                self._optimizer.state[self._parameters[key]][name] = tensor
+
+    def drop(self) -> None:
+        """Let the optimizer's state go: the servers have it."""
+        self._optimizer.state.clear()
+
+    def settle(self, step: int, good: Tensor) -> None:
+        """Pushes settle themselves: one that did not count was not made."""
+
+    def shared(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def own(self) -> dict[str, Tensor]:
+        """What the codec holds back of this worker's gradients."""
+        return self._servers.residuals()
+
+    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+        """Workers come and go: what one held back is not another's, and starts at zero."""
+
+    def close(self) -> None:
+        """Leave; what this worker was dealt and has not done is dealt to others."""
+        self._servers.close()
+
+    # --- claims ----------------------------------------------------------------------------------------------------
+
+    def _claim(self, wait: bool) -> int | None:
+        work, self._kept = self._kept or (self._claimed() if wait else self._ask(wait=False)), None
+        if work.kind == "unit":
+            return work.number
+        if work.kind != "wait":
+            self.work = work
+        return None
+
+    def _claimed(self) -> Work:
+        while (work := self._ask(wait=True)).kind == "wait":
+            pass
+        return work
+
+    def _ask(self, *, wait: bool) -> Work:
+        claimed = self._servers.claim(wait=wait)
+        self._weight, self.last = claimed.weight, claimed.last
+        return claimed.work
+
+
+def check_dealt(data: Any) -> None:
+    """Raises ConfigError for what cannot be dealt."""
+    if not isinstance(data, Loader):
+        raise ConfigError(
+            Problem(
+                given=f"plan.sync 'dist_async' with a stream ({type(data).__name__})",
+                rule="shares of steps are dealt to whoever is free, so any sample can be read at any time",
+                consequence="a worker could not read the share it was dealt",
+                nearest="a data set with a length, or plan.sync='dist_sync'",
+            )
+        )
+
+
+def _addresses(job: JobSpec) -> list[tuple[str, int]]:
+    if not job.server_addresses:
+        raise LaunchError(
+            Problem(
+                given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
+                rule="asynchronous workers meet at servers",
+                consequence="there is nobody to push gradients to, so nothing was started",
+                nearest="unisono train (it starts launch.servers of them), or unisono launch --servers 1 -- unisono train",
+            )
+        )
+    found: list[tuple[str, int]] = []
+    for text in job.server_addresses:
+        host, _, port = text.rpartition(":")
+        found.append((host, int(port)))
+    return found
+
+
+def _plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _host_like(tensor: Tensor) -> Tensor:
+    """Empty host memory for it, pinned where copies from and to its device are faster then."""
+    pin = tensor.device.type not in ("cpu", "mps", "meta")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
