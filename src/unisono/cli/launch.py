@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -17,11 +16,9 @@ from unisono.launch.batch import Handover, mpirun, srun
 from unisono.launch.forward import forwarded, parse_settings
 from unisono.launch.hosts import Host, read_hostfile
 from unisono.launch.interface import named
-from unisono.launch.jobs import run_job
+from unisono.launch.jobs import SERVER, run_job
 from unisono.launch.layout import Job, deal
 from unisono.launch.show import as_text, show
-
-SERVER = (sys.executable, "-m", "unisono.kvstore.server")
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})

@@ -33,6 +33,7 @@ from unisono.observe.summary import summarise
 from unisono.train.build import Data, build_data, build_trainer
 from unisono.train.config import RunConfig, SampleOptions
 from unisono.train.load import load_model
+from unisono.train.sync import open_world
 from unisono.train.trainer import Trainer, open_events, plan_for
 
 
@@ -40,9 +41,9 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     """Train to the end, a stop or an error; rank 0 also shows, samples, exports and reports. Returns the outcome."""
     config = resolved.value
     run_dir = Path(config.run.dir)
-    device, _ = plan_for(config.plan, job)
+    device, plan = plan_for(config.plan, job)
     with ExitStack() as stack:
-        world = join(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+        world = open_world(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
         data = build_data(config)
         events = stack.enter_context(open_events(run_dir, world))

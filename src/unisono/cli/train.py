@@ -22,6 +22,8 @@ from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import ConfigError, LaunchError, Problem, UnisonoError
+from unisono.plan.derive import read_plan
+from unisono.plan.options import PlanOptions
 from unisono.train.config import RunConfig
 
 USER_ERROR = 2
@@ -45,7 +47,7 @@ def command(
         overrides = (*overrides, f"plan.file={json.dumps(os.path.abspath(plan_file))}")
     resolved = load_config(config, overrides)
     job = job_from_environ(os.environ)
-    sync = resolved.value.plan.sync
+    sync = _sync(resolved.value.plan)
     if (leaves := idle_role(job, "dist_sync" if sync == "auto" else sync)) is not None:
         click.echo(leaves)
         return 0
@@ -74,12 +76,19 @@ def command(
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
     """Start this same command line in every process of this host; the exit code of the whole."""
     from unisono.launch import launch
+    from unisono.launch.jobs import run_job, with_servers
 
     level = log_level()
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
-    run_dir = Path(resolved.value.run.dir)
+    run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
     command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
-    return launch(command_line, resolved.value.launch, run_dir=run_dir, run_id=run_dir.absolute().name)
+    if _sync(resolved.value.plan) != "dist_async":
+        return launch(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
+    return run_job(with_servers(command_line, options, run_dir), run_dir)
+
+
+def _sync(options: PlanOptions) -> str:
+    return read_plan(options).sync if options.file else options.sync
 
 
 def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:

@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from unisono.dist.jobspec import LOOPBACK
 from unisono.launch.elastic import supervise_elastic
 from unisono.launch.fleet import Fleet
+from unisono.launch.host import count_accelerators
+from unisono.launch.hosts import Host
 from unisono.launch.interface import named, towards
-from unisono.launch.layout import Job
+from unisono.launch.layout import Job, deal
 from unisono.launch.local import launch, refuse_inside_a_job
+from unisono.launch.options import LaunchOptions
 from unisono.launch.supervise import make_folders, say, supervise
+
+SERVER = (sys.executable, "-m", "unisono.kvstore.server")
+
+
+def with_servers(command: Sequence[str], options: LaunchOptions, run_dir: Path) -> Job:
+    """``command`` as the workers of an asynchronous job on this host, with parameter servers beside them."""
+    processes = options.processes or max(1, count_accelerators())
+    hosts = (Host(name="this host", slots=processes, here=True),)
+    return Job(
+        command=tuple(command),
+        server_command=SERVER,
+        hosts=hosts,
+        seats=deal(hosts, processes, options.servers),
+        run_id=run_dir.absolute().name,
+        options=options,
+        environ={
+            "UNISONO_REPLICAS": str(options.replicas),
+            "UNISONO_SNAPSHOT_EVERY_S": str(options.snapshot_every_s),
+        },
+        snapshots=str(run_dir.absolute() / "servers"),
+    )
 
 
 def run_job(job: Job, run_dir: Path) -> int:
@@ -28,6 +56,9 @@ def run_job(job: Job, run_dir: Path) -> int:
         return launch(job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=way)
     refuse_inside_a_job(run_dir)
     make_folders(run_dir)
+    if job.snapshots:  # they are for restarts of a server within one launch; a later launch begins from a checkpoint
+        shutil.rmtree(job.snapshots, ignore_errors=True)
+        job = replace(job, snapshots=f"{job.snapshots}/{secrets.token_hex(4)}")
     with Fleet(job, run_dir / "logs", say) as fleet:
         record = {"run_id": job.run_id, "command": list(job.command), "hosts": fleet.facts}
         if job.servers:

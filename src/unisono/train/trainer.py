@@ -248,14 +248,11 @@ class Trainer:
             named_roles=named_roles,
             whole_norms=pieces.whole_norms if pieces.spread else None,
         )
-        asynchronous = self.plan.sync == "dist_async"
-        if asynchronous:
-            optimizer.state.clear()  # the servers have it
         self._ledger = ledger(
             mine,
             whole,
             self.world.rank,
-            state=() if asynchronous else state_names(self._optim),
+            state=state_names(self._optim),
             blocks={whole.first_names[name]: block for name, block in blocks(model).items()},
             stacks=expert_dims(model),
             layout=layout,
@@ -306,7 +303,7 @@ class Trainer:
         }
         self._environment = resuming.environment(self.world, self.plan)
         self._emit_start()
-        self._dealt = self._connect(optimizer, named_roles) if asynchronous else None
+        self._dealt = self._connect(optimizer, named_roles) if self.plan.sync == "dist_async" else None
         if self._dealt is None:
             self._restore()
         elif self._dealt.begins():
@@ -421,7 +418,7 @@ class Trainer:
             held_bytes={
                 "parameters": self._ledger.parameter_bytes,
                 "gradients": self._ledger.gradient_bytes,
-                "optimizer": self._ledger.state_bytes,
+                "optimizer": 0 if self.plan.sync == "dist_async" else self._ledger.state_bytes,  # the servers have it
             },
             steps_total=self.options.steps,
             epoch=self.world.job.epoch,
