@@ -28,9 +28,9 @@ class ParameterServers:
 
     def __init__(self, folder: Path, count: int, *, replicas: int = 1, snapshot_every_s: float = 60.0) -> None:
         self.secret, self._folder = secrets.token_bytes(32), folder
-        self._file = folder / "secret"
-        self._file.touch(mode=0o600)
-        self._file.write_bytes(self.secret)
+        self.file = folder / "secret"
+        self.file.touch(mode=0o600)
+        self.file.write_bytes(self.secret)
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
         self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
         self._more = {"UNISONO_REPLICAS": str(replicas), "UNISONO_SNAPSHOT_EVERY_S": str(snapshot_every_s)}
@@ -46,7 +46,7 @@ class ParameterServers:
             "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in self.addresses),
             "UNISONO_EPOCH": str(epoch),
             "UNISONO_LISTEN_FD": str(listener.fileno()),
-            "UNISONO_SECRET_FILE": str(self._file),
+            "UNISONO_SECRET_FILE": str(self.file),
             "UNISONO_SNAPSHOTS": str(self._folder / "snapshots"),
             **self._more,
         }

@@ -7,6 +7,8 @@ import socket
 import sys
 import threading
 
+import torch
+
 from unisono.errors import UnisonoError
 from unisono.kvstore.server.process import Seat, run, seat_from_environ
 from unisono.kvstore.server.replica import Replica
@@ -31,11 +33,20 @@ def main() -> int:
         )
         if replica is not None:
             replica.restore(service)
+        warm_up()
         run(seat, service, lambda seat, service: serve(seat, service, secret))
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
     return 0
+
+
+def warm_up() -> None:
+    """torch imports its compiler when the first optimizer is made, which takes seconds: not with workers waiting for an answer."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    parameter.grad = torch.zeros(1)
+    optimizer.step()
 
 
 def serve(seat: Seat, service: Service, secret: bytes) -> Server:

@@ -37,6 +37,7 @@ from unisono.kvstore.wire.frame import Frame, Op, buffers
 from unisono.kvstore.wire.message import json_frame, read_json
 
 _LOOK_S = 0.25  # how often leases are looked at
+_STILL_S = 1.0  # between two looks: then it was this process that stood still
 _LONGEST_WAIT_S = 60.0  # of one CLAIM; who wants to wait longer asks again
 _NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
@@ -402,10 +403,13 @@ class Service:
 
     def _keep(self) -> None:
         """Look at leases, and save now and then."""
-        saved_s = time.monotonic()
+        saved_s = looked_s = time.monotonic()
         while not self._stop.wait(_LOOK_S):
+            gap_s, looked_s = time.monotonic() - looked_s, time.monotonic()
             if self._run is None:
                 continue
+            if gap_s > _STILL_S:
+                self._run.clocks.extend(gap_s)
             for worker in self._run.clocks.expire():
                 self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
             if self._snapshots is not None and time.monotonic() - saved_s >= self._snapshot_every_s:

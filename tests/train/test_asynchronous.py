@@ -1,0 +1,168 @@
+"""dist_async through the trainer, with real servers: one worker is one process bit for bit, several share the work exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from parameter_servers import ParameterServers, parameter_servers
+from pool import Pool
+
+from unisono import Trainer
+from unisono.data.order import Order
+from unisono.dist import JobSpec, World
+from unisono.errors import ConfigError, LaunchError, PlanError
+from unisono.plan.derive import derive
+from unisono.plan.options import PlanOptions
+
+STEPS = 6
+# adamw's kernels on the servers are those of one process
+SHARED = {"steps": STEPS, "every_steps": 2, "dropout": 0.0}
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[ParameterServers]:
+    with parameter_servers(tmp_path, 2) as made:
+        yield made
+
+
+def place(job: JobSpec, addresses: list[str], secret: str, ranks: int = 0) -> World:
+    os.environ["UNISONO_SECRET_FILE"] = secret
+    if job.listen_fd is not None:
+        os.close(job.listen_fd)  # for a meeting that does not take place
+    world = ranks or job.world
+    return World.alone(
+        replace(job, server_addresses=tuple(addresses), world=world, local_world=world, listen_fd=None, epoch=0)
+    )
+
+
+def worker(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks: int, **changes: Any) -> dict[str, Any]:
+    changes = {**SHARED, "sync": "dist_async", "world": place(job, addresses, secret, ranks), **changes}
+    stop_at = changes.pop("stop_at", None)
+    samples: list[list[int]] = []
+    losses: list[float] = []
+    with tiny.trainer(run_dir, **changes) as run:
+        for step in run:
+            samples.append(step.sample_ids.tolist())
+            losses.append(step.loss)
+            if step.index == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+    values = digests(run)
+    return {
+        "samples": samples,
+        "losses": losses,
+        "values": values,
+        "step": run.state.step,
+        "weight": float(run.state.weight_total),
+        "preempted": run.preempted,
+    }
+
+
+def digests(run: Trainer) -> dict[str, str]:
+    parameters = run.state.pieces.parameters.items()
+    return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
+
+
+def together(pool: Pool, servers: ParameterServers, run_dir: Path, ranks: int, **changes: Any) -> list[dict[str, Any]]:
+    addresses = [f"{host}:{port}" for host, port in servers.addresses]
+    return pool.run(
+        worker, addresses, str(servers.file), str(run_dir), ranks, ranks=ranks, joined=False, timeout_s=90, **changes
+    )
+
+
+@pytest.mark.parametrize("optim", [{}, {"kind": "lamb", "lr": 1e-2}])
+def test_one_worker_is_one_process_bit_for_bit(
+    tmp_path: Path, pool: Pool, servers: ParameterServers, optim: dict[str, Any]
+) -> None:
+    (outcome,) = together(pool, servers, tmp_path / "run", 1, micro_batch=3, **optim)
+    (alone,) = pool.run(one_process, str(tmp_path / "alone"), ranks=1, micro_batch=3, **optim)
+    assert outcome["losses"] == alone["losses"]
+    assert outcome["samples"] == alone["samples"]
+    assert outcome["weight"] == alone["weight"]
+    assert outcome["values"] == alone["values"]
+
+
+def one_process(world: World, run_dir: str, **changes: Any) -> dict[str, Any]:
+    samples: list[list[int]] = []
+    losses: list[float] = []
+    with tiny.trainer(run_dir, world=world, **{**SHARED, **changes}) as run:
+        for step in run:
+            samples.append(step.sample_ids.tolist())
+            losses.append(step.loss)
+    values = digests(run)
+    return {"samples": samples, "losses": losses, "values": values, "weight": float(run.state.weight_total)}
+
+
+def samples_of(first: int, last: int) -> list[int]:
+    return sorted(Order(tiny.SAMPLES, seed=0)(torch.arange(8 * first, 8 * last).numpy()).tolist())
+
+
+@pytest.mark.parametrize("changes", [{}, {"staleness": 0}, {"compression": "int8", "damping": True}])
+def test_workers_share_the_work_and_end_with_the_same_values(
+    tmp_path: Path, pool: Pool, servers: ParameterServers, changes: dict[str, Any]
+) -> None:
+    first, second = together(pool, servers, tmp_path / "run", 2, **changes)
+    done = [ids for outcome in (first, second) for ids in outcome["samples"]]
+    assert sorted(chain.from_iterable(done)) == samples_of(0, STEPS)
+    assert first["step"] == second["step"] == STEPS
+    assert first["values"] == second["values"]
+    assert min(map(len, (first["samples"], second["samples"]))) > 0
+    weights = tiny.RaggedTokens().read(Order(tiny.SAMPLES, seed=0)(torch.arange(8 * STEPS).numpy()))["weights"]
+    assert first["weight"] == float(weights.sum())
+    assert [event["step"] for event in tiny.events(tmp_path / "run", 0) if event["kind"] == "ckpt_committed"] == [
+        2,
+        4,
+        6,
+    ]
+
+
+def test_goes_on_under_another_kind_and_back(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    """Four steps in one process, two asynchronous ones, two more in one process: one worker, so all of it is exact."""
+    run_dir = tmp_path / "run"
+    changes = {"steps": 8, "every_steps": 0}
+    (whole,) = pool.run(one_process, str(tmp_path / "whole"), ranks=1, **changes)
+    (first,) = pool.run(part_of_one, str(run_dir), 4, ranks=1, **changes)
+    (second,) = together(pool, servers, run_dir, 1, stop_at=6, **changes)
+    (third,) = pool.run(one_process, str(run_dir), ranks=1, **changes)
+    assert first["losses"] + second["losses"] + third["losses"] == whole["losses"]
+    assert third["weight"] == whole["weight"]
+    assert third["values"] == whole["values"]
+
+
+def part_of_one(world: World, run_dir: str, steps: int, **changes: Any) -> dict[str, Any]:
+    return tiny.complete(run_dir, world=world, stop_after=steps, **{**SHARED, **changes})
+
+
+def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
+    def plan(**options: Any) -> None:
+        derive(
+            PlanOptions(**{"global_batch": 8, "sync": "dist_async", **options}),
+            world=4,
+            device="cpu",
+            native_bf16=False,
+        )
+
+    with pytest.raises(
+        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that go on without each other hold"
+    ):
+        plan(tp=2)
+    with pytest.raises(PlanError, match="sync 'dist_async' with global_batch 6 on 4 ranks"):
+        plan(global_batch=6)
+    with pytest.raises(PlanError, match="local_steps 4 with sync 'dist_async'"):
+        plan(local_steps=4)
+    alone = World.alone(JobSpec(world=2, local_world=2))
+    with pytest.raises(LaunchError, match="'dist_async' in a job that single started without parameter servers"):
+        tiny.trainer(tmp_path / "a", sync="dist_async", world=alone).__enter__()
+    with pytest.raises(ConfigError, match="'dist_async' with a stream"):
+        tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
+    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
+        tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
