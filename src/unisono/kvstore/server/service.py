@@ -191,7 +191,8 @@ class Service:
                 raise _no_snapshot(str(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Requests by kind, bytes, the largest lag so far, workers with their clocks, chunks, units done."""
+        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, how many workers there have been,
+        chunks with a value, units done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
         known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
@@ -200,6 +201,7 @@ class Service:
         workers = {str(worker): clock for worker, clock in run.clocks.live.items()}
         return known | {
             "workers": workers,
+            "workers_ever": self._members.ever,
             "chunks": len(run.tables["worker"].numbers),
             "units_done": run.deal.num_done,
         }
