@@ -196,7 +196,7 @@ def updates(store: KVStore, kind: Kind) -> None:
 
 
 def small_step(store: KVStore, kind: Kind) -> None:
-    store.set_optimizer("sgd", lr=0.01, momentum=0.0)
+    store.set_optimizer("sgd", lr=0.01, momentum=0.0, weight_decay=0.0)
     store.init("w", torch.zeros(2, 2))  # a key that comes after the optimizer has one too
     store.push("w", torch.ones(2, 2) / (1 if kind.averages else kind.ranks)).wait()
     store.barrier()

@@ -287,7 +287,9 @@ class AsyncBackend:
 
     def _remember(self, futures: list[Future[None]], keys: Sequence[str], sent: Future[Sent], priority: int) -> None:
         def finish() -> None:
-            if sent.wait().refused:
+            refused = sent.wait().refused
+            self._open = [push for push in self._open if push is not future]  # whoever waits is told: once is enough
+            if refused:
                 raise CommError(
                     Problem(
                         given=f"a push of {', '.join(map(repr, keys[:5]))} with a NaN or an infinity",

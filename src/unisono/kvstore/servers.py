@@ -276,9 +276,10 @@ class Servers:
         """Leave: what this worker had claimed and not done is dealt to others at once."""
         self._beats.set()
         self._heart.join()
-        # nobody is held up by a coordinator that has gone: there the lease ends by itself
+        # a server that does not answer holds nobody up: there the lease ends by itself
         with suppress(CommError, TimeoutError):
-            self._talk.request(Frame(Op.BYE)).result(_GOODBYE_S)
+            for answer in [link.request(Frame(Op.BYE)) for link in self._links]:
+                answer.result(_GOODBYE_S)
         for link in [self._talk, *self._links]:
             link.close()
 
