@@ -71,8 +71,8 @@ def plain_sgd(store: KVStore, lr: float = 1.0) -> None:
 
 
 def test_every_acknowledged_push_is_applied_once(pool: Pool, tmp_path: Path) -> None:
-    """Two worker processes, two server processes, whole numbers: sums are exact whatever the order."""
-    with parameter_servers(tmp_path, 2) as servers:
+    """Two worker processes, a server process, whole numbers: sums are exact whatever the order."""
+    with parameter_servers(tmp_path) as servers:
         pushed = pool.run(push_numbers, servers.addresses, servers.secret, ranks=2, joined=False)
         with closing(store_of(servers.addresses, 2, 3, servers.secret)) as late:
             found = {"w": torch.zeros(3000, 1000), "b": torch.zeros(5)}
@@ -207,6 +207,23 @@ def test_refusals() -> None:
         create("dist_async", alone, servers=[("127.0.0.1", 1)])
     with pytest.raises(ConfigError, match="leave out staleness, damped"):
         create("local", alone, staleness=1, damped=True)
+
+
+def test_a_worker_that_is_started_again_goes_on() -> None:
+    with serving() as servers, closing(store_of(servers)) as first:
+        first.init("w", torch.zeros(2))
+        plain_sgd(first)
+        first.push("w", torch.ones(2)).wait()
+        with closing(store_of(servers, incarnation=1)) as second:
+            value = torch.full((2,), 7.0)
+            second.init("w", value)
+            assert value.tolist() == [-1.0, -1.0]
+            plain_sgd(second)
+            second.push("w", torch.ones(2)).wait()  # its first, and no duplicate of the other's first
+            assert second.pull("w").wait().tolist() == [-2.0, -2.0]
+            late = first.push("w", torch.ones(2))
+            with pytest.raises(CommError, match="worker 0 in its incarnation 0"):
+                late.wait()
 
 
 def test_what_nobody_waited_for_is_told_later() -> None:
