@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CheckpointError, CommError, ConfigError
-from unisono.kvstore import KVStore, create
+from unisono.kvstore import KVStore, asynchronous, create
 from unisono.kvstore.server.service import Service
 from unisono.kvstore.wire.frame import LARGE
 from unisono.kvstore.wire.serving import Server, listen
@@ -207,6 +207,13 @@ def test_refusals() -> None:
         create("dist_async", alone, servers=[("127.0.0.1", 1)])
     with pytest.raises(ConfigError, match="leave out staleness, damped"):
         create("local", alone, staleness=1, damped=True)
+
+
+def test_the_first_start_waits_for_all_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asynchronous, "_MEETING_S", 0.2)
+    told = r"1 of 2 workers, and values for 0 of 1 chunks, after 0 s"
+    with serving() as servers, closing(store_of(servers, 1, 2)) as store, pytest.raises(CommError, match=told):
+        store.init("w", torch.zeros(2))
 
 
 def test_a_worker_that_is_started_again_goes_on() -> None:
