@@ -37,5 +37,6 @@ def test_values_updates_and_state(tmp_path: Path) -> None:
         second.load(state | {key: value + 1 for key, value in found.items()})
         worker.pull(found).wait()
         assert torch.equal(found["w1"], parameters[1] + 1)
-        for each in (worker, second):
-            each.close()
+        second.close()
+        assert worker.stats()[0]["workers"] == {"0": 0}  # at once, not when a lease ends
+        worker.close()

@@ -118,7 +118,7 @@ def test_workers_share_the_work_and_end_with_the_same_values(
     assert min(map(len, (first["samples"], second["samples"]))) > 0
     weights = tiny.RaggedTokens().read(Order(tiny.SAMPLES, seed=0)(torch.arange(8 * STEPS).numpy()))["weights"]
     assert first["weight"] == float(weights.sum())
-    assert [event["step"] for event in tiny.events(tmp_path / "run", 0) if event["kind"] == "ckpt_committed"] == [
+    assert [event["step"] for event in tiny.events(tmp_path / "run", 0) if event["kind"] == "checkpoint_saved"] == [
         2,
         4,
         6,
@@ -138,8 +138,8 @@ def test_goes_on_under_another_kind_and_back(tmp_path: Path, pool: Pool, servers
     assert third["values"] == whole["values"]
 
 
-def part_of_one(world: World, run_dir: str, steps: int, **changes: Any) -> dict[str, Any]:
-    return tiny.complete(run_dir, world=world, stop_after=steps, **{**SHARED, **changes})
+def part_of_one(world: World, run_dir: str, until: int, **changes: Any) -> dict[str, Any]:
+    return tiny.complete(run_dir, world=world, stop_after=until, **{**SHARED, **changes})
 
 
 def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:

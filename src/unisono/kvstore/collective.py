@@ -7,6 +7,9 @@ dtype and device in one flat buffer. All of it is a function of the calls alone,
 Whether they did is compared before anything is sent: one 16-byte all-reduce per queue, over a hash of all calls so far. Two
 workers that pushed in different orders get an error that names the keys, not each other's tensors.
 
+With a codec, dense floating point tensors are summed as ``codecs`` does, one buffer under way at a time; rows and whole numbers
+travel in full.
+
 With several workers on several hosts the sum goes host-wise: to the first worker of each host, across hosts, back. Only 1 of k
 workers' tensors then crosses the network.
 """
@@ -27,6 +30,8 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.dist.peers import identity
+from unisono.errors import ConfigError, Problem
+from unisono.kvstore.codecs import Exchange, exchange, find_codec, nothing_travels, too_late
 from unisono.kvstore.keys import Future, One, Rows
 from unisono.kvstore.shared_memory import SharedSum
 from unisono.kvstore.values import Values
@@ -90,9 +95,22 @@ class CollectiveBackend:
         self._calls: dict[str, str] = {}
         self._number, self._hash = 0, 0
         self._over_network = _all_reduce(world, hierarchical)
+        self._by_host = hierarchical is True
+        self._codec: str | None = None
+        self._exchange: Exchange | None = None
+        self._pushed = False
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors."""
+        """Keep these tensors. Raises ConfigError once something was sent compressed."""
+        if self._exchange is not None:
+            raise ConfigError(
+                Problem(
+                    given=f"init of {', '.join(map(repr, list(values)[:5]))} after the first push with compression",
+                    rule="with compression all keys are there before the first push, as residuals are",
+                    consequence="nothing was changed",
+                    nearest="init of all keys, then push",
+                )
+            )
         self._values.init(values)
 
     def home(self, key: str, first: Tensor) -> torch.device:
@@ -104,6 +122,7 @@ class CollectiveBackend:
     def push(self, items: Sequence[tuple[str, One]], priority: int) -> Future[None]:
         """Queue; the future's ``wait`` sends."""
         entries: list[_Entry] = []
+        self._pushed = True
         for key, value in items:
             if key in self._open:  # pushes of one key take effect in the order of the calls
                 self._settle(self._open[key])
@@ -157,14 +176,40 @@ class CollectiveBackend:
         self._note(f"set_learning_rate {lr!r}")
         self._values.set_learning_rate(lr)
 
+    def set_compression(self, codec: str | None) -> None:
+        """Of dense floating point sums, in place of plain all-reduces."""
+        if self._pushed:
+            raise too_late(codec)
+        if codec is not None:
+            find_codec(codec)
+            if self._world.group is None:
+                raise nothing_travels(codec, "with one worker")
+            if self._shared is not None or self._by_host:
+                raise nothing_travels(codec, "beside sums through shared memory or host by host, which are not coded")
+        self._codec = codec
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """By key."""
+        return {} if self._exchange is None else self._exchange.stats()
+
+    def step(self) -> None:
+        """Sums keep the workers in step."""
+
     def state_dict(self) -> dict[str, Tensor]:
-        """After all pushes so far."""
+        """After all pushes so far; residuals are this worker's own."""
         self.settle()
-        return self._values.state_dict()
+        coder = self._coder()
+        held = {} if coder is None else coder.state_dict()
+        return self._values.state_dict() | {f"{_HELD}{name}": each for name, each in held.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """After all pushes so far, which it overwrites."""
         self.settle()
+        coder = self._coder()
+        if coder is not None:
+            held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
+            coder.load_state_dict(held)
+            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
         self._values.load_state_dict(state)
 
     def close(self) -> None:
@@ -242,6 +287,13 @@ class CollectiveBackend:
             return _Batch(
                 entries, _Done(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
             )
+        coder = self._coder()
+        if coder is not None and dense[0].is_floating_point():
+            # residuals of one buffer are kept or dropped before those of the next are read
+            while self._batches:
+                self._apply(self._batches.popleft())
+            sums = dict(zip([entry.key for entry in entries], dense, strict=True))
+            return _Batch(entries, _Coded(coder, sums), values)
         if len(dense) == 1:
             whole = dense[0].contiguous()
             return _Batch(entries, self._all_reduce(whole.view(-1)), [whole])
@@ -249,6 +301,13 @@ class CollectiveBackend:
         parts = flat.split([value.numel() for value in dense])
         totals: list[One] = [part.view_as(value) for part, value in zip(parts, dense, strict=True)]
         return _Batch(entries, self._all_reduce(flat), totals)
+
+    def _coder(self) -> Exchange | None:
+        """What sums coded tensors; made when it is needed first, for all keys."""
+        if self._codec is not None and self._exchange is None:
+            coded = {key: value for key, value in self._values.tensors.items() if value.is_floating_point()}
+            self._exchange = exchange(find_codec(self._codec), coded, self._world.group)
+        return self._exchange
 
     def _all_reduce(self, tensor: Tensor) -> Work:
         """Host tensors through shared memory, if there is one, which works at once; others asynchronously."""
@@ -275,6 +334,7 @@ class CollectiveBackend:
 
 
 _ROWS, _LARGE = "rows", "large"
+_HELD = "compression/"
 
 
 def _nbytes(value: One) -> int:
@@ -308,6 +368,25 @@ class _Done:
     def is_completed(self) -> bool:
         """Always."""
         return True
+
+
+class _Coded:
+    """Coded sum, in place."""
+
+    def __init__(self, exchange: Exchange, tensors: Mapping[str, Tensor]) -> None:
+        self._exchange, self._tensors = exchange, tensors
+        self._pending = exchange.launch(tensors)
+        self._waited = False
+
+    def wait(self) -> None:
+        """In step with the other workers, as a low-rank code has a second part."""
+        self._pending.wait()
+        self._exchange.commit(torch.stack([each.isfinite().all() for each in self._tensors.values()]).all())
+        self._waited = True
+
+    def is_completed(self) -> bool:
+        """The rest is done in ``wait``."""
+        return self._waited
 
 
 class _ByHost:

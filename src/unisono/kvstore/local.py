@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError, Problem
+from unisono.kvstore.codecs import nothing_travels
 from unisono.kvstore.keys import Future, One, Rows
 from unisono.kvstore.values import Values
 from unisono.optim.options import OptimOptions
@@ -75,6 +76,18 @@ class LocalBackend:
     def set_learning_rate(self, lr: float) -> None:
         """Of all updates from now on."""
         self._values.set_learning_rate(lr)
+
+    def set_compression(self, codec: str | None) -> None:
+        """Nothing travels."""
+        if codec is not None:
+            raise nothing_travels(codec, "on a store of one process")
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Nothing travels."""
+        return {}
+
+    def step(self) -> None:
+        """Nobody to wait for."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Values and optimizer state."""

@@ -27,9 +27,12 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.kvstore.codecs import Codec, PowerSgd, exchange, find_codec, nothing_travels, too_late
 from unisono.kvstore.keys import Future, One, Rows
 from unisono.kvstore.values import Values
 from unisono.optim.options import OptimOptions
+
+_HELD = "compression/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +129,12 @@ class LocalSteps:
     """Averages ``parameters`` (which start equal on all workers) in place; call ``after_step`` after every local step.
 
     All workers call it alike. Deterministic, and exact on resume from ``state_dict`` and the worker's own parameters.
+    With ``codec`` w - x_i travels coded, and what the code leaves out is added at the fragment's next boundary.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], world: World, rounds: Rounds) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], world: World, rounds: Rounds, codec: Codec | None = None
+    ) -> None:
         self._world, self._rounds = world, rounds
         self._fragments = [
             [
@@ -138,6 +144,12 @@ class LocalSteps:
             for number, run in enumerate(fragments(parameters, rounds.fragments))
         ]
         self._pending: dict[int, list[Any]] = {}
+        # one for each fragment, as several may be under way
+        self._exchanges = [
+            exchange(codec, {piece.name: piece.delta for piece in pieces}, world.group)
+            for pieces in self._fragments
+            if codec is not None
+        ]
 
     def due(self, step: int) -> list[int]:
         """The fragments whose boundary lies behind step ``step`` (counted from 0)."""
@@ -166,23 +178,18 @@ class LocalSteps:
             f"momentum/{name}": part for piece in pieces for name, part in piece.named(piece.momentum).items()
         }
 
-    def under_way(self) -> dict[str, Tensor]:
-        """The sums that have been started and not applied, for which it waits; equal on all workers."""
-        for fragment in self._pending:
-            self._wait(fragment)
-        return {f"delta/{p.name}": p.delta for fragment in self._pending for p in self._fragments[fragment]}
+    def underway(self) -> dict[str, Tensor]:
+        """``state_dict`` without ``outer``: sums under way, and what a codec holds back."""
+        return {name: each for name, each in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))}
 
-    def take_up(self, sums: Mapping[str, Tensor]) -> None:
-        """Go on with what was under way; with nothing where that is empty."""
-        self._pending.clear()
-        for number, pieces in enumerate(self._fragments):
-            for piece in pieces:
-                if f"delta/{piece.name}" in sums:
-                    piece.delta.copy_(sums[f"delta/{piece.name}"])
-                    self._pending[number] = []
+    def take_up(self, underway: Mapping[str, Tensor]) -> None:
+        """Go on with that; ``outer`` stays as it is. Raises CheckpointError for another cut of the parameters, or compression."""
+        agreed = {n: each for n, each in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
+        self.load_state_dict(agreed | dict(underway))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Outer parameters, momentum, and the sums under way, for which it waits; these are equal on all workers. Copies."""
+        """Outer parameters, momentum, and the sums under way, for which it waits; these are equal on all workers. With a codec
+        also what this worker holds back. Copies."""
         state: dict[str, Tensor] = {}
         for fragment, pieces in enumerate(self._fragments):
             self._wait(fragment)
@@ -191,11 +198,23 @@ class LocalSteps:
                 state[f"momentum/{piece.name}"] = piece.momentum.clone()
                 if fragment in self._pending:
                     state[f"delta/{piece.name}"] = piece.delta.clone()
+        for fragment, coder in enumerate(self._exchanges):
+            held = coder.state_dict()
+            state |= {f"{_HELD}{fragment}/{name}": each.clone() for name, each in held.items()}
         return state
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """See ``Feedback.stats``; by fragment, and number of the dtype in it."""
+        return {name: each for coder in self._exchanges for name, each in coder.stats().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where ``state_dict`` was taken. Raises CheckpointError for another cut of the parameters."""
+        """Go on where ``state_dict`` was taken. Raises CheckpointError for another cut of the parameters, or compression."""
+        for fragment, coder in enumerate(self._exchanges):
+            start = f"{_HELD}{fragment}/"
+            coder.load_state_dict({n.removeprefix(start): each for n, each in state.items() if n.startswith(start)})
+        if self._exchanges:
+            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
         own = {
             f"{what}/{piece.name}": tensor
             for pieces in self._fragments
@@ -226,9 +245,13 @@ class LocalSteps:
         works: list[Any] = []
         for piece in self._fragments[fragment]:
             torch.sub(piece.outer, piece.flat(), out=piece.delta)
-            if self._world.group is not None:
+            if self._world.group is not None and not self._exchanges:
                 with self._world.guard(f"average of fragment {fragment}"):
                     works.append(dist.all_reduce(piece.delta, group=self._world.group, async_op=True))
+        if self._exchanges:
+            deltas = {piece.name: piece.delta for piece in self._fragments[fragment]}
+            with self._world.guard(f"average of fragment {fragment}"):
+                works.append(self._exchanges[fragment].launch(deltas))
         self._pending[fragment] = works
 
     def _wait(self, fragment: int) -> None:
@@ -236,6 +259,8 @@ class LocalSteps:
         with self._world.guard(f"average of fragment {fragment}"):
             while works:
                 works.pop(0).wait()
+                if self._exchanges:
+                    self._exchanges[fragment].commit(True)
 
 
 def fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
@@ -286,6 +311,7 @@ class PeriodicBackend:
         self._steps = 0
         self._pushed: set[str] = set()
         self._local: LocalSteps | None = None
+        self._codec: Codec | None = None
 
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Keep these tensors. Raises ConfigError once steps have begun."""
@@ -304,7 +330,7 @@ class PeriodicBackend:
         if not self._values.updates:
             raise _refused("a push without an optimizer", "'dist_local' averages what optimizers did", "set_optimizer")
         if self._local is None:
-            self._local = LocalSteps(self._values.tensors, self._world, self._rounds)
+            self._local = LocalSteps(self._values.tensors, self._world, self._rounds, self._codec)
         for key, value in items:
             if key in self._pushed:
                 missing = sorted(self._values.tensors.keys() - self._pushed)
@@ -346,6 +372,24 @@ class PeriodicBackend:
         """The inner one."""
         self._values.set_learning_rate(lr)
 
+    def set_compression(self, codec: str | None) -> None:
+        """Of what is averaged."""
+        if self._local is not None:
+            raise too_late(codec)
+        found = None if codec is None else find_codec(codec)
+        if codec is not None and self._world.group is None:
+            raise nothing_travels(codec, "with one worker")
+        if isinstance(found, PowerSgd):
+            raise nothing_travels(codec or "", "with 'dist_local', whose parameters travel flat and have no factors")
+        self._codec = found
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """By fragment, and number of the dtype in it."""
+        return {} if self._local is None else self._local.stats()
+
+    def step(self) -> None:
+        """Pushes of all keys are a step."""
+
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a step."""
         self._between_steps()
@@ -369,7 +413,7 @@ class PeriodicBackend:
                     nearest="what state_dict of a 'dist_local' store gave",
                 )
             )
-        local = LocalSteps(self._values.tensors, self._world, self._rounds) if outer else None
+        local = LocalSteps(self._values.tensors, self._world, self._rounds, self._codec) if outer else None
         if local is not None:
             local.load_state_dict(outer)
         self._values.load_state_dict(inner)

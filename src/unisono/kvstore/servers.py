@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.errors import CommError
+from unisono.errors import CommError, ConfigError, Problem
 from unisono.kvstore.codecs import Codec, Feedback
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.agreed import Agreed
@@ -38,6 +38,8 @@ from unisono.kvstore.wire.message import json_frame, read_json
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
 _WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
+
+_GOODBYE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +82,7 @@ class Servers:
         self.placement = agreed.placement()
         self.worker = worker
         self._codec, self._say = codec, say
-        self._feedback: Feedback | None = None
+        self._feedback = None if codec is None else self._residuals()
         self._groups = cache(self._grouped)
         me = Peer("worker", worker, incarnation, agreed.job, "")
         facts = agreed.json()
@@ -112,6 +114,11 @@ class Servers:
         """Whether the servers had all values when this worker came."""
         here = [set(link.hello["initialised"]) for link in self._links]
         return all({c.number for c in self.placement.on(s)} <= found for s, found in enumerate(here))
+
+    @property
+    def clock(self) -> int:
+        """The steps that this worker counts as having made: those of the slowest when it came."""
+        return int(self._links[0].hello["clock"])
 
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Give the servers values where they have none. Returns when all have theirs."""
@@ -155,14 +162,62 @@ class Servers:
 
         return Future(finish, lambda: all(answer.done() for _, answer in answers))
 
-    def commit(self) -> None:
-        """What the pushes since the last call left out is added to the next ones; with a codec only."""
+    def push_rows(
+        self, key: str, ids: Tensor, rows: Tensor, *, lr: float = float("nan"), priority: int = 0
+    ) -> Future[Sent]:
+        """Have the servers apply gradients of some rows: ``ids`` [n] int64, rising, and ``rows`` [n, ...], on the CPU. The others
+        keep value and moments. They travel without codec. Raises ConfigError for a key whose chunks are no whole rows."""
+        seq = next(self._numbers)
+        answers: list[tuple[int, int, Answer[Frame]]] = []
+        for chunk, local, place in self._row_parts(key, ids):
+            data = memoryview(raw(local).tobytes() + raw(rows[place].contiguous()).tobytes())
+            prefix = (lr, self._versions[chunk.server])
+            frame = write(Op.ROWS, [(chunk.number, data)], dtype=_dtype(chunk), prefix=prefix)
+            frame = replace(frame, seq=seq, flags=WRITE)
+            answers.append((chunk.server, 1, self._links[chunk.server].request(frame, priority)))
+        return self._sent(answers, seq)
+
+    def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
+        """The rows ``ids`` [n] int64, rising, of now: [n, ...]. ConfigError as for ``push_rows``."""
+        parts, chunks = self._row_parts(key, ids), self.placement.of(key)
+        dtype = chunks[0].dtype if chunks else torch.float32
+        found = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
+        answers: list[Answer[Frame]] = []
+        for chunk, local, place in parts:
+            frame = write(Op.ROWS, [(chunk.number, raw(local))], dtype=_dtype(chunk))
+            answers.append(self._links[chunk.server].request(frame, priority, raw(found[place])))
+
+        def finish() -> Tensor:
+            _all(answers)
+            return found
+
+        return Future(finish, lambda: all(answer.done() for answer in answers))
+
+    def commit(self, good: bool = True) -> None:
+        """What the pushes since the last call left out is added to the next ones, with a codec only; not ``good``: those pushes
+        count for nothing."""
         if self._feedback is not None:
-            self._feedback.commit(True)
+            self._feedback.commit(good)
 
     def residuals(self) -> dict[str, Tensor]:
         """What this worker's codec holds back, to be given to ``load_residuals``."""
         return {} if self._feedback is None else self._feedback.state_dict()
+
+    def load_residuals(self, state: Mapping[str, Tensor]) -> None:
+        """Hold back what another process of this worker did. Raises CheckpointError for another compression."""
+        if self._feedback is not None:
+            self._feedback.load_state_dict(state)
+
+    def compression(self) -> dict[str, dict[str, float]]:
+        """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks; see
+        ``Feedback.stats``."""
+        keys: dict[str, dict[str, float]] = {}
+        for name, each in ({} if self._feedback is None else self._feedback.stats()).items():
+            of = keys.setdefault(name.rpartition("@")[0], {"bytes_in": 0, "bytes_out": 0, "residual": 0.0})
+            of["bytes_in"] += each["bytes_in"]
+            of["bytes_out"] += each["bytes_out"]
+            of["residual"] = max(of["residual"], each["residual"])
+        return keys
 
     # --- the optimizer ---------------------------------------------------------------------------------------------
 
@@ -229,6 +284,10 @@ class Servers:
         """Leave: what this worker had claimed and not done is dealt to others at once."""
         self._beats.set()
         self._heart.join()
+        # a server that does not answer holds nobody up: there the lease ends by itself
+        with suppress(CommError, TimeoutError):
+            for answer in [link.request(Frame(Op.BYE)) for link in self._links]:
+                answer.result(_GOODBYE_S)
         for link in [self._talk, *self._links]:
             link.close()
 
@@ -256,6 +315,12 @@ class Servers:
             )
             places = [_of(targets[chunk.key], chunk) for chunk in group] if into else None
             answers.append((server, len(group), self._links[server].request(frame, priority, places)))
+        return self._sent(answers, seq if unit is None else None, pulled=bool(into))
+
+    def _sent(
+        self, answers: Sequence[tuple[int, int, Answer[Frame]]], seq: int | None, *, pulled: bool = False
+    ) -> Future[Sent]:
+        """The answers (server, chunks, answer) to a push with number ``seq`` of this worker's own stream, None: to a unit's."""
 
         def finish() -> Sent:
             duplicates, refused = 0, False
@@ -263,9 +328,9 @@ class Servers:
                 reply = answer.result()
                 refused |= bool(reply.flags & REFUSED)
                 duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
-                if unit is None:
+                if seq is not None:
                     self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
-                if into:
+                if pulled:
                     self._versions[server] = reply.clock
             return Sent(duplicates=duplicates, refused=refused)
 
@@ -274,19 +339,30 @@ class Servers:
     def _coded(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Every chunk's code, by key and start."""
         assert self._codec is not None
+        assert self._feedback is not None
         parts = {
             _name(chunk): (chunk, value.reshape(-1)[chunk.start : chunk.start + chunk.elements])
             for key, value in values.items()
             for chunk in self.placement.of(key)
         }
-        if self._feedback is None:
-            whole = {
-                _name(chunk): torch.empty(chunk.elements, dtype=chunk.dtype)
-                for chunk in self.placement.chunks
-                if chunk.dtype.is_floating_point
-            }
-            self._feedback = Feedback(whole, worker=self.worker)
         return {name: raw(self._feedback.encode(self._codec, name, value)) for name, (_, value) in parts.items()}
+
+    def _residuals(self) -> Feedback:
+        chunks = [chunk for chunk in self.placement.chunks if chunk.dtype.is_floating_point]
+        whole = {_name(chunk): torch.empty(chunk.elements, dtype=chunk.dtype) for chunk in chunks}
+        return Feedback(whole, worker=self.worker)
+
+    def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
+        """The chunks that hold some of these rows: row numbers as they count them, and where in ``ids`` those stand."""
+        parts: list[tuple[Chunk, Tensor, slice]] = []
+        for chunk in self.placement.of(key):
+            if not chunk.row_elements:
+                raise _no_rows(key)
+            first, count = chunk.start // chunk.row_elements, chunk.elements // chunk.row_elements
+            low, high = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
+            if low < high:
+                parts.append((chunk, ids[low:high] - first, slice(low, high)))
+        return parts
 
     def _write(
         self, op: Op, group: Sequence[Chunk], sources: Mapping[str, memoryview], prefix: tuple[float, int] | None = None
@@ -295,7 +371,7 @@ class Servers:
             (chunk.number, sources[_name(chunk)] if _name(chunk) in sources else _of(sources[chunk.key], chunk))
             for chunk in group
         ]
-        return write(op, parts, dtype=str(group[0].dtype).removeprefix("torch."), prefix=prefix)
+        return write(op, parts, dtype=_dtype(group[0]), prefix=prefix)
 
     def _grouped(self, keys: tuple[str, ...]) -> list[tuple[int, list[Chunk]]]:
         """(server, chunks that travel in one frame), in the order of sending: servers take turns."""
@@ -330,6 +406,10 @@ def _name(chunk: Chunk) -> str:
     return f"{chunk.key}@{chunk.start}"
 
 
+def _dtype(chunk: Chunk) -> str:
+    return str(chunk.dtype).removeprefix("torch.")
+
+
 def _of(data: memoryview, chunk: Chunk) -> memoryview:
     """A chunk's bytes among those of its key."""
     start = chunk.start * chunk.dtype.itemsize
@@ -339,3 +419,14 @@ def _of(data: memoryview, chunk: Chunk) -> memoryview:
 def _all(answers: Sequence[Answer[Frame]]) -> None:
     for answer in answers:
         answer.result()
+
+
+def _no_rows(key: str) -> ConfigError:
+    return ConfigError(
+        Problem(
+            given=f"rows of {key!r}, whose chunks are no whole rows",
+            rule="rows travel alone where a chunk holds a multiple of 1024 elements that is whole rows",
+            consequence="nothing was sent",
+            nearest="push and pull all of it, or choose a row length with more factors of 2",
+        )
+    )

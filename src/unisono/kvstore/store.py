@@ -3,6 +3,7 @@
     local       one process, several values under a key are added on the host
     device      one process, they are added on the accelerator of the first one
     dist_sync   values and optimizer on every worker, bit-identical; a push is an all-reduce
+    dist_async  servers hold values and optimizer, and every worker's push is an update of its own
     dist_local  every worker updates its own copy, copies are averaged now and then (LocalSGD, DiLoCo)
 
 ``push`` adds over a worker's devices and over workers. Without an optimizer the sum replaces the stored value (as in MXNet,
@@ -24,7 +25,8 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.errors import ConfigError, Problem, nearest_name
-from unisono.kvstore.codecs import Codec, PowerSgd
+from unisono.kvstore.asynchronous import AsyncBackend
+from unisono.kvstore.codecs import find_codec
 from unisono.kvstore.collective import CollectiveBackend
 from unisono.kvstore.dist_sync import BucketedAllReduce
 from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, rows_of, table, table_hash
@@ -34,7 +36,7 @@ from unisono.kvstore.values import optimizer_options
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
-Kind = Literal["local", "device", "dist_sync", "dist_local"]
+Kind = Literal["local", "device", "dist_sync", "dist_async", "dist_local"]
 Names = list[str] | tuple[str, ...]
 Out = Tensor | Sequence[Tensor]
 
@@ -99,6 +101,18 @@ class Backend(Protocol):
         """Of all updates from now on."""
         ...
 
+    def set_compression(self, codec: str | None) -> None:
+        """Of what travels from now on; ConfigError where nothing does, and once something has."""
+        ...
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Of compression, by key."""
+        ...
+
+    def step(self) -> None:
+        """Return when this worker may begin its next step."""
+        ...
+
     def state_dict(self) -> dict[str, Tensor]:
         """Everything that a later process needs to go on, by name."""
         ...
@@ -115,8 +129,9 @@ class Backend(Protocol):
 class KVStore:
     """A store bound to the workers of ``world``. Made by ``create``.
 
-    On the distributed kinds ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and the ``set_`` methods are called by
-    all workers in the same order; so are the ``wait`` of a push and of a pull of keys that were pushed.
+    On 'dist_sync' and 'dist_local' ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and the ``set_`` methods are
+    called by all workers in the same order; so are the ``wait`` of a push and of a pull of keys that were pushed. Workers of
+    'dist_async' meet in the first ``init``, in ``barrier`` and in ``load_state_dict`` only.
     """
 
     def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
@@ -125,6 +140,7 @@ class KVStore:
         self._backend = backend
         self._keys = Keys()
         self._devices: dict[str, torch.device] = {}
+        self._codec: str | None = None
 
     @property
     def rank(self) -> int:
@@ -141,19 +157,33 @@ class KVStore:
     def init(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
         """``broadcast``, then keep a copy of each value under its key.
 
+        With 'dist_async' there is one ``init`` of all keys, and what it writes into ``value`` is what the servers have by now.
         Raises ConfigError for a key that has a value, CommError naming the worker whose table differs, and where.
         """
         values: dict[str, Tensor] = dict(named(key, value))
         self._keys.add(values)
-        self.broadcast(values)
+        if self.kind != "dist_async":
+            self.broadcast(values)
         self._devices |= {name: each.device for name, each in values.items()}
         self._backend.init({name: each.detach().clone() for name, each in values.items()})
+        if self.kind == "dist_async":  # servers compare the table, and have rank 0's values or later ones
+            self.pull(list(values), list(values.values())).wait()
 
     def broadcast(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
         """Agree on names, shapes and dtypes, then overwrite every worker's tensors with rank 0's. Keeps nothing.
 
-        Raises CommError naming the worker whose table differs, and where.
+        Raises CommError naming the worker whose table differs, and where; ConfigError for 'dist_async', whose workers have
+        nothing but the servers in common.
         """
+        if self.kind == "dist_async":
+            raise ConfigError(
+                Problem(
+                    given="broadcast on a store of kind 'dist_async'",
+                    rule="its workers have nothing but the keys on the servers in common",
+                    consequence="nothing was sent",
+                    nearest="init, which writes the servers' values into every worker's tensors",
+                )
+            )
         values: dict[str, Tensor] = dict(named(key, value))
         if len(set(self.world.gather_json(table_hash(values)))) > 1:  # the tables themselves may be long
             agree(self.world, "parameter table", table(values))
@@ -231,8 +261,16 @@ class KVStore:
         return Future(result, found.done)
 
     def barrier(self) -> None:
-        """Returns once every worker has called it; all pushes before it are then applied."""
+        """Returns once every worker has called it; all pushes before it are then applied. With 'dist_async': every live one."""
         self._backend.barrier()
+
+    def step(self) -> None:
+        """This worker has made a step, all its pushes applied; returns when it may begin the next.
+
+        With 'dist_async' and ``staleness=s``: when the slowest live worker has made all but ``s`` of its steps (stale synchronous
+        parallel, Ho et al. 2013). Workers of the other kinds are in step by what they push, so there it returns at once.
+        """
+        self._backend.step()
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
@@ -248,6 +286,24 @@ class KVStore:
     def set_learning_rate(self, lr: float) -> None:
         """For all updates from now on. Raises ConfigError without an optimizer."""
         self._backend.set_learning_rate(lr)
+
+    def set_compression(self, codec: str) -> None:
+        """Send ``codec`` ("int8", "2bit:0.5" …; see docs/compression.md; "none": in full) in place of dense floating point
+        tensors, what it leaves out being added to the next ones.
+
+        Of gradients with 'dist_sync' and 'dist_async', of how far a worker came in a round with 'dist_local'. May be changed
+        until something was sent: before the first push, with 'dist_async' before ``init``. Raises ConfigError then, for an
+        unknown codec, and where nothing travels; CommError naming the workers that say otherwise.
+        """
+        agree(self.world, "the store's compression", codec)
+        chosen = None if codec == "none" else codec
+        self._backend.set_compression(chosen)
+        self._codec = chosen
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """With compression, by key (by parameters of a dtype with 'dist_local'): ``bytes_in``, the size of what was sent last;
+        ``bytes_out``, of its code; ``residual``, the norm of what is held back over that of the last gradient."""
+        return self._backend.stats()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Values and optimizer state by name, the store's own tensors. Read it before the next push."""
@@ -265,20 +321,17 @@ class KVStore:
         group: ProcessGroup | None = None,
         travels: Mapping[str, torch.dtype] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
-        codec: Codec | PowerSgd | None = None,
     ) -> GradientSync:
         """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers.
 
         ``travels``: in what dtype gradients are sent and added where it is not their own, by name. ``bucket_bytes`` of
-        gradients are sent together. ``codec`` compresses them. Raises ConfigError for a codec beside ``travels``, or on a kind
-        that sends no gradients.
+        gradients are sent together, compressed as ``set_compression`` said. Raises ConfigError for a codec beside ``travels``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        if self.kind == "dist_sync":
-            return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
-        if codec is not None:
-            raise _no_store(self.kind, f"codec {codec.name!r}", "gradients stay in the process", "'dist_sync'")
-        return LocalGradients(trained)
+        if self.kind != "dist_sync":
+            return LocalGradients(trained)
+        codec = None if self._codec is None else find_codec(self._codec)
+        return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
 
     def close(self) -> None:
         """Free the values. Not a collective; the World stays open."""
@@ -328,12 +381,24 @@ def create(
     rounds: Rounds | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
     shared_memory: bool = False,
+    servers: Sequence[tuple[str, int]] | None = None,
+    secret: bytes | None = None,
+    staleness: int | None = None,
+    damped: bool = False,
+    incarnation: int = 0,
 ) -> KVStore:
     """A store of this kind over these workers. A collective on the distributed kinds.
 
     ``rounds`` says when and how ``dist_local`` averages. ``hierarchical`` sums of ``dist_sync`` go through one worker of each
     host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
-    through memory that the workers of one host share. Raises ConfigError for what does not fit the kind or these workers.
+    through memory that the workers of one host share.
+
+    ``dist_async`` has its ``servers`` at these addresses, which hold the same ``secret`` of 32 bytes (``kvstore.wire.secret``).
+    A worker is at most ``staleness`` steps ahead of the slowest, None: any; see ``KVStore.step``. ``damped``: a gradient computed
+    before tau pushes of others is applied with lr / (1 + tau). A worker that is started again has the next higher
+    ``incarnation``. Of ``world`` it reads rank, number of workers and run id; it needs no process group.
+
+    Raises ConfigError for what does not fit the kind or these workers.
     """
     inert = [
         name
@@ -341,11 +406,19 @@ def create(
             ("rounds", rounds is not None, "dist_local"),
             ("hierarchical", hierarchical != "auto", "dist_sync"),
             ("shared_memory", shared_memory, "dist_sync"),
+            ("servers", servers is not None, "dist_async"),
+            ("secret", secret is not None, "dist_async"),
+            ("staleness", staleness is not None, "dist_async"),
+            ("damped", damped, "dist_async"),
+            ("incarnation", incarnation != 0, "dist_async"),
         )
         if given and kind != reader
     ]
     if inert:
-        rule = "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync'"
+        rule = (
+            "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync', "
+            "servers, secret, staleness, damped and incarnation with 'dist_async'"
+        )
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
     match kind:
         case "local" | "device":
@@ -354,6 +427,13 @@ def create(
             return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
         case "dist_sync":
             backend = CollectiveBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
+            return KVStore(kind, world, backend)
+        case "dist_async":
+            if not servers or secret is None:
+                given = "no servers" if not servers else "no secret"
+                nearest = "servers=server_addresses(os.environ), secret=read_secret(os.environ)"
+                raise _no_store(kind, given, "servers that know the secret hold its values", nearest)
+            backend = AsyncBackend(world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation)
             return KVStore(kind, world, backend)
         case "dist_local":
             if rounds is None:

@@ -7,7 +7,7 @@ modules: tensors of two or more dims decay, others and those whose name ends in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -65,14 +65,7 @@ class Values:
     def set_learning_rate(self, lr: float) -> None:
         """For all updates from now on. Raises ConfigError without an optimizer."""
         if self._options is None:
-            raise ConfigError(
-                Problem(
-                    given=f"set_learning_rate({lr:g}) on a store without an optimizer",
-                    rule="a learning rate belongs to the store's optimizer",
-                    consequence="pushes replace values, whatever the rate",
-                    nearest="set_optimizer('sgd', lr=...) first",
-                )
-            )
+            raise rate_without_optimizer(lr)
         self._lr = lr
         for _, optimizer in self._optimizers.values():
             for group in optimizer.param_groups:
@@ -113,30 +106,49 @@ class Values:
             load_state_tensors({key: parameter}, optimizer, {name: state[name] for name in names})
 
     def _build(self, options: OptimOptions, values: Mapping[str, Tensor]) -> None:
+        require_floating(values)
         for key, value in values.items():
-            if not value.is_floating_point():
-                raise ConfigError(
-                    Problem(
-                        given=f"an optimizer for key {key!r} of dtype {value.dtype}",
-                        rule="an optimizer updates floating point values",
-                        consequence="no optimizer was set for it",
-                        nearest="keep whole numbers in a store without an optimizer",
-                    )
-                )
             parameter = nn.Parameter(value)
             with torch.enable_grad():
                 made = build_optimizer(
-                    nn.Module(), options, pieces={key: parameter}, named_roles={key: _role(key, value, options)}
+                    nn.Module(), options, pieces={key: parameter}, named_roles={key: role_of(key, value.shape, options)}
                 )
             self._optimizers[key] = parameter, made
         if self._lr is not None:
             self.set_learning_rate(self._lr)
 
 
-def _role(key: str, value: Tensor, options: OptimOptions) -> Role:
-    if value.ndim < 2 or key.endswith("bias"):
+def role_of(key: str, shape: Sequence[int], options: OptimOptions) -> Role:
+    """Whether a key decays: what a store knows of it is its name and shape."""
+    if len(shape) < 2 or key.endswith("bias"):
         return Role.PLAIN
     return Role.NO_DECAY if any(fnmatchcase(key, pattern) for pattern in options.decay_exclude) else Role.DECAY
+
+
+def require_floating(values: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError for a key that no optimizer can update."""
+    for key, value in values.items():
+        if not value.is_floating_point():
+            raise ConfigError(
+                Problem(
+                    given=f"an optimizer for key {key!r} of dtype {value.dtype}",
+                    rule="an optimizer updates floating point values",
+                    consequence="no optimizer was set for it",
+                    nearest="keep whole numbers in a store without an optimizer",
+                )
+            )
+
+
+def rate_without_optimizer(lr: float) -> ConfigError:
+    """The answer to a learning rate for nobody."""
+    return ConfigError(
+        Problem(
+            given=f"set_learning_rate({lr:g}) on a store without an optimizer",
+            rule="a learning rate belongs to the store's optimizer",
+            consequence="it would change no update",
+            nearest="set_optimizer('sgd', lr=...) first",
+        )
+    )
 
 
 def optimizer_options(optimizer: OptimOptions | str, hyper: Mapping[str, Any]) -> OptimOptions:

@@ -29,6 +29,7 @@ def sync_problems(plan: Plan, world: int) -> Iterator[Problem]:
         yield from _alone(plan)
     if plan.compression != "none":
         yield from _compression(plan)
+        yield from _codec_of_kind(plan)
     if plan.sync == "dist_local":
         yield from _rounds(plan)
 
@@ -94,6 +95,24 @@ def _compression(plan: Plan) -> Iterator[Problem]:
             rule=f"compression acts on what the store sends, and here {why}",
             consequence="it would act on nothing",
             nearest="plan.compression='none', or dp_replicate in place of dp_shard",
+        )
+
+
+def _codec_of_kind(plan: Plan) -> Iterator[Problem]:
+    name = plan.compression.partition(":")[0]
+    if plan.sync in _OWN and name == "powersgd":
+        yield Problem(
+            given=f"compression {plan.compression!r} with sync {plan.sync!r}",
+            rule="its factors are of single gradients, summed over all ranks at once",
+            consequence="there would be nothing to sum them with",
+            nearest="plan.compression='int8' or 'topk:0.01', or plan.sync='dist_sync'",
+        )
+    if plan.sync == "dist_async" and name == "auto":
+        yield Problem(
+            given="compression 'auto' with sync 'dist_async'",
+            rule="auto measures an all-reduce among the ranks, and asynchronous ones make none",
+            consequence="there is nothing to decide by",
+            nearest="plan.compression='int8', or 'none' (`unisono kvstore bench` compares them)",
         )
 
 

@@ -46,15 +46,23 @@ def worker_plan(plan: Plan) -> Plan:
 class RemoteOptimizer:
     """Stands where an optimizer stands: ``step`` has the servers make it, once for the ``unit`` at hand.
 
-    ``local`` has the parameter groups; its state is empty but while a checkpoint is saved or loaded.
+    ``local`` has the parameter groups; its state is empty but while a checkpoint is saved or loaded. New values come with the
+    answer to a push, or with ``late_pull`` when they are asked for.
     """
 
-    def __init__(self, local: torch.optim.Optimizer, servers: Servers, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        local: torch.optim.Optimizer,
+        servers: Servers,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        late_pull: bool,
+    ) -> None:
         self.param_groups, self.state = local.param_groups, local.state
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.unit = 0
-        self._servers = servers
+        self._servers, self._late_pull = servers, late_pull
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._sent = {name: _host_like(p) for name, p in self._trained.items()}
         # straight into the parameters where they are plain host memory
@@ -69,9 +77,12 @@ class RemoteOptimizer:
             gradient = cast(Tensor, parameter.grad)
             self._sent[name].copy_(gradient if self.grad_scale is None else gradient / self.grad_scale)
         lr = float(self.param_groups[0]["lr"])
-        self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.unit).wait()
+        if self._late_pull:
+            self._servers.push(self._sent, lr=lr, unit=self.unit).wait()
+        else:
+            self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.unit).wait()
+            self._take()
         self._servers.commit()
-        self._take()
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -134,11 +145,13 @@ class Dealt:
             codec=None if plan.compression == "none" else server_codec(plan.compression),
             say=lambda text: events.emit("servers", message=text),
         )
-        self._optimizer = RemoteOptimizer(local, self._servers, self._parameters)
+        # under a bound, values are as new as what was dealt
+        self._bounded = plan.staleness is not None
+        self._optimizer = RemoteOptimizer(local, self._servers, self._parameters, late_pull=self._bounded)
         state.optimizer = cast(torch.optim.Optimizer, self._optimizer)
         self.drop()
         self._kept: Work | None = None
-        self._clock, self._weight = 0, 0.0
+        self._weight = 0.0
         self._asked_to_stop = False
         self._saved_at = -1
         self.work = Work("wait")  # what ended the last stretch of units: save, end or stopped
@@ -174,12 +187,12 @@ class Dealt:
     def start_unit(self, batch: StepBatch) -> None:
         """Its gradients are the next to be pushed."""
         self._state.step, self._optimizer.unit = batch.step, batch.unit
+        if self._bounded:
+            self._optimizer.pull()
 
     def finish_unit(self, unit: int, weight: float) -> None:
-        """Its gradients are applied, or it did not count; waits where the bound of staleness asks for it."""
+        """Its gradients are applied, or it did not count."""
         self._servers.done(Work("unit", unit), weight)
-        self._clock += 1
-        self._servers.tick(self._clock)
 
     def ask_to_stop(self, *, finished: bool = False) -> None:
         """All workers end at the next step that nobody has begun."""
@@ -247,6 +260,8 @@ class Dealt:
     # --- claims ----------------------------------------------------------------------------------------------------
 
     def _claim(self, wait: bool) -> int | None:
+        if self._bounded and not wait:
+            return None  # what is taken ahead, others wait for
         work, self._kept = self._kept or (self._claimed() if wait else self._ask(wait=False)), None
         if work.kind == "unit":
             return work.number

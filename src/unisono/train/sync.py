@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from unisono.dist import JobSpec, World, join
 from unisono.errors import ConfigError, Problem
 from unisono.kvstore import GradientSync, KVStore, LocalSteps, Rounds, create
-from unisono.kvstore.codecs import COARSE_WITH_ADAM, auto_codec, find_codec
+from unisono.kvstore.codecs import COARSE_WITH_ADAM, Codec, auto_codec, find_codec
 from unisono.kvstore.dist_sync import BucketedAllReduce
 from unisono.kvstore.local import LocalGradients
 from unisono.observe.events import EventLog
@@ -77,31 +78,35 @@ def keep_in_step(
     events: EventLog,
 ) -> tuple[GradientSync, Memory | None]:
     """What sums the gradients of ``pieces``, and what it has to remember. ``step()``: finished steps of the run."""
-    if plan.sync == "dist_local":
-        rounds = LocalRounds(plan, pieces.parameters, grid.world, step)
-        return rounds, rounds
+    device = next(iter(pieces.parameters.values())).device
     if plan.sharded:
         return ShardedGradients(model, pieces, grid), None
     if plan.placements:
         return PlacedGradients(model, pieces, grid), None
+    codec = _codec(plan, grid, device, optimizer, events)
+    if plan.sync == "dist_local":
+        found = None if codec == "none" else cast(Codec, find_codec(codec))  # the plan has no factors here
+        rounds = LocalRounds(plan, pieces.parameters, grid.world, step, found)
+        return rounds, rounds
     group = grid.group("dp_replicate") if plan.spread else None
-    codec = _codec(plan, grid, next(iter(pieces.parameters.values())).device, optimizer, events)
-    travels = pieces.travels if codec is None else None
-    sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes, find_codec(codec) if codec else None)
-    return sync, Compressed(sync) if isinstance(sync, BucketedAllReduce) and codec else None
+    if codec != "none":
+        store.set_compression(codec)
+    travels = pieces.travels if codec == "none" else None
+    sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes)
+    return sync, Compressed(sync) if codec != "none" and isinstance(sync, BucketedAllReduce) else None
 
 
-def _codec(plan: Plan, grid: Grid, device: torch.device, optimizer: str, events: EventLog) -> str | None:
+def _codec(plan: Plan, grid: Grid, device: torch.device, optimizer: str, events: EventLog) -> str:
     """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
     chosen, why = plan.compression, "as asked"
     if chosen == "none":
-        return None
+        return chosen
     if chosen == "auto":
         choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.spread else None)
-        chosen, why = choice.codec, choice.reason
+        chosen, why = choice.codec or "none", choice.reason
     elif chosen.startswith(_COARSE) and optimizer in _ADAPTIVE:
         why = COARSE_WITH_ADAM
-    events.emit("compression", asked=plan.compression, codec=chosen or "none", why=why)
+    events.emit("compression", asked=plan.compression, codec=chosen, why=why)
     return chosen
 
 
@@ -139,12 +144,17 @@ class LocalRounds:
     apart = True
 
     def __init__(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], world: World, step: Callable[[], int]
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        world: World,
+        step: Callable[[], int],
+        codec: Codec | None = None,
     ) -> None:
         self._world, self._step = world, step
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._gradients = LocalGradients(self._parameters)
-        self._rounds = LocalSteps(self._parameters, world, rounds_of(plan))
+        self._rounds = LocalSteps(self._parameters, world, rounds_of(plan), codec)
         self.arm, self.gradients, self.reset = self._gradients.arm, self._gradients.gradients, self._gradients.reset
         self.close = self._gradients.close
 
@@ -169,14 +179,15 @@ class LocalRounds:
         }
 
     def own(self) -> dict[str, Tensor]:
-        """Averages under way."""
-        return self._rounds.under_way()
+        """Averages under way, and what a codec holds back."""
+        return self._rounds.underway()
 
     @torch.no_grad()
     def adopt(self, own: Mapping[str, Tensor] | None) -> None:
         """Without what this rank had, it starts where all agree, with the optimizer state of whichever rank saved it."""
-        self._rounds.take_up(own or {})
-        if own is None:
+        if own is not None:
+            self._rounds.take_up(own)
+        else:
             outer = self._rounds.outer()
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])

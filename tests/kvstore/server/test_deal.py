@@ -19,7 +19,7 @@ moves = st.lists(
 )
 
 
-def begun(units: int, first: int = 0, **more: int) -> Deal:
+def begun(units: int, first: int = 0, **more: int | None) -> Deal:
     deal = Deal(units, **more)
     assert deal.claim(9) == BEGIN
     assert deal.done(Work("begin", first))
@@ -29,8 +29,8 @@ def begun(units: int, first: int = 0, **more: int) -> Deal:
 class Run:
     """What workers see and say; checks each answer against what was done before."""
 
-    def __init__(self, deal: Deal, first: int) -> None:
-        self.deal = deal
+    def __init__(self, deal: Deal, first: int, per_step: int, staleness: int | None) -> None:
+        self.deal, self.per_step, self.staleness = deal, per_step, staleness
         self.holds: dict[int, list[Work]] = {worker: [] for worker in range(4)}
         self.ghosts: list[Work] = []  # of the dead
         self.units = list(range(first))
@@ -42,6 +42,9 @@ class Run:
             assert all(work not in held for held in self.holds.values())
             if work.kind == "unit":
                 assert work.number not in self.units
+                if self.staleness is not None:
+                    old = (work.number // self.per_step - self.staleness) * self.per_step
+                    assert set(range(old)) <= set(self.units)
             else:
                 assert sorted(self.units) == list(range(work.number)), "a save sees all units before it, and no other"
                 # who still computes one computes it in vain
@@ -60,11 +63,19 @@ class Run:
         self.holds[worker] = []
 
 
-@given(st.integers(1, 9), st.integers(0, 4), st.sampled_from([1, 2, 3]), st.integers(0, 2), moves)
-def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, moves) -> None:
+@given(
+    st.integers(1, 9),
+    st.integers(0, 4),
+    st.sampled_from([1, 2, 3]),
+    st.integers(0, 2),
+    st.sampled_from([None, 0, 1]),
+    moves,
+)
+def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, staleness: int | None, moves) -> None:
     units *= per_step
     first = min(first * per_step, units)
-    run = Run(begun(units, first, every=every * per_step, per_step=per_step), first)
+    deal = begun(units, first, every=every * per_step, per_step=per_step, staleness=staleness)
+    run = Run(deal, first, per_step, staleness)
     goal = units
     for what, worker in moves:
         if what == "claim":

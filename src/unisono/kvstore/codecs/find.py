@@ -51,6 +51,30 @@ def find_codec(text: str) -> Codec | PowerSgd:
     )
 
 
+def nothing_travels(text: str, where: str) -> ConfigError:
+    """The answer to compression of nothing."""
+    return ConfigError(
+        Problem(
+            given=f"compression {text!r} {where}",
+            rule="compression is of what travels between the workers of 'dist_sync', 'dist_async' and 'dist_local'",
+            consequence="it would act on nothing",
+            nearest="compression 'none'",
+        )
+    )
+
+
+def too_late(text: str | None) -> ConfigError:
+    """The answer to another compression in the middle."""
+    return ConfigError(
+        Problem(
+            given=f"compression {text or 'none'!r} after the first push",
+            rule="what a codec holds back belongs to that codec, so it stays from the first push on",
+            consequence="compression is what it was",
+            nearest="set_compression before the first push, or a new store from this one's values",
+        )
+    )
+
+
 def _two_bit(text: str, argument: str) -> TwoBit:
     factor = re.fullmatch(r"rms\*(.+)", argument)
     threshold = _number(factor[1] if factor else argument or "0.5")

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def warm_up() -> None:
-    """torch imports its compiler when the first optimizer is made, which takes seconds: not with workers waiting for an answer."""
+    """torch imports its compiler when the first optimizer is made, for seconds: not while workers wait for an answer."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     parameter.grad = torch.zeros(1)

@@ -38,13 +38,20 @@ WAIT, BEGIN = Work("wait"), Work("begin")
 class Deal:
     """Units ``0 .. units - 1`` with a save at every ``every``-th (0: only at the end); a step has ``per_step`` of them.
 
-    Waits end by the injected monotonic clock ``now``.
+    With a bound of ``staleness`` s no unit of step t is dealt before all of steps below t - s are done: stale synchronous
+    parallel (Ho et al. 2013), whoever is slow, joins or leaves. Waits end by the injected monotonic clock ``now``.
     """
 
     def __init__(
-        self, units: int, *, every: int = 0, per_step: int = 1, now: Callable[[], float] = time.monotonic
+        self,
+        units: int,
+        *,
+        every: int = 0,
+        per_step: int = 1,
+        staleness: int | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.units, self._every, self._per_step = units, every, per_step
+        self.units, self._every, self._per_step, self._staleness = units, every, per_step, staleness
         self._now = now
         self.goal = units  # where work ends; before that if a stop was asked for
         self._early: Kind = "end"
@@ -118,6 +125,7 @@ class Deal:
                 "units": self.units,
                 "every": self._every,
                 "per_step": self._per_step,
+                "staleness": self._staleness,
                 "goal": self.goal,
                 "early": self._early,
                 "weight": self.weight,
@@ -130,7 +138,8 @@ class Deal:
     @classmethod
     def restored(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> Deal:
         """From ``json``."""
-        deal = cls(state["units"], every=state["every"], per_step=state["per_step"], now=now)
+        shape = {name: state[name] for name in ("every", "per_step", "staleness")}
+        deal = cls(state["units"], **shape, now=now)
         deal.goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
         deal._early, deal.weight = state["early"], state["weight"]
         deal._done, deal._next = RangeSet(state["done"]), state["dealt"]
@@ -153,9 +162,14 @@ class Deal:
         fence = self._fence()
         unit = self._back[0] if self._back else self._next
         if unit < fence:
-            return Work("unit", unit)
+            return WAIT if self._too_early(unit) else Work("unit", unit)
         save = Work("save", fence)
         return save if self._done.prefix >= fence and save not in self._held and leads() else WAIT
+
+    def _too_early(self, unit: int) -> bool:
+        if self._staleness is None:
+            return False
+        return self._done.prefix < (unit // self._per_step - self._staleness) * self._per_step
 
     def _fence(self) -> int:
         return min(self.goal, (self._saved // self._every + 1) * self._every) if self._every else self.goal

@@ -34,6 +34,12 @@ class Members:
                 del self._open[key]
             return key not in self._open
 
+    @property
+    def ever(self) -> int:
+        """How many workers have been here so far."""
+        with self._lock:
+            return len(self._newest)
+
     def check(self, peer: Peer) -> None:
         """CommError when a newer incarnation of this worker has taken over."""
         with self._lock:

@@ -192,7 +192,8 @@ class Service:
                 raise _no_snapshot(str(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Requests by kind, bytes, the largest lag so far, workers with their clocks, chunks, units done."""
+        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, how many workers there have been,
+        chunks with a value, units done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
         known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
@@ -201,6 +202,7 @@ class Service:
         workers = {str(worker): clock for worker, clock in run.clocks.live.items()}
         return known | {
             "workers": workers,
+            "workers_ever": self._members.ever,
             "chunks": len(run.tables["worker"].numbers),
             "units_done": run.deal.num_done,
         }
@@ -333,7 +335,12 @@ class Service:
             placement=placement,
             tables={"worker": Table(placement.on(self._server)), "server": Table(placement.on(before))},
             clocks=clocks,
-            deal=Deal(agreed.units, every=agreed.units_per_save, per_step=agreed.units_per_step),
+            deal=Deal(
+                agreed.units,
+                every=agreed.units_per_save,
+                per_step=agreed.units_per_step,
+                staleness=agreed.staleness,
+            ),
             barriers=Barriers(lambda: clocks.live.keys()),
             decoders=_decoders(agreed.codec),
         )
