@@ -121,7 +121,7 @@ class BucketedAllReduce:
     def _share(self) -> tuple[SharedSum | None, str]:
         """The same answer on all ranks."""
         transport = _transport(self._group)
-        if self._group is not self._world.group:
+        if self._group is not None and self._group.size() < self._world.world:
             return None, f"{transport}: a group of some of the workers"
         if not all(self._world.gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
             return None, f"{transport}: gradients on devices"
