@@ -32,10 +32,9 @@ FIELDS = {"worker": 3, "incarnation": 1, "job": 77}
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = os.listdir("/dev/shm")
     yield
     wait_until(lambda: shared_fds() == 0, "mappings and descriptors are gone")
-    assert os.listdir("/dev/shm") == before
+    assert not [name for name in os.listdir("/dev/shm") if "unisono" in name]  # others come and go
 
 
 def test_all_sizes_arrive_as_they_were(wires: Any, counting: Any) -> None:
