@@ -28,13 +28,24 @@ def test_values_updates_and_state(tmp_path: Path) -> None:
             parameter.grad = gradient
         plain.step()
         assert all(torch.equal(found[key], each) for key, each in zip(table, parameters, strict=True))
-        second = servers.connect(table, worker=1)
+        second = servers.connect(table, worker=1, shared_memory=False)
         assert second.initialised
         state = second.state()
         assert all(torch.equal(state[key], found[key]) for key in table)
         moments = [plain.state[parameter]["exp_avg"] for parameter in parameters]
         assert all(torch.equal(state[f"optim/exp_avg/{key}"], m) for key, m in zip(table, moments, strict=True))
-        second.load(state | {key: value + 1 for key, value in found.items()})
+        for each, way in ((worker, ""), (second, "none was asked for")):
+            assert {traffic.apart for traffic in each.traffic()} == {way}
+            assert all((traffic.memory_bytes == 0) == bool(way) for traffic in each.traffic())
+        assert all(traffic.received_bytes < 20_000 for traffic in worker.traffic())
+        over_tcp = {key: torch.empty_like(value) for key, value in table.items()}
+        second.pull(over_tcp).wait()
+        assert all(torch.equal(over_tcp[key], found[key]) for key in table)
+        second.pushpull(gradients, over_tcp, lr=0.02).wait()
+        plain.param_groups[0]["lr"] = 0.02
+        plain.step()
+        assert all(torch.equal(over_tcp[key], each) for key, each in zip(table, parameters, strict=True))
+        second.load(state | {key: value + 1 for key, value in over_tcp.items()})
         worker.pull(found).wait()
         assert torch.equal(found["w1"], parameters[1] + 1)
         second.close()

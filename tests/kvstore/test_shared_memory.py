@@ -62,12 +62,16 @@ def gone_or_late(world, how: str) -> str:
     shared.all_reduce(torch.ones(10))
     if world.rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1 and how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the other lets it go on
     text = ""
     if world.rank == 0:
         with pytest.raises(CommError) as caught:
             shared.all_reduce(torch.ones(10))
         text = str(caught.value)
         Path("said").write_text(text)
+        if how == "stopped":
+            os.kill(shared._peers[1]["pid"], signal.SIGCONT)
     else:
         while not Path("said").exists():
             os.sched_yield()
@@ -79,6 +83,12 @@ def test_a_late_worker_is_named(pool: Pool, tmp_path: Path) -> None:
     text, _ = pool.run(in_folder, str(tmp_path), "late", comm_timeout_s=1.5)
     assert "rank 1 has not come" in text
     assert "within 1.5 s" in text
+
+
+def test_a_stopped_worker_is_named(pool: Pool, tmp_path: Path) -> None:
+    text, _ = pool.run(in_folder, str(tmp_path), "stopped", comm_timeout_s=1.5)
+    assert "rank 1 (pid " in text
+    assert ") is stopped" in text
 
 
 def test_a_killed_worker_is_named_long_before_the_time_out(pool: Pool, tmp_path: Path) -> None:

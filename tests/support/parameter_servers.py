@@ -76,7 +76,7 @@ class ParameterServers:
 
     def connect(self, table: Mapping[str, Tensor], *, worker: int = 0, incarnation: int = 0, **more: Any) -> Servers:
         """A worker. ``more``: what ``Agreed`` and ``Servers`` take."""
-        own = {name: more.pop(name) for name in ("codec", "deadline_s", "say") if name in more and name != "codec"}
+        own = {name: more.pop(name) for name in ("deadline_s", "say", "shared_memory") if name in more}
         codec = more.pop("codec", None)
         agreed = Agreed(
             table={key: (tuple(value.shape), value.dtype) for key, value in table.items()},

@@ -64,3 +64,16 @@ def listening(pid: int) -> list[str]:
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in links:
                 found.append(fields[1])
     return found
+
+
+def shared_fds(pid: int | str = "self") -> int:
+    """Mappings and descriptors of the wire's shared memory that process ``pid`` has."""
+    maps = Path(f"/proc/{pid}/maps").read_text().count("memfd:unisono-wire")
+    return maps + sum("memfd:unisono-wire" in _link(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _link(fd: Path) -> str:
+    try:
+        return os.readlink(fd)
+    except OSError:
+        return ""

@@ -4,6 +4,12 @@ torch's DistributedDataParallel rebuilds its buckets after the first iteration f
 so from three ranks on a resumed process adds in another order than the one it continues. Here bucket contents and launch
 order are a pure function of names, shapes and dtypes: the same in every process, from the first step on.
 
+Where all ranks share a host, and the gradients are in its memory, sums go through memory they share (``shared_memory``): there
+they are added in the order of ranks, which from three ranks on may differ from gloo's sum in the last bit. Which of the two it is
+depends on the hosts and the parameters' devices alone, and ``path`` says so. These sums wait for the end of the backward pass:
+they are work of the same cores. With 2 ranks on 2 cores, a step of 4 M parameters took 70 ms with gloo, 52 so and 53 with a
+thread that overlaps; of 21 M 301, 255 and 263.
+
 With a codec, compressed gradients travel in their place (``unisono.kvstore.codecs``); order and overlap stay the same.
 """
 
@@ -20,6 +26,7 @@ from torch.distributed import ProcessGroup
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
 from unisono.kvstore.codecs import Codec, PowerSgd, exchange
+from unisono.kvstore.shared_memory import SharedSum
 from unisono.plan.plan import BUCKET_BYTES
 
 
@@ -57,7 +64,9 @@ class BucketedAllReduce:
     A bucket leaves when its gradients are complete and all buckets before it have left, so that every rank
     issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
     all ranks if there is none. ``travels`` names dtypes other than the gradients' own to send and add in; ``codec`` compresses
-    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
+    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank. ``path`` says
+    how gradients travel: "shared memory", or by which transport and why. The constructor is a collective of all ranks of
+    ``world``.
 
     Raises ConfigError for a codec beside ``travels``.
     """
@@ -83,6 +92,7 @@ class BucketedAllReduce:
         self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
         views = {name: self._home[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else exchange(codec, views, self._group)
+        self._memory, self.path = self._share() if codec is None else (None, f"{_transport(self._group)}: compressed")
         self._armed = False
         self._next = 0
         self._works: list[Any] = []
@@ -108,6 +118,18 @@ class BucketedAllReduce:
 
         return ready
 
+    def _share(self) -> tuple[SharedSum | None, str]:
+        """The same answer on all ranks."""
+        transport = _transport(self._group)
+        if self._group is not None and self._group.size() < self._world.world:
+            return None, f"{transport}: a group of some of the workers"
+        if not all(self._world.gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
+            return None, f"{transport}: gradients on devices"
+        try:
+            return SharedSum(self._world), "shared memory"
+        except ConfigError as refusal:
+            return None, f"{transport}: {refusal.problems[0].given}"
+
     def arm(self, part: Sequence[nn.Module] | None = None) -> None:
         """Count the coming backward pass's gradients as final. Those of a part wait until all are: buckets leave in order."""
         if part is not None:
@@ -117,15 +139,19 @@ class BucketedAllReduce:
             bucket.missing = len(bucket.names)
 
     def _launch(self, *, only_complete: bool) -> None:
+        if only_complete and self._memory is not None:
+            return
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if only_complete and bucket.missing:
                 return
             with self._world.guard("gradient all-reduce"):
-                if self._exchange is None:
-                    self._works.append(dist.all_reduce(bucket.pack(), group=self._group, async_op=True))
-                else:
+                if self._exchange is not None:
                     self._works.append(self._exchange.launch(bucket.views))
+                elif self._memory is not None:
+                    self._works.append(self._memory.all_reduce(bucket.pack()))
+                else:
+                    self._works.append(dist.all_reduce(bucket.pack(), group=self._group, async_op=True))
             self._next += 1
 
     def finish(self, totals: Tensor) -> None:
@@ -133,7 +159,10 @@ class BucketedAllReduce:
         self._launch(only_complete=False)
         self._armed = False
         with self._world.guard("gradient all-reduce"):
-            self._works.append(dist.all_reduce(totals, group=self._world.group, async_op=True))
+            if self._memory is not None:
+                self._works.append(self._memory.all_reduce(totals))
+            else:
+                self._works.append(dist.all_reduce(totals, group=self._world.group, async_op=True))
             for work in self._works:
                 work.wait()
         self._works.clear()
@@ -172,7 +201,10 @@ class BucketedAllReduce:
         return {} if self._exchange is None else self._exchange.stats()
 
     def close(self) -> None:
-        """Take the hooks off and let the gradients go."""
+        """Take the hooks off and let the gradients go. Not a collective."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         for hook in self._hooks:
             hook.remove()
         for parameter in self._parameters.values():
@@ -200,6 +232,10 @@ def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
             nearest="resume with the compression of the checkpoint, or start a new run from its weights",
         )
     )
+
+
+def _transport(group: ProcessGroup | None) -> str:
+    return "alone" if group is None else dist.get_backend(group)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:

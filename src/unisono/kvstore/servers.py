@@ -27,7 +27,7 @@ from unisono.kvstore.keys import Future
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.deal import Work
 from unisono.kvstore.server.image import cut, decode, encode, join
-from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, raw, write
+from unisono.kvstore.server.payload import CODED, REFUSED, SLOT_BYTES, UNIT, WRITE, raw, write
 from unisono.kvstore.server.placement import Chunk
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
@@ -63,8 +63,8 @@ class Servers:
     """Connections to all servers of a run, as ``worker`` in its ``incarnation`` (one higher at each restart of it).
 
     ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is
-    told of what was lost with a server. Raises CommError when a server cannot be reached within ``deadline_s``, AuthError
-    when it, or this worker, does not hold ``secret``.
+    told of what was lost with a server. ``shared_memory``: values go to servers on this host through it. Raises CommError when
+    a server cannot be reached within ``deadline_s``, AuthError when it, or this worker, does not hold ``secret``.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Servers:
         incarnation: int = 0,
         codec: Codec | None = None,
         deadline_s: float = 60.0,
+        shared_memory: bool = True,
         say: Callable[[str], None] = print,
     ) -> None:
         self.placement = agreed.placement()
@@ -94,7 +95,14 @@ class Servers:
             for server, address in enumerate(addresses):
                 self._links.append(
                     Connection(
-                        address, secret, me, facts, limits=LARGE, deadline_s=deadline_s, on_reconnect=self._back(server)
+                        address,
+                        secret,
+                        me,
+                        facts,
+                        limits=LARGE,
+                        deadline_s=deadline_s,
+                        slot_bytes=SLOT_BYTES if shared_memory else 0,
+                        on_reconnect=self._back(server),
                     )
                 )
             self._talk = Connection(addresses[0], secret, me, facts, limits=LARGE, deadline_s=deadline_s)

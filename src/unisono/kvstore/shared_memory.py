@@ -92,9 +92,9 @@ class SharedSum:
 
     def _look(self, rank: int, num_bytes: int, waited_s: float) -> None:
         """Raises CommError if a worker has ended, or the wait is over."""
-        ended = [each for each in suspects(self._peers, self._world.rank, settle=False) if each.endswith("has ended")]
-        if ended or waited_s > self._world.timeout_s:
-            why = "; ".join(ended) if ended else f"rank {rank} has not come"
+        found = suspects(self._peers, self._world.rank, settle=False)
+        if any(each.endswith("has ended") for each in found) or waited_s > self._world.timeout_s:
+            why = "; ".join(found) if found else f"rank {rank} has not come"
             raise CommError(
                 Problem(
                     given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world} "

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from unisono.errors import CommError
 from unisono.kvstore.wire.frame import CODECS, DTYPES, HEADER_BYTES, Frame, Limits, Op, buffers, pack, unpack
 
-U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
 
 
 @given(
@@ -22,7 +22,7 @@ U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
         op=st.sampled_from(list(Op)),
         codec=st.integers(0, CODECS - 1),
         dtype=st.integers(0, len(DTYPES) - 1),
-        flags=U16,
+        flags=U8,
         entries=st.integers(0, 8192),
         epoch=U32,
         job=U64,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from procs import command_lines, wait_until
+from procs import command_lines, shared_fds, wait_until
 
 from unisono.kvstore.wire.frame import Frame, Op
 
@@ -53,13 +53,18 @@ def _push(connection: Any, values: list[np.ndarray[Any, Any]]) -> list[Future[Fr
     return [connection.request(Frame(Op.PUSH, seq=seq, payload=memoryview(each))) for seq, each in enumerate(values)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("how", "slot_bytes"),
+    [(signal.SIGKILL, 0), (signal.SIGKILL, 4 << 20), pytest.param(signal.SIGSTOP, 4 << 20, marks=pytest.mark.full)],
+)
 def test_requests_survive_a_server_that_is_replaced(
-    wires: Any, start: Start, secret: bytes, how: signal.Signals
+    wires: Any, start: Start, secret: bytes, how: signal.Signals, slot_bytes: int
 ) -> None:
     child, port = start(0, 1)
     hellos: list[dict[str, Any]] = []
-    connection = wires.connect(("127.0.0.1", port), deadline_s=40.0, silence_s=1.0, on_reconnect=hellos.append)
+    connection = wires.connect(
+        ("127.0.0.1", port), slot_bytes=slot_bytes, deadline_s=40.0, silence_s=1.0, on_reconnect=hellos.append
+    )
     draw = np.random.default_rng(1)
     values = [draw.integers(0, 256, 4 << 20, dtype=np.uint8) for _ in range(20)]
     futures = _push(connection, values)
@@ -75,7 +80,12 @@ def test_requests_survive_a_server_that_is_replaced(
     for future, each in zip(futures, values, strict=True):
         assert future.result(40).seq == xxhash.xxh3_64_intdigest(each)
     assert hellos == [{"pid": second.pid}]
-    assert connection.traffic().reconnects == 1
+    traffic = connection.traffic()
+    assert traffic.reconnects == 1
+    assert traffic.memory_bytes >= len(values) * values[0].nbytes * bool(slot_bytes)
+    assert bool(traffic.apart) == (not slot_bytes)
+    connection.close()
+    wait_until(lambda: shared_fds() == 0, "the memory is gone")
     for form in (secret, secret.hex().encode()):
         assert form not in Path(f"/proc/{second.pid}/environ").read_bytes()
         assert form not in command_lines().encode()

@@ -8,15 +8,15 @@ is the chunk's elements; of rows it is their numbers (i64, from the chunk's firs
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from unisono.errors import CommError, Problem
-from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.placement import CHUNK_BYTES, Chunk
 from unisono.kvstore.server.table import Entry
 from unisono.kvstore.wire.frame import DTYPES, Frame, Op, buffers
 
@@ -28,6 +28,9 @@ CODED = 1  # the number, in a frame, of the one codec that a run agreed on
 
 # bytes of an encoded chunk, its elements -> the gradient [elements]; ValueError for what does not fit
 Decoder = Callable[[memoryview, int], Tensor]
+
+# of shared memory for one frame: chunks, the table of their numbers and sizes, and what is said of a push
+SLOT_BYTES = CHUNK_BYTES + (64 << 10)
 
 _ENTRY_BYTES = 8
 _PREFIX = struct.Struct("<dQ")
@@ -66,7 +69,7 @@ def asked(frame: Frame) -> list[int]:
     if data.nbytes != frame.entries * _ENTRY_BYTES:
         raise _torn(frame, data.nbytes, frame.entries * _ENTRY_BYTES)
     chunks = struct.unpack_from(f"<{2 * frame.entries}I", data)[::2]
-    if any(left >= right for left, right in pairwise(chunks)):
+    if any(left >= right for left, right in itertools.pairwise(chunks)):
         raise CommError(
             Problem(
                 given=f"{frame.op.name} of chunks in the order {list(chunks[:8])}",
@@ -76,6 +79,16 @@ def asked(frame: Frame) -> list[int]:
             )
         )
     return list(chunks)
+
+
+def answer_places(frame: Frame, chunks: Sequence[Chunk]) -> list[Tensor | None]:
+    """Where in the slot of a request ``write`` will want the values of ``chunks``; None without a slot that holds them."""
+    start = len(chunks) * _ENTRY_BYTES
+    if frame.slot is None or start + sum(chunk.nbytes for chunk in chunks) > frame.slot.room.nbytes:
+        return [None] * len(chunks)
+    starts = itertools.accumulate((chunk.nbytes for chunk in chunks), initial=start)
+    room = frame.slot.room
+    return [_view(room[at : at + chunk.nbytes], chunk.dtype) for at, chunk in zip(starts, chunks, strict=False)]
 
 
 def tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping[int, Decoder]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 
 from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.payload import SLOT_BYTES
 from unisono.kvstore.server.process import Seat
 from unisono.kvstore.server.service import Service
 from unisono.kvstore.wire.auth import Peer
@@ -41,5 +42,7 @@ class Replica:
             if self._link is None:
                 me = Peer("server", self._seat.server, self._seat.epoch, agreed.job, "")
                 facts, address = agreed.json(), self._seat.next_address
-                self._link = Connection(address, self._secret, me, facts, limits=LARGE, deadline_s=_DEADLINE_S)
+                self._link = Connection(
+                    address, self._secret, me, facts, limits=LARGE, deadline_s=_DEADLINE_S, slot_bytes=SLOT_BYTES
+                )
         return self._link.request(frame).result()

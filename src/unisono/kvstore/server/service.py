@@ -28,7 +28,20 @@ from unisono.kvstore.server.clocks import Clocks
 from unisono.kvstore.server.deal import Deal, Work
 from unisono.kvstore.server.image import decode, encode
 from unisono.kvstore.server.members import Barriers, Members
-from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, Decoder, asked, raw, read, rows, tensor, write
+from unisono.kvstore.server.payload import (
+    CODED,
+    REFUSED,
+    UNIT,
+    WRITE,
+    Decoder,
+    answer_places,
+    asked,
+    raw,
+    read,
+    rows,
+    tensor,
+    write,
+)
 from unisono.kvstore.server.placement import Placement
 from unisono.kvstore.server.table import Entry, Push, Table
 from unisono.kvstore.server.updates import Recipe
@@ -246,7 +259,9 @@ class Service:
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
     def _pull(self, run: _Run, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
-        pulled = [(number, *run.tables[peer.role].pull(number)) for number in chunks]
+        table = run.tables[peer.role]
+        places = answer_places(frame, [table.chunk(number) for number in chunks])
+        pulled = [(number, *table.pull(number, into=into)) for number, into in zip(chunks, places, strict=True)]
         return _values(pulled)
 
     def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:

@@ -163,13 +163,14 @@ class Table:
                 then()
         return Outcome(applied=applied, duplicates=duplicates, version=version, lag=lag)
 
-    def pull(self, number: int, rows: Tensor | None = None) -> tuple[Tensor, int]:
-        """A copy of a chunk's value [elements], or of some rows [n, row elements], and its version."""
+    def pull(self, number: int, rows: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, int]:
+        """A copy of a chunk's value [elements], in ``into`` if it is given, or of some rows [n, row elements], and its
+        version."""
         cell = self._cell(number)
         with cell.lock:
             value = self._value(cell).detach()
             if rows is None:
-                return value.clone(), cell.version
+                return (value.clone() if into is None else into.copy_(value)), cell.version
             _check_rows(cell.chunk, rows)
             return value.view(-1, cell.chunk.row_elements)[rows], cell.version
 

@@ -19,7 +19,8 @@ import numpy as np
 import xxhash
 
 from unisono.errors import CommError, Problem
-from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, buffers, damaged, pack, unpack
+from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, Slot, buffers, damaged, pack, unpack
+from unisono.kvstore.wire.memory import Memory, put, take
 
 # a piece is digested while it is still in the cache
 _PIECE_BYTES = 1 << 20
@@ -36,7 +37,8 @@ class Lost(CommError):
 class Channel:
     """Sends and receives frames. One thread may send while another receives; two senders take turns.
 
-    ``until`` (monotonic time) ends every wait, however steadily bytes trickle in; None for no such end.
+    ``until`` (monotonic time) ends every wait, however steadily bytes trickle in; None for no such end. ``memory``: what
+    frames with a slot have their payload in.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits, *, until: float | None = None) -> None:
@@ -51,18 +53,26 @@ class Channel:
         self._sock, self.limits = sock, limits
         # nothing is waited for beyond this time
         self.until = until
+        self.memory = Memory()
         self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
-        self.sent_bytes = self.received_bytes = 0
+        self.sent_bytes = self.received_bytes = self.memory_bytes = 0
         # when a byte last moved in either direction
         self.moved = time.monotonic()
 
     def send(self, frame: Frame) -> None:
-        """Send all of it. Raises Lost when the peer is gone or does not take it in time."""
+        """Send all of it, through its slot where that is large enough. Raises Lost when the peer is gone or does not take it
+        in time."""
         parts = buffers(frame)
-        header = pack(frame, parts)
-        pending = [memoryview(header), *parts]
+        if frame.slot is not None and sum(part.nbytes for part in parts) > frame.slot.room.nbytes:
+            frame = replace(frame, slot=None)
+        pending = [memoryview(pack(frame, parts))]
+        if frame.slot is None:
+            pending += parts
+        else:
+            put(frame.slot, parts)
+            self.memory_bytes += sum(part.nbytes for part in parts)
         left = sum(part.nbytes for part in pending)
         with self._sending:
             deadline = time.monotonic() + self.limits.time_for(left)
@@ -88,7 +98,8 @@ class Channel:
         """The next frame; None when none has begun after ``wait_s`` seconds.
 
         ``place`` is asked where the payload goes, after its header was found good; the frame's payload is then the first
-        of the buffers it named. Raises Lost, which also is what a damaged or oversized frame becomes.
+        of the buffers it named. Without ``place``, what lies in a slot is left there: the payload is a view of it. Raises
+        Lost, which also is what a damaged or oversized frame becomes.
         """
         head = memoryview(self._header)
         if not self._fill(head[:1], None if wait_s is None else time.monotonic() + wait_s, begun=False):
@@ -96,21 +107,33 @@ class Channel:
         self._fill(head[1:], time.monotonic() + self.limits.message_s)
         try:
             announced = unpack(head, self.limits)
+            slot = self._slot(announced)
         except CommError as error:
             raise Lost(*error.problems) from None
         found = xxhash.xxh3_64(seed=announced.seed)
         given = place(announced) if place else None
+        if slot is not None and place is None:
+            given = [slot.room[: announced.nbytes]] if announced.nbytes else []
         if given is None:
             given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
         deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
-        for buffer in given:
+        if slot is not None:
+            self.memory_bytes += announced.nbytes
+            if place is not None:
+                take(slot.room, given)
+        for buffer in given if slot is None else ():
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
                 self._fill(piece, deadline)
                 found.update(piece)
         if found.intdigest() != announced.digest:
             raise Lost(*damaged(announced, found.intdigest()).problems)
-        return replace(announced.frame, payload=given[0]) if given else announced.frame
+        return replace(announced.frame, payload=given[0] if given else b"", slot=slot if place is None else None)
+
+    def _slot(self, announced: Announced) -> Slot | None:
+        if not announced.slot:
+            return None
+        return self.memory.at(announced.slot, announced.nbytes)
 
     def _fill(self, view: memoryview, deadline: float | None, *, begun: bool = True) -> bool:
         while view.nbytes:
@@ -172,7 +195,8 @@ class Channel:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Give the descriptor and the memory back."""
+        self.memory = Memory()
         self.shut()
         self._sock.close()
 

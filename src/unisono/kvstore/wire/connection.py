@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import random
 import socket
 import ssl
@@ -24,7 +25,8 @@ from typing import Any
 from unisono.errors import CommError, Problem, UnisonoError
 from unisono.kvstore.wire.auth import AuthError, Peer, introduce, require_private, strangers
 from unisono.kvstore.wire.channel import Channel, Lost
-from unisono.kvstore.wire.frame import Announced, Frame, Limits, Op, buffers
+from unisono.kvstore.wire.frame import Announced, Frame, Limits, Op, Slot, buffers
+from unisono.kvstore.wire.memory import make, mapped, whereabouts
 from unisono.kvstore.wire.message import json_frame, read_error, read_json
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -40,14 +42,22 @@ class _Request:
     future: Future[Frame]
     # what came instead of something that fits ``into``
     misfit: int | None = None
+    # where it lies, of the memory of the connection it was sent on last
+    slot: Slot | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a connection has done so far; ``queued`` and ``flying`` are requests not yet sent and not yet answered."""
+    """What a connection has done so far; ``queued`` and ``flying`` are requests not yet sent and not yet answered.
+
+    ``memory_bytes``, of both directions, went through shared memory, and not through the socket like the others. ``apart``
+    says why there is no such memory; empty where there is.
+    """
 
     sent_bytes: int
     received_bytes: int
+    memory_bytes: int
+    apart: str
     reconnects: int
     strays: int
     queued: int
@@ -60,6 +70,7 @@ class Connection:
     ``me`` says who this is, ``facts`` what the server's handler compares; ``hello`` is what it answered. When a
     connection was replaced, ``on_reconnect`` gets the new answer before anything is sent again; it may queue requests,
     and must not wait for them. ``silence_s`` is how long a server with requests to answer may show no sign of life.
+    ``slot_bytes``: payloads up to this size go through memory that a server on this host shares; 0 for none.
 
     Raises AuthError when a proof is wrong, the handler's own error when it refuses, CommError when nobody has answered
     after ``deadline_s``.
@@ -75,6 +86,7 @@ class Connection:
         limits: Limits,
         deadline_s: float = 60.0,
         silence_s: float = 6.0,
+        slot_bytes: int = 0,
         on_reconnect: Callable[[dict[str, Any]], None] = lambda hello: None,
         tls: ssl.SSLContext | None = None,
         unencrypted: bool = False,
@@ -82,13 +94,15 @@ class Connection:
         self._address, self._secret, self._facts, self._limits = address, secret, dict(facts), limits
         self._me = replace(me, address=f"{address[0]}:{address[1]}")
         self._deadline_s, self._silence_s, self._on_reconnect = deadline_s, silence_s, on_reconnect
-        self._tls, self._unencrypted = tls, unencrypted
+        self._tls, self._unencrypted, self._slot_bytes = tls, unencrypted, slot_bytes
         self._changed = threading.Condition()
         self._queue: list[tuple[int, int, _Request]] = []
         self._again: deque[tuple[int, _Request]] = deque()
         self._flying: dict[int, _Request] = {}
         self._tickets = itertools.count(1)
-        self._epoch = self._credits = self._reconnects = self._strays = self._sent = self._received = 0
+        self._epoch = self._credits = self._reconnects = self._strays = self._sent = self._received = self._shared = 0
+        self._apart = ""
+        self._free: list[Slot] = []
         self._lost: Channel | None = None
         self._failed: UnisonoError | None = None
         self._closed = False
@@ -139,6 +153,8 @@ class Connection:
             return Traffic(
                 self._sent + channel.sent_bytes,
                 self._received + channel.received_bytes,
+                self._shared + channel.memory_bytes,
+                self._apart,
                 self._reconnects,
                 self._strays,
                 len(self._queue) + len(self._again),
@@ -185,19 +201,46 @@ class Connection:
             epoch = introduce(channel, self._secret, self._me, self._epoch, self._limits)
             channel.limits, channel.until = self._limits, None
             channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, epoch))
-            # a server that takes long over it shows signs of life
-            while (reply := channel.receive(wait_s=self._silence_s)) and reply.op is Op.HEARTBEAT:
-                pass
-            if reply is None:
-                raise TimeoutError("no answer to the hello")
-            if reply.op is Op.ERROR:
-                raise read_error(reply)
-            content = read_json(reply)
+            content = read_json(self._reply(channel))
             self._epoch, self._credits, self.hello = epoch, int(content["credits"]), dict(content["reply"])
+            self._apart = self._share(channel, str(content["host"]))
+            self._free = list(channel.memory.slots)
         except BaseException:
             sock.close()
             raise
         return channel
+
+    def _reply(self, channel: Channel) -> Frame:
+        # a server that takes long over it shows signs of life
+        while (reply := channel.receive(wait_s=self._silence_s)) and reply.op is Op.HEARTBEAT:
+            pass
+        if reply is None:
+            raise TimeoutError("no answer to the hello")
+        if reply.op is Op.ERROR:
+            raise read_error(reply)
+        return reply
+
+    def _share(self, channel: Channel, host: str) -> str:
+        """Offer memory; why there is none, or nothing."""
+        if not self._slot_bytes:
+            return "none was asked for"
+        if not host or host != whereabouts():
+            return "worker and server do not run on one Linux host, in one process table, as one user"
+        try:
+            fd, offer = make(self._credits, self._slot_bytes)
+        except OSError as error:
+            return f"this host gave no memory ({error.strerror})"
+        try:
+            channel.send(self._stamped(json_frame(Op.MEMORY, offer), 0, self._epoch))
+            self._reply(channel)
+            channel.memory = mapped(fd, self._credits, self._slot_bytes)
+        except (Lost, AuthError):
+            raise
+        except CommError as refusal:
+            return refusal.problems[0].given
+        finally:
+            os.close(fd)
+        return ""
 
     def _stamped(self, frame: Frame, ticket: int, epoch: int) -> Frame:
         me = self._me
@@ -236,8 +279,9 @@ class Connection:
                 else:
                     _, ticket, request = heapq.heappop(self._queue)
                 self._flying[ticket] = request
+                request.slot = self._free.pop() if self._free else None
             try:
-                channel.send(self._stamped(request.frame, ticket, self._epoch))
+                channel.send(replace(self._stamped(request.frame, ticket, self._epoch), slot=request.slot))
             except Lost as error:
                 self._note(channel, error)
 
@@ -253,6 +297,7 @@ class Connection:
         with self._changed:
             self._sent += self._channel.sent_bytes
             self._received += self._channel.received_bytes
+            self._shared += self._channel.memory_bytes
             self._channel, self._lost = new, None
             self._reconnects += 1
             if not self._again and not self._queue:
@@ -279,6 +324,9 @@ class Connection:
 
     def _place(self, announced: Announced) -> Sequence[memoryview] | None:
         request = self._flying.get(announced.frame.ticket)
+        slot = request.slot.number if request is not None and request.slot is not None else 0
+        if announced.slot not in (0, slot):
+            raise _elsewhere(announced.slot, slot)
         if request is None or not request.into or announced.frame.op is not Op.DATA:
             return None
         before = announced.nbytes - sum(part.nbytes for part in request.into)
@@ -294,6 +342,8 @@ class Connection:
                 # a sign of life has no ticket; anything else answers what was answered already
                 self._strays += reply.ticket != 0
                 return
+            if request.slot is not None:
+                self._free.append(request.slot)
             self._since = None
             self._changed.notify_all()
         if reply.op is Op.ERROR:
@@ -318,6 +368,7 @@ class Connection:
             self._flying.clear()
             self._again.clear()
             self._queue.clear()
+            self._free.clear()
         for request in waiting:
             request.future.set_exception(error)
 
@@ -361,6 +412,17 @@ class Connection:
                 nearest="ask for exactly the chunks the memory is for",
             )
         )
+
+
+def _elsewhere(found: int, own: int) -> Lost:
+    return Lost(
+        Problem(
+            given=f"an answer in slot {found} to a request in slot {own}",
+            rule="an answer lies in the slot of its request, or follows its header",
+            consequence="nothing was read from there, and the connection is closed",
+            nearest="use the same release of unisono on both sides",
+        )
+    )
 
 
 def _error(reply: Frame) -> UnisonoError:

@@ -1,12 +1,13 @@
 """What travels: a header of 64 bytes, little endian, then the payload.
 
-    magic u32, version u8, op u8, codec u8, dtype u8, flags u16, entries u16, epoch u32, job u64, worker u32,
+    magic u32, version u8, op u8, codec u8, dtype u8, flags u8, slot u8, entries u16, epoch u32, job u64, worker u32,
     incarnation u32, seq u64, clock u64, payload bytes u32, ticket u32, digest u64
 
 The digest is xxh3_64 of the payload, seeded with the xxh3_64 of the header before it, so that a flipped bit shows
 wherever it is. It finds damage, not malice: what keeps strangers out is ``auth``. A reply carries the ticket of its
-request, which is how many requests can be under way on one connection. Nothing is allocated before ``unpack`` has
-found every field within its limits.
+request, which is how many requests can be under way on one connection. With a slot other than 0 the payload does not
+follow: it lies in that slot of the memory that both sides map (``memory``), and is not digested. Nothing is allocated
+before ``unpack`` has found every field within its limits.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DTYPES = (
 )
 CODECS = 32
 
-_HEADER = struct.Struct("<IBBBBHHIQIIQQIIQ")
+_HEADER = struct.Struct("<IBBBBBBHIQIIQQIIQ")
 _DIGEST = struct.Struct("<Q")
 _LARGEST_U32 = 2**32 - 1
 
@@ -66,6 +67,7 @@ class Op(IntEnum):
     STATS = 14
     BARRIER = 15
     BYE = 16
+    MEMORY = 17
     ACK = 32
     DATA = 33
     JSON = 34
@@ -76,8 +78,20 @@ _OPS = frozenset(int(op) for op in Op)
 
 
 @dataclass(frozen=True, slots=True)
+class Slot:
+    """Memory that both sides of a connection map, for one request and its answer."""
+
+    number: int  # from 1
+    room: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. What is sent may be several buffers, each contiguous; what is received is one."""
+    """One message. What is sent may be several buffers, each contiguous; what is received is one.
+
+    The payload of a request that came in a ``slot`` is a view of its room. The answer's payload may be made there, once
+    the request was read; else it is copied there, and holds no views of the request.
+    """
 
     op: Op
     codec: int = 0
@@ -92,6 +106,7 @@ class Frame:
     clock: int = 0
     payload: Sequence[memoryview] | memoryview | bytes = b""
     ticket: int = 0
+    slot: Slot | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +134,13 @@ LARGE = Limits(payload_bytes=1 << 30)
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A header that was read: the frame without its payload, how long that is, and what its digest must be."""
+    """A header that was read: the frame without its payload, how long that is, and what its digest must be.
+
+    ``slot``: where it lies, 0 where it follows.
+    """
 
     frame: Frame
+    slot: int
     nbytes: int
     digest: int
     seed: int
@@ -146,6 +165,7 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
         frame.codec,
         frame.dtype,
         frame.flags,
+        frame.slot.number if frame.slot is not None else 0,
         frame.entries,
         frame.epoch,
         frame.job,
@@ -158,8 +178,9 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
         0,
     )[: -_DIGEST.size]
     digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(header))
-    for part in parts:
-        digest.update(part)
+    if frame.slot is None:
+        for part in parts:
+            digest.update(part)
     return header + _DIGEST.pack(digest.intdigest())
 
 
@@ -172,6 +193,7 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> Announced:
         codec,
         dtype,
         flags,
+        slot,
         entries,
         epoch,
         job,
@@ -200,7 +222,7 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> Announced:
         rule = f"at most {limits.payload_bytes} bytes are taken"
         raise _refused("payload", f"{nbytes} bytes", rule, "send smaller chunks")
     frame = Frame(Op(op), codec, dtype, flags, entries, epoch, job, worker, incarnation, seq, clock, ticket=ticket)
-    return Announced(frame, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
+    return Announced(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
 
 
 def damaged(announced: Announced, found: int) -> CommError:

@@ -22,6 +22,7 @@ from unisono.errors import CommError, ConfigError, Problem, UnisonoError
 from unisono.kvstore.wire.auth import Peer, require_private, strangers, welcome
 from unisono.kvstore.wire.channel import Channel, Lost
 from unisono.kvstore.wire.frame import Frame, Limits, Op
+from unisono.kvstore.wire.memory import accept, whereabouts
 from unisono.kvstore.wire.message import error_frame, json_frame, read_json
 
 PULSE_S = 1.0
@@ -196,12 +197,12 @@ class Server:
         finally:
             self._busy.discard(channel)
         try:
-            granted = json_frame(Op.JSON, {"credits": self._admission.credits, "reply": reply})
+            granted = json_frame(Op.JSON, {"credits": self._admission.credits, "host": whereabouts(), "reply": reply})
             channel.send(replace(granted, ticket=hello.ticket))
             while frame := channel.receive():
                 self._busy.add(channel)
                 try:
-                    answer = self._answer(peer, frame)
+                    answer = self._answer(channel, peer, frame)
                 except Exception as error:
                     channel.send(replace(error_frame(_fault(frame, error)), ticket=frame.ticket))
                     # not an OSError any more, which would pass for a lost peer below
@@ -212,16 +213,21 @@ class Server:
         finally:
             self._handler.gone(peer)
 
-    def _answer(self, peer: Peer, frame: Frame) -> Frame:
+    def _answer(self, channel: Channel, peer: Peer, frame: Frame) -> Frame:
         try:
             self._compare(frame.epoch)
             self._fence()
             self._same(peer, frame)
-            answer = self._handler.handle(peer, frame)
+            answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
         except UnisonoError as error:
             answer = error_frame(error)
         own = {"job": peer.job, "worker": peer.worker, "incarnation": peer.incarnation}
-        return replace(answer, ticket=frame.ticket, epoch=self._epoch, **own)
+        return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
+
+    def _share(self, channel: Channel, frame: Frame) -> Frame:
+        """The client offers memory, with at most a slot for each of its credits."""
+        channel.memory = accept(read_json(frame), self._admission.credits, self._limits.payload_bytes)
+        return Frame(Op.ACK)
 
     def _compare(self, epoch: int) -> None:
         with self._lock:
