@@ -17,6 +17,7 @@ from unisono.errors import ConfigError
 SMALL = ("--kind", "dist_sync", "--size", "1KB", "--rounds", "1")
 
 
+@pytest.mark.full
 def test_a_table_and_the_verdict() -> None:
     result = CliRunner().invoke(cli, ["kvstore", "bench", *SMALL, "--codec", "none,int8"])
     assert result.exit_code == 0, result.output

@@ -84,6 +84,7 @@ with servers(World(JobSpec()), 1) as (addresses, _):
 """
 
 
+@pytest.mark.full
 def test_servers_end_with_who_started_them() -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_A_WORD]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

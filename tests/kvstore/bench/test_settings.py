@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -48,9 +46,3 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_settings_travel_as_json() -> None:
     settings = Settings(kinds=("local",), sizes=("1KB",), rounds=2)
     assert Settings.read(json.loads(json.dumps(asdict(settings)))) == settings
-
-
-def test_tables_need_no_torch() -> None:
-    code = "import sys, unisono.kvstore.bench.settings as s; s.keys_of('resnet50'); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""What is measured: kinds, codecs, and sizes or the parameters of known models. Imports no torch.
+"""What is measured: kinds, codecs, and sizes or the parameters of known models.
 
 A set of keys is a table computed from how the model is built: ResNet-50 (He et al. 2015, arXiv:1512.03385) with torchvision's
 names for its parts, and BERT-base (Devlin et al. 2018, arXiv:1810.04805) with its pooler.
