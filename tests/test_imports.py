@@ -65,7 +65,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["import"] == []
-    assert told["verbs"] == ["checkpoint", "config", "data", "eval", "generate", "init", "plan", "train"]
+    assert told["verbs"] == ["checkpoint", "config", "data", "eval", "generate", "init", "kvstore", "plan", "train"]
     codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
     assert [arguments for arguments, _, found, _ in told["runs"] if found] == []
     assert [arguments for arguments, _, _, text in told["runs"] if not text] == [["config", "diff", *2 * ["run.toml"]]]
