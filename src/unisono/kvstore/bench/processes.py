@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.dist import JobSpec
 from unisono.errors import CommError, Problem
 from unisono.kvstore.bench.settings import Settings
+from unisono.launch.share import TUNED_ALLOCATOR
 
 if TYPE_CHECKING:
     from unisono.dist import World
@@ -141,13 +142,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _environ() -> dict[str, str]:
-    """This process's, without what numbers it, and with its path of modules."""
+    """This process's, without what numbers it, with its path of modules and what our launcher adds."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept: Mapping[str, str] = {
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
     }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**kept, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**TUNED_ALLOCATOR, **kept, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def _address(world: World) -> str:
