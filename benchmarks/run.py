@@ -508,8 +508,8 @@ BENCHMARKS = (
         script="kvstore.faults",
         title="Killed workers and servers",
         quick=("--rounds", "1"),
-        text="SIGKILL to what others wait for. A worker's lease ends two seconds after its last connection closed; a server comes "
-        "back with its newest snapshot, and most of that time it imports torch.",
+        text="SIGKILL to what others wait for. A worker's lease ends two seconds after its last connection closed; a server "
+        "comes back with its newest snapshot, and most of that time it imports torch.",
         rows=_kvstore_faults,
     ),
     Benchmark(

@@ -4,7 +4,7 @@
 
 A layout is workers x servers, all on this host, one thread each. A round starts every job anew, in an order that rotates, and
 each job times its repeats; a job's number is their median, a ratio is that of two jobs of one round. MXNet runs in an
-environment of its own under --cache. The limits beside them: a memcpy, and as many bytes through a bare loopback socket, there and back.
+environment of its own under --cache. The limits beside them: a memcpy, and as many bytes through a bare socket, there and back.
 """
 
 from __future__ import annotations
