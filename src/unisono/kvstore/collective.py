@@ -86,6 +86,8 @@ class CollectiveBackend:
         self._queue: list[_Entry] = []
         self._queued_bytes = 0
         self._open: dict[str, _Entry] = {}
+        # by key the memory of its last large push: fresh memory costs more than the copy into it, page by page
+        self._spare: dict[str, Tensor] = {}
         self._batches: deque[_Batch] = deque()
         self._calls: dict[str, str] = {}
         self._number, self._hash = 0, 0
@@ -108,7 +110,7 @@ class CollectiveBackend:
             if key in self._open:  # pushes of one key take effect in the order of the calls
                 self._settle(self._open[key])
             # the caller may change its tensor, and all-reduce works in place
-            own = value.clone() if isinstance(value, Tensor) else (value[0].clone(), value[1].clone())
+            own = self._copied(key, value) if isinstance(value, Tensor) else (value[0].clone(), value[1].clone())
             entry = _Entry(key, own, priority)
             self._note(f"push {key!r} priority {priority} {'dense' if isinstance(value, Tensor) else 'rows'}")
             self._queue.append(entry)
@@ -172,6 +174,7 @@ class CollectiveBackend:
         self._queue.clear()
         self._open.clear()
         self._batches.clear()
+        self._spare.clear()
         self._values = Values()
         if self._shared is not None:
             self._shared.close()
@@ -208,6 +211,14 @@ class CollectiveBackend:
                 target.copy_(self._values.tensors[entry.key])
             entry.applied = True
             del self._open[entry.key]
+            if isinstance(entry.value, Tensor) and entry.value.nbytes >= _LARGE_BYTES:
+                self._spare[entry.key] = entry.value
+
+    def _copied(self, key: str, value: Tensor) -> Tensor:
+        spare = self._spare.pop(key, None)
+        if spare is None or spare.device != value.device:
+            return value.clone(memory_format=torch.contiguous_format)
+        return spare.copy_(value)
 
     def _note(self, call: str) -> None:
         self._number += 1
@@ -243,7 +254,7 @@ class CollectiveBackend:
                 entries, _Done(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
             )
         if len(dense) == 1:
-            whole = dense[0].contiguous()
+            whole = dense[0]
             return _Batch(entries, self._all_reduce(whole.view(-1)), [whole])
         flat = torch.cat([value.reshape(-1) for value in dense])
         parts = flat.split([value.numel() for value in dense])
