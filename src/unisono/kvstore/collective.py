@@ -36,6 +36,9 @@ from unisono.optim.options import OptimOptions
 # more; 40 keys of 1 MiB: 121, 90, 145.
 QUEUE_BYTES = 4 * 2**20
 _LARGE_BYTES = QUEUE_BYTES // 4
+# Gloo works on several collectives at once, each in its own thread. Measured as above, 100 MB: 260 ms in one piece, 133 in
+# pieces of 4 or 8 MiB, 177 of 16.
+_PIECE_BYTES = 8 * 2**20
 
 
 class Work(Protocol):
@@ -321,6 +324,25 @@ class _Done:
         return True
 
 
+class _Pieces:
+    """One all-reduce, or several of ``_PIECE_BYTES`` where the tensor is larger and on the host."""
+
+    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
+        whole = tensor.numel() if tensor.device.type != "cpu" else _PIECE_BYTES // tensor.element_size()
+        self._works: list[Any] = [
+            dist.all_reduce(piece, group=group, async_op=True) for piece in tensor.split(max(whole, 1))
+        ]
+
+    def wait(self) -> None:
+        """For all of them."""
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all are."""
+        return all(work.is_completed() for work in self._works)
+
+
 class _ByHost:
     """Sum inside each host, then over the hosts' first workers, then back. ``wait`` does the second and third."""
 
@@ -350,7 +372,7 @@ def _all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Callable[
     hosts: list[str] = world.gather_json(this_host()) if hierarchical else []
     if hierarchical is True or worth_a_hierarchy(hosts):
         return _by_host(world, hosts)
-    return lambda tensor: dist.all_reduce(tensor, group=group, async_op=True)  # pyright: ignore[reportReturnType]
+    return lambda tensor: _Pieces(tensor, group)
 
 
 def this_host() -> str:
