@@ -61,7 +61,7 @@ def test_a_wrong_sum_is_an_error(pool: Pool) -> None:
 
 
 def test_servers_and_whole_processes() -> None:
-    settings = Settings(kinds=("dist_async",), sizes=("1KB", "5MB"), servers=2, rounds=2)
+    settings = Settings(kinds=("dist_async",), sizes=("1KB", "5MB"), servers=2, rounds=1)
     found = measure_here(settings, 2)
     rows = {(row["kind"], row["size"]): row for row in found["rows"]}
     assert set(rows) == {(kind, size) for kind in ("all_reduce", "dist_async") for size in settings.sizes}
