@@ -281,6 +281,50 @@ def _data_loader(result: dict[str, Any]) -> Iterator[Row]:
         yield f"tuning, samples that are {name}", value, ""
 
 
+_SPEEDS = {
+    "dist_sync than mxnet dist_sync": "≥ 5 at 100 MB, 2 workers, 1 server",
+    "dist_async than mxnet dist_async": "≥ 2",
+    "all_reduce than dist_sync": "≤ 1.05",
+}
+
+
+def _kvstore_pushpull(result: dict[str, Any]) -> Iterator[Row]:
+    for layout, sizes in result["layouts"].items():
+        workers, servers = layout.split("x")
+        for size, row in sizes.items():
+            prefix = f"{workers} workers, {servers} servers, {size}"
+            times = ", ".join(f"{name} {1e3 * found['median']:,.2f}" for name, found in row["seconds"].items())
+            yield f"{prefix}: ms", times, ""
+            for names, found in row["times_faster"].items():
+                yield f"{prefix}: times faster is {names}", _ratio(found), _SPEEDS.get(names, "")
+    yield from _not_run(result)
+
+
+def _kvstore_step(result: dict[str, Any]) -> Iterator[Row]:
+    for name, row in result["models"].items():
+        yield f"{name}: bucketed all-reduce / DDP: wall", _ratio(row["wall"]), "≤ 1.02"
+        yield f"{name}: CPU time", _ratio(row["cpu"]), "≤ 1.02"
+        yield f"{name}: largest loss difference", f"{row['relative_loss_difference']:.1e}", "≤ 1e-4"
+
+
+def _kvstore_links(result: dict[str, Any]) -> Iterator[Row]:
+    for rate, found in result["rates"].items():
+        for name, row in found["ways"].items():
+            sent = f"{row['sent_bytes'] / 1e6:,.3f} MB sent, {row['theory_bytes'] / 1e6:,.3f} in theory"
+            value = f"{1e3 * row['step_s']['median']:,.0f} ms, {_ratio(row['over_none'])} of none; {sent}"
+            yield f"{rate}: {name}", value, ""
+        yield f"{rate}: auto", found["auto"]["reason"], ""
+    yield from _not_run(result)
+
+
+def _kvstore_faults(result: dict[str, Any]) -> Iterator[Row]:
+    for killed, times in result["killed"].items():
+        for what, found in times.items():
+            low, high = found["interval"]
+            value = f"{found['median']:.2f} s ({low:.2f} to {high:.2f}, {found['values']} times)"
+            yield f"{killed.replace('_', ' ')}: until {what}", value, ""
+
+
 BENCHMARKS = (
     Benchmark(
         name="step_time",
@@ -432,6 +476,41 @@ BENCHMARKS = (
         text="Batches of 64 of a data set that does nothing, so that only the loader is left; its first batch; memory with 8 "
         "workers; what tuning gains when nothing is set.",
         rows=_data_loader,
+    ),
+    Benchmark(
+        name="kvstore_pushpull",
+        script="kvstore.pushpull",
+        title="Push and pull beside MXNet",
+        quick=("--rounds", "1", "--repeats", "2", "--layouts", "2x1", "--sizes", "1KB,10MB"),
+        text="Workers and servers on one host, one thread each; every sum of ours was checked. `all_reduce` is torch's on gloo. "
+        "`dist_sync` of ours has no servers. The limits are a memcpy and as many bytes through a bare socket, there and back.",
+        rows=_kvstore_pushpull,
+    ),
+    Benchmark(
+        name="kvstore_step",
+        script="kvstore.step",
+        title="A step beside DistributedDataParallel",
+        quick=("--blocks", "4", "--steps", "1"),
+        text="Two processes of one thread on gloo; both sides in the same processes in turns, with the same weights and batches.",
+        rows=_kvstore_step,
+    ),
+    Benchmark(
+        name="kvstore_links",
+        script="kvstore.links",
+        title="Compression and local steps over slow links",
+        quick=("--rounds", "1", "--steps", "1"),
+        text="A GPT of 3.4 million parameters, two workers in network namespaces, links limited by a token bucket. Local steps "
+        "are amortised over their round. `auto` chooses among bf16 and int8 only.",
+        rows=_kvstore_links,
+    ),
+    Benchmark(
+        name="kvstore_faults",
+        script="kvstore.faults",
+        title="Killed workers and servers",
+        quick=("--rounds", "1"),
+        text="SIGKILL to what others wait for. A worker's lease ends two seconds after its last connection closed; a server "
+        "comes back with its newest snapshot, and most of that time it imports torch.",
+        rows=_kvstore_faults,
     ),
     Benchmark(
         name="order",

@@ -65,7 +65,8 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["import"] == []
-    assert told["verbs"] == ["checkpoint", "config", "data", "eval", "generate", "init", "launch", "plan", "train"]
+    verbs = ["checkpoint", "config", "data", "eval", "generate", "init", "kvstore", "launch", "plan", "train"]
+    assert told["verbs"] == verbs
     codes = [(" ".join(arguments), code) for arguments, code, _, _ in told["runs"]]
     assert [arguments for arguments, _, found, _ in told["runs"] if found] == []
     assert [arguments for arguments, _, _, text in told["runs"] if not text] == [["config", "diff", *2 * ["run.toml"]]]
@@ -81,7 +82,7 @@ def test_nothing_loads_torch_before_it_computes(tmp_path: Path) -> None:
     helps = {" ".join(arguments): text for arguments, _, _, text in told["runs"] if "--help" in arguments}
     for command, text in helps.items():
         last = command.removesuffix(" --help")
-        if last not in ("--help", "config", "checkpoint", "plan", "data"):
+        if last not in ("--help", "config", "checkpoint", "plan", "data", "kvstore"):
             assert "--json" in text, f"{command} has no --json"
             assert "--log-level" in text, f"{command} has no --log-level"
             assert "-v, --verbose" in text, f"{command} has no -v"

@@ -194,3 +194,23 @@ def test_different_optimizers_are_refused(pool: Pool) -> None:
     for text in pool.run(other_optimizer):
         assert "the store's optimizer is" in text
         assert "on rank 1" in text
+
+
+def large_pushes(world) -> list[bool]:
+    """Three pushes of 20 MB from one tensor that changes between them, pulled late."""
+    store = create("dist_sync", world)
+    value = torch.arange(5_000_000, dtype=torch.float32)
+    store.init({"large": torch.zeros_like(value), "other": torch.zeros(2)})
+    found: list[bool] = []
+    for number in range(3):
+        given = value * (world.rank + 1) + number
+        store.push("large", given)
+        given.zero_()  # the store has its own copy
+        store.push("other", torch.ones(2))
+        found.append(torch.equal(store.pull("large").wait(), 3 * value + 2 * number))
+    store.close()
+    return found
+
+
+def test_large_pushes_share_memory_with_nobody(pool: Pool) -> None:
+    assert pool.run(large_pushes, ranks=2) == [[True] * 3] * 2

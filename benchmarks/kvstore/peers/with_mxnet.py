@@ -7,7 +7,6 @@ and prints, as JSON, the seconds of each round from the push of the first key to
 """
 
 import json
-import os
 import sys
 import time
 
@@ -35,9 +34,9 @@ for size in sizes:
     for _ in range(repeats):
         store._barrier()
         began = time.perf_counter()
-        for place, (key, value) in enumerate(zip(keys, values)):
+        for place, (key, value) in enumerate(zip(keys, values, strict=True)):
             store.push(key, value, priority=-place)
-        for place, (key, each) in enumerate(zip(keys, out)):
+        for place, (key, each) in enumerate(zip(keys, out, strict=True)):
             store.pull(key, out=each, priority=-place)
         mx.nd.waitall()
         rounds.append(time.perf_counter() - began)

@@ -24,6 +24,7 @@ VERBS = {
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
     "plan": "Show, check, compare strategy files.",
+    "kvstore": "Measure the stores that keep workers in step.",
     "checkpoint": "List, verify, convert, export checkpoints.",
     "data": "Look into record files, check, mend, rearrange and convert them.",
 }

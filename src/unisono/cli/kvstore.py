@@ -1,0 +1,112 @@
+"""``unisono kvstore``: what keeping workers in step costs here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from unisono.cli.common import every_verb, print_json
+
+
+@click.group("kvstore")
+def command() -> None:
+    """Measure the stores that keep workers in step."""
+
+
+@command.command("bench")
+@click.option(
+    "--kind", "kinds", multiple=True, help="all_reduce, local, dist_sync, dist_sync_shm, dist_local, dist_async."
+)
+@click.option("--size", "sizes", multiple=True, help="Such as 100MB, or the keys of resnet50 or bert-base.")
+@click.option("--codec", "codecs", multiple=True, help="Such as int8; none is no compression.")
+@click.option("--workers", type=click.IntRange(min=1), help="Processes on this host (default 2); a job brings its own.")
+@click.option("--servers", default=1, show_default=True, type=click.IntRange(min=1), help="For dist_async.")
+@click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Timed, of each row.")
+@every_verb
+def bench(
+    kinds: tuple[str, ...],
+    sizes: tuple[str, ...],
+    codecs: tuple[str, ...],
+    workers: int | None,
+    servers: int,
+    rounds: int,
+    as_json: bool,
+) -> int:
+    """Time push and pull of each kind of store, size and codec, and check every sum.
+
+    Options may be repeated, or name several with commas. By itself it starts workers and servers on this host; inside a job
+    (unisono launch, torchrun, srun) it measures between the job's own processes, and rank 0 prints.
+    """
+    from unisono.dist import job_from_environ
+    from unisono.errors import ConfigError, Problem
+    from unisono.kvstore.bench.processes import measure_here
+    from unisono.kvstore.bench.settings import Settings, several
+
+    named = {"kinds": several(kinds), "sizes": several(sizes), "codecs": several(codecs)}
+    settings = Settings(servers=servers, rounds=rounds, **{name: given for name, given in named.items() if given})
+    job = job_from_environ(os.environ)
+    if job.world > 1:
+        if workers not in (None, job.world):
+            raise ConfigError(
+                Problem(
+                    given=f"--workers {workers} in a job of {job.world} processes",
+                    rule="inside a job its processes are the workers",
+                    consequence="nothing was measured",
+                    nearest="leave --workers out",
+                )
+            )
+        from unisono.kvstore.bench.measure import measure_as
+
+        found = measure_as(job, settings)
+    else:
+        found = measure_here(settings, workers or 2)
+    if found is None:
+        return 0
+    if as_json:
+        print_json(found)
+    else:
+        for line in _lines(found):
+            click.echo(line)
+    return 0
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['workers']} workers, {found['servers']} servers; median of rounds of push and pull, the slowest worker's"
+    head = ("kind", "codec", "size", "keys", "median", "per link", "sent", "in theory", "of all_reduce", "sums")
+    plain = {row["size"]: row["median_s"] for row in found["rows"] if row["kind"] == "all_reduce"}
+    rows = [head, *(_cells(row, plain.get(row["size"])) for row in found["rows"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(
+            cell.rjust(width) if place > 2 else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+    for name, speed in found["codecs"].items():
+        rates = (
+            f"encodes {_mb(speed['encode_bytes_per_s'])}/s, decodes {_mb(speed['decode_bytes_per_s'])}/s of gradients"
+        )
+        yield f"{name}: {speed['ratio']:.3g} times smaller, {rates}"
+    yield f"auto: {found['auto']}"
+
+
+def _cells(row: dict[str, Any], plain_s: float | None) -> tuple[str, ...]:
+    sent = "unknown" if row["sent_bytes"] is None else _mb(row["sent_bytes"])
+    return (
+        row["kind"],
+        row["codec"],
+        row["size"],
+        f"{row['keys']:,}",
+        f"{1e3 * row['median_s']:,.3f} ms",
+        f"{_mb(row['link_bytes_per_s'])}/s" if row["theory_bytes"] else "no link",
+        sent,
+        _mb(row["theory_bytes"]),
+        f"{row['median_s'] / plain_s:.2f}" if plain_s else "",
+        row["checked"],
+    )
+
+
+def _mb(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.3g} MB" if nbytes < 1e8 else f"{nbytes / 1e6:,.0f} MB"

@@ -1,0 +1,45 @@
+"""``python -m unisono.kvstore.bench worker|server``: a process that ``processes`` starts. Settings are a line of its input."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from unisono.dist import job_from_environ
+from unisono.errors import UnisonoError
+from unisono.kvstore.bench.processes import end_with_starter
+from unisono.kvstore.bench.settings import Settings
+
+
+def main() -> int:
+    """The exit code."""
+    if sys.argv[1:] == ["server"]:
+        end_with_starter()
+        from unisono.kvstore.server.__main__ import main as serve
+
+        return serve()
+    settings = Settings.read(json.loads(_line()))
+    end_with_starter()
+    from unisono.kvstore.bench.measure import measure_as
+
+    try:
+        found = measure_as(job_from_environ(os.environ), settings)
+    except UnisonoError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if found is not None:
+        print(json.dumps(found), flush=True)
+    return 0
+
+
+def _line() -> str:
+    """Byte by byte, so that nothing of the pipe is read ahead."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

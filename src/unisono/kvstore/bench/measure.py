@@ -1,0 +1,331 @@
+"""Times rounds of push and pull, and checks that what arrived is what was sent.
+
+Worker r pushes integers, so every sum is exact in float32: lossless kinds must give exactly that, lossy ones the same bits on
+all workers. A round lasts from a barrier until the last value has arrived; of each round the slowest worker counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from unisono.dist import JobSpec, World, join
+from unisono.errors import CommError, Problem
+from unisono.kvstore.bench.processes import servers
+from unisono.kvstore.bench.settings import CODED, Settings, keys_of, nbytes_of
+from unisono.kvstore.codecs import Codec, PowerSgd, auto_codec, exchange, find_codec
+from unisono.kvstore.codecs.auto import speed_of
+from unisono.kvstore.periodic import Rounds
+from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.payload import raw
+from unisono.kvstore.server.updates import Recipe
+from unisono.kvstore.servers import Servers
+from unisono.kvstore.store import KVStore, create
+from unisono.optim import OptimOptions
+from unisono.optim.groups import Role
+
+_TIMEOUT_S = 600.0
+_CPU = torch.device("cpu")
+_PERIOD = 251  # values repeat: no sum of a measurement comes near 2^24
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Side:
+    """One kind at one size on this worker. ``expected``: the values after that many rounds, None where they are not exact."""
+
+    go: Callable[[], object]
+    out: Mapping[str, Tensor]
+    expected: Callable[[int], Mapping[str, Tensor]] | None
+    theory_bytes: float  # that a worker sends in a round
+    sent: Callable[[], int] | None = None  # by this worker so far; None: the host's interfaces tell
+    ready: Callable[[], object] = lambda: None  # before each round, not timed
+    settle: Callable[[], object] = lambda: (
+        None
+    )  # after the last: all pushes are applied, and ``out`` holds what came of them
+
+
+def measure_as(job: JobSpec, settings: Settings) -> dict[str, Any] | None:
+    """Join the job and measure; the findings on rank 0, None on others."""
+    world = join(job, device_type="cpu", timeout_s=_TIMEOUT_S)
+    try:
+        found = measure(world, settings)
+        world.barrier()
+    finally:
+        world.close()
+    return found if world.rank == 0 else None
+
+
+def measure(world: World, settings: Settings) -> dict[str, Any]:
+    """Rows of every kind, codec and size, speeds of the codecs, and what ``auto`` says. A collective.
+
+    A row's ``link_bytes_per_s`` is what a worker must send over the median time; ``sent_bytes``, in a round and for a worker,
+    is counted by the connections of ``dist_async`` and by the host's interfaces for the others (null where there are none to
+    read), with all headers, barriers, and whatever else the host sends meanwhile. Raises CommError where a sum is wrong.
+    """
+    rows: list[dict[str, Any]] = []
+    coded = {codec: None if codec == "none" else find_codec(codec) for codec in settings.codecs}
+    for kind in dict.fromkeys(("all_reduce", *settings.kinds)):
+        for name, codec in coded.items() if kind in CODED else (("none", None),):
+            rows += _rows(kind, name, codec, world, settings)
+    codecs = {
+        name: {"ratio": speed.ratio, "encode_bytes_per_s": 1 / speed.encode_s, "decode_bytes_per_s": 1 / speed.decode_s}
+        for name, codec in coded.items()
+        if codec is not None and not isinstance(codec, PowerSgd)
+        for speed in [speed_of(codec, _CPU)]
+    }
+    return {
+        "workers": world.world,
+        "servers": settings.servers,
+        "rows": rows,
+        "codecs": codecs,
+        "auto": auto_codec(world, _CPU).reason,
+    }
+
+
+def _rows(
+    kind: str, name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    if kind in ("dist_sync_shm", "all_reduce") and world.world == 1:
+        return
+    with ExitStack() as stack:
+        if kind == "dist_async":
+            sides = stack.enter_context(_served(name, codec, world, settings))
+        else:
+            sides = {size: lambda size=size: _MAKERS[kind](size, codec, world) for size in settings.sizes}
+        for size, make in sides.items():
+            with make() as side:
+                row = _timed(side, world, settings.rounds, f"{kind}, {name}, {size}")
+            shapes = keys_of(size)
+            facts = {"kind": kind, "codec": name, "size": size, "keys": len(shapes), "bytes": nbytes_of(shapes)}
+            yield facts | row
+
+
+def _timed(side: _Side, world: World, rounds: int, what: str) -> dict[str, Any]:
+    seconds: list[float] = []
+    before = 0
+    for number in range(rounds + 1):
+        side.ready()
+        world.barrier()
+        if number == 1:
+            before = _sent(side, world)
+        started = time.monotonic()
+        side.go()
+        seconds.append(time.monotonic() - started)
+    world.barrier()
+    sent = _sent(side, world) - before
+    side.settle()
+    _check(side, world, rounds + 1, what)
+    slowest = [max(each) for each in zip(*world.gather_json(seconds[1:]), strict=True)]
+    told = world.gather_json(sent if side.sent is not None else sent / world.job.local_world)
+    median_s = statistics.median(slowest)
+    return {
+        "median_s": median_s,
+        "seconds": slowest,
+        "theory_bytes": side.theory_bytes,
+        "sent_bytes": statistics.mean(told) / rounds if before >= 0 else None,
+        "link_bytes_per_s": side.theory_bytes / median_s,
+        "checked": "alike" if side.expected is None else "exact",
+    }
+
+
+def _sent(side: _Side, world: World) -> int:
+    """Bytes that left so far; -1 where nothing counts them."""
+    if side.sent is not None:
+        return side.sent()
+    found = [
+        int(path.read_text())
+        for path in Path("/sys/class/net").glob("*/statistics/tx_bytes")
+        if (path.parts[-3] == "lo") == world.job.is_local
+    ]
+    return sum(found) if found else -1
+
+
+def _check(side: _Side, world: World, rounds: int, what: str) -> None:
+    wrong: list[str] = []
+    if side.expected is not None:
+        expected = side.expected(rounds)
+        wrong = [key for key, value in side.out.items() if not torch.equal(value, expected[key])]
+    digests = world.gather_json({key: xxhash.xxh3_64_hexdigest(raw(value)) for key, value in side.out.items()})
+    unlike = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    if wrong or unlike:
+        raise CommError(
+            Problem(
+                given=f"{what}: " + (f"wrong values of {wrong[0]!r}" if wrong else f"rank {unlike[0]} has other bits"),
+                rule="lossless sums are exact, and all workers end with the same values",
+                consequence="its times mean nothing, and there is no result",
+                nearest="report this, with the processor and the versions of unisono and torch",
+            )
+        )
+
+
+# --- the sides -----------------------------------------------------------------------------------------------------
+
+
+def _pushed(size: str, rank: int) -> dict[str, Tensor]:
+    """What a worker pushes: by element a small integer, plus the rank."""
+    return {
+        key: (torch.arange(torch.Size(shape).numel()) % _PERIOD + rank).to(torch.float32).view(shape)
+        for key, shape in keys_of(size).items()
+    }
+
+
+def _sums(size: str, workers: int) -> dict[str, Tensor]:
+    alone = _pushed(size, 0)
+    return {key: value * workers + workers * (workers - 1) // 2 for key, value in alone.items()}
+
+
+def _ring(world: World, nbytes: float) -> float:
+    """Bytes that each of n workers sends in an all-reduce (Patarasuk & Yuan 2009)."""
+    return 2 * (world.world - 1) / world.world * nbytes
+
+
+@contextmanager
+def _all_reduce(size: str, codec: object, world: World) -> Generator[_Side]:
+    source = torch.cat([each.view(-1) for each in _pushed(size, world.rank).values()])
+    total = torch.cat([each.view(-1) for each in _sums(size, world.world).values()])
+    flat = torch.empty_like(source)
+    yield _Side(
+        go=lambda: dist.all_reduce(flat, group=world.group),
+        ready=lambda: flat.copy_(source),
+        out={"value": flat},
+        expected=lambda rounds: {"value": total},
+        theory_bytes=_ring(world, flat.nbytes),
+    )
+
+
+@contextmanager
+def _stored(size: str, world: World, store: KVStore, theory_bytes: float, *, exact: bool = True) -> Generator[_Side]:
+    values = _pushed(size, world.rank)
+    out = {key: torch.zeros_like(value) for key, value in values.items()}
+    store.init({key: torch.zeros_like(value) for key, value in values.items()})
+    if store.kind == "dist_local":
+        store.set_optimizer("sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
+    names, given, targets = list(values), list(values.values()), list(out.values())
+    sums = _sums(size, world.world)
+    try:
+        yield _Side(
+            go=lambda: store.pushpull(names, given, targets).wait(),
+            out=out,
+            expected=(lambda rounds: sums) if exact else None,
+            theory_bytes=theory_bytes,
+        )
+    finally:
+        store.close()
+
+
+@contextmanager
+def _local(size: str, codec: object, world: World) -> Generator[_Side]:
+    """Every worker by itself."""
+    alone = World(JobSpec(), timeout_s=_TIMEOUT_S)
+    with _stored(size, alone, create("local", alone), 0.0) as side:
+        yield side
+
+
+@contextmanager
+def _dist_sync(size: str, codec: Codec | PowerSgd | None, world: World) -> Generator[_Side]:
+    if codec is None or world.group is None:
+        with _stored(size, world, create("dist_sync", world), _ring(world, nbytes_of(keys_of(size)))) as side:
+            yield side
+        return
+    values = _pushed(size, world.rank)
+    out = {key: value.clone() for key, value in values.items()}
+    sums = exchange(codec, out, world.group)
+
+    def go() -> None:
+        sums.launch(out).wait()
+        sums.commit(True)
+
+    def ready() -> None:
+        for key, value in values.items():
+            out[key].copy_(value)
+
+    ready()
+    go()
+    code = sum(each["bytes_out"] for each in sums.stats().values())
+    whole = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
+    summable = isinstance(codec, PowerSgd) or codec.summable is not None
+    theory_bytes = _ring(world, code + whole) if summable else (world.world - 1) * code
+    yield _Side(go=go, ready=ready, out=out, expected=None, theory_bytes=theory_bytes)
+
+
+@contextmanager
+def _dist_sync_shm(size: str, codec: object, world: World) -> Generator[_Side]:
+    with _stored(size, world, create("dist_sync", world, shared_memory=True), 0.0) as side:
+        yield side
+
+
+@contextmanager
+def _dist_local(size: str, codec: object, world: World) -> Generator[_Side]:
+    """The round in which copies are averaged; the others send nothing."""
+    store = create("dist_local", world, rounds=Rounds(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
+    with _stored(size, world, store, _ring(world, nbytes_of(keys_of(size))), exact=False) as side:
+        yield side
+
+
+_MAKERS: Mapping[str, Any] = {
+    "all_reduce": _all_reduce,
+    "local": _local,
+    "dist_sync": _dist_sync,
+    "dist_sync_shm": _dist_sync_shm,
+    "dist_local": _dist_local,
+}
+
+
+@contextmanager
+def _served(
+    name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings
+) -> Generator[dict[str, Callable[[], Any]]]:
+    """All sizes are keys of one run, on servers that serve this codec. Plain SGD with a rate of 1."""
+    assert not isinstance(codec, PowerSgd)  # Settings has seen to it
+    plain: Codec | None = codec
+    tables = {size: {f"{size}/{key}": shape for key, shape in keys_of(size).items()} for size in settings.sizes}
+    table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
+    agreed = Agreed(table=table, servers=settings.servers, codec=name, about={"run": "bench"})
+    options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
+    with servers(world, settings.servers) as (addresses, secret):
+        mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec)
+        try:
+            mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
+            mine.set_recipe(Recipe(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))
+            yield {size: lambda size=size: _dist_async(size, mine, plain, world) for size in tables}
+            world.barrier()
+        finally:
+            mine.close()
+
+
+@contextmanager
+def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World) -> Generator[_Side]:
+    values = {f"{size}/{key}": value for key, value in _pushed(size, world.rank).items()}
+    out = {key: torch.zeros_like(value) for key, value in values.items()}
+    sums = {f"{size}/{key}": value for key, value in _sums(size, world.world).items()}
+    numels = [chunk.elements for key in values for chunk in mine.placement.of(key)]
+
+    def expected(rounds: int) -> Mapping[str, Tensor]:
+        return {key: value * -rounds for key, value in sums.items()}
+
+    def go() -> None:
+        mine.pushpull(values, out).wait()
+        mine.commit()
+
+    def settle() -> None:
+        world.barrier()
+        mine.pull(out).wait()
+
+    yield _Side(
+        go=go,
+        out=out,
+        settle=settle,
+        expected=expected if codec is None else None,
+        theory_bytes=sum(4 * n for n in numels) if codec is None else sum(codec.encoded_bytes(n) for n in numels),
+        sent=lambda: sum(link.sent_bytes for link in mine.traffic()),
+    )
