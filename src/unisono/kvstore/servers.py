@@ -36,6 +36,7 @@ from unisono.kvstore.wire.message import json_frame, read_json
 
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
+_GOODBYE_S = 2.0
 _WAIT_S = 5.0  # of one claim or fence: who waits longer asks again, which also finds out that the server has gone
 
 
@@ -221,6 +222,8 @@ class Servers:
         """Leave: what this worker had claimed and not done is dealt to others at once."""
         self._beats.set()
         self._heart.join()
+        with suppress(CommError, TimeoutError):  # a coordinator that is away notices by itself
+            self._talk.request(Frame(Op.BYE)).result(_GOODBYE_S)
         for link in [self._talk, *self._links]:
             link.close()
 

@@ -198,8 +198,7 @@ def test_units_are_claimed_done_and_dealt_again(service: Service) -> None:
     assert second.json(Op.BARRIER, fence=None) == {"quiet": True}
     with pytest.raises(CommError, match="unit = -3"):
         second.json(Op.DONE, unit=-3)
-    with pytest.raises(CommError, match="worker 0, whose lease has ended"):
-        first.ask(replace(claim, seq=2))
+    assert first.json(Op.CLAIM) == {"unit": 2}  # one that comes back joins again
 
 
 def test_a_unit_that_two_workers_computed_is_applied_once(service: Service) -> None:
@@ -286,6 +285,32 @@ def test_a_claim_that_waits_and_is_sent_again_takes_one_unit(service: Service) -
     for thread in threads:
         thread.join(10)
     assert units == [0, 0]
+
+
+def test_a_unit_is_not_dealt_to_one_who_died_while_it_waited(service: Service) -> None:
+    holder, dead, other = (Worker(service, number) for number in range(3))
+    for seq in range(4):
+        assert read_json(holder.ask(replace(json_frame(Op.CLAIM, {}), seq=seq))) == {"unit": seq}
+    errors: list[str] = []
+
+    def claim() -> None:
+        with pytest.raises(CommError) as info:
+            dead.json(Op.CLAIM, wait_s=20)
+        errors.append(str(info.value))
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    thread.join(0.1)
+    Worker(service, 1, incarnation=2)
+    holder.ask(Frame(Op.BYE))  # what it held goes to the one who waits
+    thread.join(10)
+    assert "worker 1 in its incarnation 1" in errors[0]
+    assert [read_json(other.ask(replace(json_frame(Op.CLAIM, {}), seq=seq)))["unit"] for seq in range(4)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_lost_worker_gives_its_units_back_and_holds_nobody_up() -> None:

@@ -132,6 +132,12 @@ class Connection:
             self._changed.notify_all()
         return request.future
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the server was away for too long: this connection is over, and only a new one may find it again."""
+        with self._changed:
+            return self._failed is not None
+
     def traffic(self) -> Traffic:
         """Counters, since the connection was made."""
         with self._changed:
