@@ -158,15 +158,16 @@ def test_without_a_bound_nobody_waits_for_a_stopped_worker(nursery: Nursery, tmp
 def test_a_worker_that_stops_reading_costs_the_server_one_answer(nursery: Nursery, tmp_path: Path) -> None:
     elements, pulls = 4_000_000, 6
     asked_bytes = pulls * elements * 6
-    with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
+    with parameter_servers(tmp_path, 1, nursery=nursery, environ={"UNISONO_SNAPSHOTS": ""}) as servers:
         visitor = servers.connect(table(elements), worker=5)
         visitor.init(table(elements))
+        into = table(elements)
+        visitor.pull(into).wait()
         before = resident_bytes(servers.processes[0].pid)
         reader = worker(nursery, servers, tmp_path, 0, do="pulls", pulls=pulls, elements=elements)
         reader.until("asked")
         reader.child.send_signal(signal.SIGSTOP)
         most = 0
-        into = table(elements)
         for _ in range(10):
             visitor.pull(into).wait()
             most = max(most, resident_bytes(servers.processes[0].pid))
@@ -271,10 +272,12 @@ def test_a_stopped_server_that_was_replaced_leaves_when_it_wakes(nursery: Nurser
     with parameter_servers(tmp_path, 1, nursery=nursery, snapshot_every_s=0.3) as servers:
         pushing = worker(nursery, servers, tmp_path, 0, do="pushes", pushes=60, pause_s=0.02)
         pushing.until("acknowledged", 30)
+        stopped_s = time.monotonic()
         old = servers.processes[0]
         old.send_signal(signal.SIGSTOP)
         servers.restart(0)
         pushing.finish()
+        assert time.monotonic() - stopped_s < 15  # 6 s of silence, whatever the worker itself has sent meanwhile
         old.send_signal(signal.SIGCONT)
         old.wait(10)
         assert "this server was replaced and leaves" in servers.log(0)

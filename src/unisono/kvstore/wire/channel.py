@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from unisono.errors import CommError, Problem
-from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, buffers, damaged, pack, unpack
+from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, Op, buffers, damaged, pack, unpack
 
 # a piece is digested while it is still in the cache
 _PIECE_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class Channel:
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
         self.sent_bytes = self.received_bytes = 0
-        # when a byte last moved in either direction
+        # when a byte last moved in either direction, signs of life of this side aside: they would pass for the other's
         self.moved = time.monotonic()
 
     def send(self, frame: Frame) -> None:
@@ -69,7 +69,8 @@ class Channel:
             while pending:
                 count = self._push(pending[:_BUFFERS_PER_CALL], deadline)
                 self.sent_bytes += count
-                self.moved = time.monotonic()
+                if frame.op is not Op.HEARTBEAT:
+                    self.moved = time.monotonic()
                 while count and count >= pending[0].nbytes:
                     count -= pending.pop(0).nbytes
                 if count:
