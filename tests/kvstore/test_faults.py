@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,8 @@ from procs import wait_until
 
 from unisono.errors import CommError
 
+SMALL = 8192  # bytes of a chunk, so that each server has some of each key
 HARM = {"drop": 0.02, "duplicate": 0.1, "reorder": 0.05, "corrupt": 0.02}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as made:
-        yield made
 
 
 def lost_pushes(workers: list[Worker]) -> int:
@@ -210,6 +204,22 @@ def test_without_a_replica_what_is_lost_is_said_and_no_more_than_since_the_snaps
         assert lost <= len(late)
 
 
+@pytest.mark.full
+def test_units_that_a_server_lost_are_said_too(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 2, nursery=nursery, snapshot_every_s=0.5) as servers:
+        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 120, "chunk_bytes": SMALL}, "pause_s": 0.02}
+        workers = [worker(nursery, servers, tmp_path, n, **facts) for n in range(2)]
+        for each in workers:
+            each.until("acknowledged", 25)
+        servers.kill(1)
+        servers.restart(1)
+        for each in workers:
+            each.finish()
+        held_by_other, held_by_killed = sorted(counts(servers, units=120, chunk_bytes=SMALL), reverse=True)
+        assert held_by_other == 120
+        assert held_by_killed == 120 - lost_pushes(workers)
+
+
 @pytest.mark.parametrize(("victim", "away_s"), [(1, 0.0), pytest.param(0, 3.0, marks=pytest.mark.full)])
 def test_with_a_replica_nothing_acknowledged_is_lost(
     nursery: Nursery, tmp_path: Path, victim: int, away_s: float
@@ -246,7 +256,8 @@ def test_one_killed_before_its_first_snapshot_is_told_everything_by_its_replica(
 @pytest.mark.full
 def test_all_servers_killed_at_once_start_again_beside_each_other(nursery: Nursery, tmp_path: Path) -> None:
     with parameter_servers(tmp_path, 2, nursery=nursery, replicas=2, snapshot_every_s=0.3) as servers:
-        pushing = worker(nursery, servers, tmp_path, 0, do="pushes", pushes=100, pause_s=0.02)
+        small = {"chunk_bytes": SMALL}
+        pushing = worker(nursery, servers, tmp_path, 0, do="pushes", pushes=100, pause_s=0.02, agreed=small)
         pushing.until("acknowledged", 40)
         for server in (0, 1):
             servers.kill(server)
@@ -255,16 +266,18 @@ def test_all_servers_killed_at_once_start_again_beside_each_other(nursery: Nurse
         pushing.finish(20)
         per_server = [int(text.split("has lost ")[1].split()[0]) for text in pushing.said("said")]
         # a key on each server: the sums are right but for what was said to be lost
-        assert all(100 - count in (0, *per_server) for count in counts(servers))
+        assert all(100 - count in (0, *per_server) for count in counts(servers, **small))
 
 
-def counts(servers: ParameterServers) -> list[int]:
-    """How many pushes each element of the counting key has had."""
-    visitor = servers.connect(table(), worker=98)
+def counts(servers: ParameterServers, **agreed: Any) -> list[int]:
+    """How many pushes the chunks of the counting key have had; there is one on each of two servers."""
+    visitor = servers.connect(table(), worker=98, **agreed)
     into = table()
     visitor.pull(into).wait()
+    chunks = visitor.placement.of("count")
+    assert {chunk.server for chunk in chunks} == {0, 1}
     visitor.close()
-    return [int(each) for each in into["count"].unique()]
+    return [int(into["count"][chunk.start]) for chunk in chunks]
 
 
 @pytest.mark.full

@@ -44,9 +44,9 @@ def work(nursery: Nursery, line: Cable, folder: Path, addresses: list[list[Any]]
 
 
 @pytest.mark.full
-def test_two_hosts_exchange_what_they_must_and_no_more(tmp_path: Path) -> None:
+def test_two_hosts_exchange_what_they_must_and_no_more(nursery: Nursery, tmp_path: Path) -> None:
     elements, pushes = 600_000, 4
-    with cable(100) as line, Nursery() as nursery:
+    with cable(100) as line:
         children, addresses = serve(nursery, line, tmp_path)
         before = line.received_bytes()
         worker = work(nursery, line, tmp_path, addresses, elements=elements, pushes=pushes)
@@ -62,9 +62,9 @@ def test_two_hosts_exchange_what_they_must_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_cable_that_is_pulled_for_a_while_loses_nothing(tmp_path: Path) -> None:
+def test_a_cable_that_is_pulled_for_a_while_loses_nothing(nursery: Nursery, tmp_path: Path) -> None:
     elements, pushes = 100_000, 40
-    with cable(100) as line, Nursery() as nursery:
+    with cable(100) as line:
         children, addresses = serve(nursery, line, tmp_path)
         worker = work(nursery, line, tmp_path, addresses, elements=elements, pushes=pushes)
         worker.until("acknowledged", 10)

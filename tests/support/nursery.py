@@ -100,6 +100,7 @@ class Nursery:
 def _nurse(end: socket.socket) -> None:
     for name in _WARM:
         importlib.import_module(name)
+    _step()
     children: list[int] = []
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     while True:
@@ -118,6 +119,17 @@ def _nurse(end: socket.socket) -> None:
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+def _step() -> None:
+    """What torch imports only when an optimizer first makes a step takes seconds."""
+    import torch
+    from parameter_servers import recipe
+
+    from unisono.kvstore.server.updates import Updater
+
+    value = torch.nn.Parameter(torch.zeros(1))
+    Updater(recipe({"a": value}), "a", value).step(torch.zeros(1), 1.0, None)
 
 
 def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ class ParameterServers:
     ) -> None:
         self.secret, self._folder = secrets.token_bytes(32), folder
         self._nursery, self._program = nursery, program
+        self.snapshots = folder / "snapshots"
         self.secret_file = folder / "secret"
         self.secret_file.touch(mode=0o600)
         self.secret_file.write_bytes(self.secret)
@@ -59,7 +60,7 @@ class ParameterServers:
             "UNISONO_EPOCH": str(epoch),
             "UNISONO_LISTEN_FD": str(listener.fileno()),
             "UNISONO_SECRET_FILE": str(self.secret_file),
-            "UNISONO_SNAPSHOTS": str(self._folder / "snapshots"),
+            "UNISONO_SNAPSHOTS": str(self.snapshots),
             **self._more,
         }
         path = self._folder / f"server-{server}.{epoch}.log"

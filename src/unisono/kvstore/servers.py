@@ -28,6 +28,7 @@ from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.image import cut, decode, encode, join
 from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, raw, write
 from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.ranges import RangeSet
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Traffic
@@ -78,6 +79,8 @@ class Servers:
         self._links: list[Connection] = []
         self._versions = [0] * len(addresses)
         self._acknowledged = [0] * len(addresses)  # one more than the last push of this worker's own stream
+        self._units = [RangeSet() for _ in addresses]  # acknowledged too
+        self._noting = threading.Lock()
         self._beats = threading.Event()
         try:
             for server, address in enumerate(addresses):
@@ -258,8 +261,11 @@ class Servers:
                 reply = answer.result()
                 refused |= bool(reply.flags & REFUSED)
                 duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
-                if unit is None:
-                    self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
+                with self._noting:
+                    if unit is None:
+                        self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
+                    elif reply.flags & REFUSED == 0:
+                        self._units[server].add(unit)
                 if into:
                     self._versions[server] = reply.clock
             return Sent(duplicates=duplicates, refused=refused)
@@ -306,7 +312,17 @@ class Servers:
 
     def _back(self, server: int) -> Callable[[dict[str, Any]], None]:
         def told(hello: dict[str, Any]) -> None:
-            lost = self._acknowledged[server] - int(hello["seq"])
+            with self._noting:
+                lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
+                self._acknowledged[server] -= lost  # said once
+                kept = [RangeSet(spans) for spans in hello["units"]]
+                units = [unit for first, end in self._units[server].json() for unit in range(first, end)]
+                there = [unit for unit in units if all(unit in each for each in kept)]
+                if len(there) < len(units):
+                    lost += len(units) - len(there)
+                    self._units[server] = RangeSet()
+                    for unit in there:
+                        self._units[server].add(unit)
             if lost > 0:
                 self._say(
                     f"server {server} was restarted and has lost {lost} acknowledged pushes of worker {self.worker}"

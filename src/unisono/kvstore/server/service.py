@@ -129,6 +129,7 @@ class Service:
             "initialised": table.numbers,
             "optimizer": table.recipe is not None,
             "seq": table.next_seq(peer.worker + 1),
+            "units": table.applied(0),
         }
 
     def gone(self, peer: Peer) -> None:

@@ -56,7 +56,7 @@ def write(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor],
         raise overtaken(folder, newer, after)
     for entry in folder.iterdir():
         if _LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            entry.unlink() if entry.is_symlink() else shutil.rmtree(entry)
     number = after + 1
     final = folder / f"snapshot-{number:08d}"
     temporary = final.with_suffix(".tmp")

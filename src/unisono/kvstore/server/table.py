@@ -101,6 +101,15 @@ class Table:
                 ends += [end for _, end in cell.applied.get(stream, RangeSet()).json()[-1:]]
         return max(ends)
 
+    def applied(self, stream: int) -> list[list[list[int]]]:
+        """Which numbers of this stream chunks have applied, as ``RangeSet.json``; equal ones once, so that it stays short."""
+        found: dict[str, list[list[int]]] = {}
+        for cell in self._cells.values():
+            with cell.lock:
+                spans = cell.applied.get(stream, RangeSet()).json()
+            found[str(spans)] = spans
+        return list(found.values())
+
     def chunk(self, number: int) -> Chunk:
         """CommError for one that is not here."""
         return self._cell(number).chunk
