@@ -23,15 +23,12 @@ def test_whatever_is_killed_each_unit_counts_once(nursery: Nursery, tmp_path: Pa
         incarnations = [0, 0, 0]
         workers = [worker(nursery, servers, tmp_path, n, **facts) for n in range(3)]
         workers[0].until("acknowledged", 5)
-        killed = {"worker": 0, "server": 0}
-        until_s = time.monotonic() + 10
-        while time.monotonic() < until_s:
+        for event in range(12):
             time.sleep(draw.uniform(0.1, 1.0))
-            if draw.random() < 0.25:
+            if event % 4 == 3:
                 servers.kill(server)
                 time.sleep(draw.uniform(0, 0.3))
                 servers.restart(server)
-                killed["server"] += 1
                 continue
             victim = draw.randrange(3)
             workers[victim].child.kill()
@@ -39,8 +36,6 @@ def test_whatever_is_killed_each_unit_counts_once(nursery: Nursery, tmp_path: Pa
             incarnations[victim] += 1
             incarnation = incarnations[victim]
             workers[victim] = worker(nursery, servers, tmp_path, victim, incarnation=incarnation, **facts)
-            killed["worker"] += 1
         for each in workers:
             each.finish()
-        assert min(killed.values()) >= 2, killed
         assert found(servers, units=units) == sums(range(units))
