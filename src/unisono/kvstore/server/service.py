@@ -319,9 +319,8 @@ class Service:
             if isinstance(unit, int):
                 try:
                     run.clocks.seen(peer.worker, peer.incarnation)
-                except (
-                    CommError
-                ):  # it died while it waited: its newer self, if there is one, holds nothing before we return
+                except CommError:
+                    # it died while it waited; its newer self, if there is one, holds nothing before this returns
                     run.deal.give_back(peer.worker)
                     raise
                 self._claims[peer.worker] = peer.incarnation, frame.seq, unit
