@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from nursery import FIRST_FD, Child, Nursery
 from torch import Tensor
 
 from unisono.kvstore.server.agreed import Agreed
@@ -24,33 +25,54 @@ from unisono.optim.groups import Role
 
 
 class ParameterServers:
-    """``count`` servers; ``addresses`` stay theirs over a restart, because this process holds their sockets."""
+    """``count`` servers; ``addresses`` stay theirs over a restart, because this process holds their sockets. They are born in
+    ``nursery`` with ``program``, or, without one, by their command, which takes seconds. ``environ``: more for them."""
 
-    def __init__(self, folder: Path, count: int, *, replicas: int = 1, snapshot_every_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        *,
+        replicas: int = 1,
+        snapshot_every_s: float = 60.0,
+        nursery: Nursery | None = None,
+        program: str = "unisono.kvstore.server.__main__:main",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.secret, self._folder = secrets.token_bytes(32), folder
-        self.file = folder / "secret"
-        self.file.touch(mode=0o600)
-        self.file.write_bytes(self.secret)
+        self._nursery, self._program = nursery, program
+        self.snapshots = folder / "snapshots"
+        self.secret_file = folder / "secret"
+        self.secret_file.touch(mode=0o600)
+        self.secret_file.write_bytes(self.secret)
         self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
+        self.addresses: list[tuple[str, int]] = [listener.getsockname()[:2] for listener in self._listeners]
         self._more = {"UNISONO_REPLICAS": str(replicas), "UNISONO_SNAPSHOT_EVERY_S": str(snapshot_every_s)}
-        self.processes: list[subprocess.Popen[str]] = [self._start(server, 0) for server in range(count)]
+        self._more |= environ or {}
+        self.processes: list[subprocess.Popen[str] | Child] = [self._start(server, 0) for server in range(count)]
         self.epochs = [0] * count
 
-    def _start(self, server: int, epoch: int) -> subprocess.Popen[str]:
+    def _start(self, server: int, epoch: int) -> subprocess.Popen[str] | Child:
         listener = self._listeners[server]
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")} | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
+        own = {
             "UNISONO_SERVER": str(server),
             "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in self.addresses),
             "UNISONO_EPOCH": str(epoch),
             "UNISONO_LISTEN_FD": str(listener.fileno()),
-            "UNISONO_SECRET_FILE": str(self.file),
-            "UNISONO_SNAPSHOTS": str(self._folder / "snapshots"),
+            "UNISONO_SECRET_FILE": str(self.secret_file),
+            "UNISONO_SNAPSHOTS": str(self.snapshots),
             **self._more,
         }
-        with (self._folder / f"server-{server}.{epoch}.log").open("w") as log:
+        path = self._folder / f"server-{server}.{epoch}.log"
+        if self._nursery is not None:
+            own["UNISONO_LISTEN_FD"] = str(FIRST_FD)
+            return self._nursery.start(self._program, log=path, environ=own, fds=[listener.fileno()])
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")} | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+            **own,
+        }
+        with path.open("w") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "unisono.kvstore.server"],
                 env=environ,
@@ -72,7 +94,7 @@ class ParameterServers:
     def log(self, server: int) -> str:
         """What its processes have said."""
         logs = [self._folder / f"server-{server}.{epoch}.log" for epoch in range(self.epochs[server] + 1)]
-        return "".join(path.read_text() for path in logs)
+        return "".join(path.read_text() for path in logs if path.exists())
 
     def connect(self, table: Mapping[str, Tensor], *, worker: int = 0, incarnation: int = 0, **more: Any) -> Servers:
         """A worker. ``more``: what ``Agreed`` and ``Servers`` take."""

@@ -75,7 +75,15 @@ def digests(run: Trainer) -> dict[str, str]:
 def together(pool: Pool, servers: ParameterServers, run_dir: Path, ranks: int, **changes: Any) -> list[dict[str, Any]]:
     addresses = [f"{host}:{port}" for host, port in servers.addresses]
     return pool.run(
-        worker, addresses, str(servers.file), str(run_dir), ranks, ranks=ranks, joined=False, timeout_s=90, **changes
+        worker,
+        addresses,
+        str(servers.secret_file),
+        str(run_dir),
+        ranks,
+        ranks=ranks,
+        joined=False,
+        timeout_s=90,
+        **changes,
     )
 
 

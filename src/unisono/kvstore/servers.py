@@ -29,6 +29,7 @@ from unisono.kvstore.server.deal import Work
 from unisono.kvstore.server.image import cut, decode, encode, join
 from unisono.kvstore.server.payload import CODED, REFUSED, SLOT_BYTES, UNIT, WRITE, raw, write
 from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.ranges import RangeSet
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Traffic
@@ -38,7 +39,6 @@ from unisono.kvstore.wire.message import json_frame, read_json
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
 _WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
-
 _GOODBYE_S = 1.0
 
 
@@ -90,6 +90,8 @@ class Servers:
         self._links: list[Connection] = []
         self._versions = [0] * len(addresses)
         self._acknowledged = [0] * len(addresses)  # one more than the last push of this worker's own stream
+        self._units = [RangeSet() for _ in addresses]  # acknowledged too
+        self._noting = threading.Lock()
         self._beats = threading.Event()
         try:
             for server, address in enumerate(addresses):
@@ -323,12 +325,17 @@ class Servers:
             )
             places = [_of(targets[chunk.key], chunk) for chunk in group] if into else None
             answers.append((server, len(group), self._links[server].request(frame, priority, places)))
-        return self._sent(answers, seq if unit is None else None, pulled=bool(into))
+        return self._sent(answers, seq if unit is None else None, unit, pulled=bool(into))
 
     def _sent(
-        self, answers: Sequence[tuple[int, int, Answer[Frame]]], seq: int | None, *, pulled: bool = False
+        self,
+        answers: Sequence[tuple[int, int, Answer[Frame]]],
+        seq: int | None,
+        unit: int | None = None,
+        *,
+        pulled: bool = False,
     ) -> Future[Sent]:
-        """The answers (server, chunks, answer) to a push with number ``seq`` of this worker's own stream, None: to a unit's."""
+        """The answers (server, chunks, answer) to a push with number ``seq`` of this worker's own stream, or to a ``unit``'s."""
 
         def finish() -> Sent:
             duplicates, refused = 0, False
@@ -336,8 +343,11 @@ class Servers:
                 reply = answer.result()
                 refused |= bool(reply.flags & REFUSED)
                 duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
-                if seq is not None:
-                    self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
+                with self._noting:
+                    if seq is not None:
+                        self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
+                    elif unit is not None and not reply.flags & REFUSED:
+                        self._units[server].add(unit)
                 if pulled:
                     self._versions[server] = reply.clock
             return Sent(duplicates=duplicates, refused=refused)
@@ -395,7 +405,17 @@ class Servers:
 
     def _back(self, server: int) -> Callable[[dict[str, Any]], None]:
         def told(hello: dict[str, Any]) -> None:
-            lost = self._acknowledged[server] - int(hello["seq"])
+            with self._noting:
+                lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
+                self._acknowledged[server] -= lost  # said once
+                kept = [RangeSet(spans) for spans in hello["units"]]
+                units = [unit for first, end in self._units[server].json() for unit in range(first, end)]
+                there = [unit for unit in units if all(unit in each for each in kept)]
+                if len(there) < len(units):
+                    lost += len(units) - len(there)
+                    self._units[server] = RangeSet()
+                    for unit in there:
+                        self._units[server].add(unit)
             if lost > 0:
                 self._say(
                     f"server {server} was restarted and has lost {lost} acknowledged pushes of worker {self.worker}"

@@ -95,6 +95,22 @@ def test_a_dead_worker_holds_nobody_up() -> None:
     assert clocks.join(1, 2) == 1  # back, at the clock of the slowest
 
 
+def test_one_who_was_thought_dead_while_it_waited_still_waits_when_it_is_back() -> None:
+    hands = Hands()
+    clocks = Clocks(0, now=hands)
+    clocks.join(0, 1)
+    clocks.join(1, 1)
+    thread, outcome = waiting(clocks, 0, 3)
+    hands.now_s += LEASE_S - 1
+    clocks.seen(1, 1)
+    hands.now_s += 2
+    assert clocks.expire() == [0]
+    assert clocks.join(0, 1) == 0
+    assert clocks.tick(1, 1, 3) == 3
+    thread.join(5)
+    assert outcome == [3]
+
+
 def test_a_lost_connection_shortens_the_lease_and_a_return_restores_it() -> None:
     hands = Hands()
     clocks = Clocks(now=hands)

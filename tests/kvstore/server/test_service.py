@@ -26,7 +26,7 @@ from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
 TABLE = {"a": ((40, 64), torch.float32), "b": ((7,), torch.float32)}
-AGREED = Agreed(table=TABLE, servers=1, chunk_bytes=8192, staleness=1, units=4)
+AGREED = Agreed(table=TABLE, servers=1, chunk_bytes=8192, staleness=1, units=4, units_per_step=2)
 RECIPE = Recipe(options=OptimOptions(kind="sgd", lr=1.0), roles=dict.fromkeys(TABLE, Role.DECAY))
 
 
@@ -196,7 +196,6 @@ def begin(worker: Worker) -> None:
 def test_work_is_claimed_done_and_dealt_again(service: Service) -> None:
     first, second = Worker(service, 0), Worker(service, 1)
     begin(first)
-    claim = json_frame(Op.CLAIM, {"wait_s": 0})
     assert claimed(first, 1) == ("unit", 0)
     assert claimed(first, 1) == ("unit", 0)  # the answer was lost
     assert claimed(second, 1) == ("unit", 1)
@@ -213,8 +212,7 @@ def test_work_is_claimed_done_and_dealt_again(service: Service) -> None:
         second.json(Op.DONE, kind="unit", number=-3)
     with pytest.raises(CommError, match="kind is begin, unit, save, stop or finish"):
         second.json(Op.DONE, kind="rest", number=0)
-    with pytest.raises(CommError, match="worker 0, whose lease has ended"):
-        first.ask(replace(claim, seq=2))
+    assert claimed(first, 2) == ("stopped", 2)  # one that comes back joins again
 
 
 def test_a_unit_that_two_workers_computed_is_applied_once(service: Service) -> None:
@@ -302,6 +300,28 @@ def test_a_claim_that_waits_and_is_sent_again_takes_one_unit(service: Service) -
     for thread in threads:
         thread.join(10)
     assert units == [0, 0]
+
+
+def test_a_unit_is_not_dealt_to_one_who_died_while_it_waited(service: Service) -> None:
+    holder, dead, other = (Worker(service, number) for number in range(3))
+    begin(holder)
+    for seq in range(4):
+        assert claimed(holder, seq + 1) == ("unit", seq)
+    errors: list[str] = []
+
+    def claim() -> None:
+        with pytest.raises(CommError) as info:
+            dead.json(Op.CLAIM, wait_s=20)
+        errors.append(str(info.value))
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    thread.join(0.1)
+    Worker(service, 1, incarnation=2)
+    holder.ask(Frame(Op.BYE))  # what it held goes to the one who waits
+    thread.join(10)
+    assert "worker 1 in its incarnation 1" in errors[0]
+    assert [claimed(other, seq) for seq in range(4)] == [("unit", seq) for seq in range(4)]
 
 
 def test_a_lost_worker_gives_its_units_back_and_holds_nobody_up() -> None:

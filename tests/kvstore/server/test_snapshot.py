@@ -16,7 +16,8 @@ from unisono.kvstore.server import snapshot
 
 
 def take(folder: Path, value: int) -> int:
-    return snapshot.write(folder, {"value": value}, {"0/value": torch.full((64,), float(value))})
+    tensors = {"0/value": torch.full((64,), float(value))}
+    return snapshot.write(folder, {"value": value}, tensors, after=snapshot.latest(folder))
 
 
 def names(folder: Path) -> list[str]:
@@ -81,7 +82,7 @@ import itertools, sys, torch
 from pathlib import Path
 from unisono.kvstore.server import snapshot
 for value in itertools.count(1):
-    snapshot.write(Path(sys.argv[1]), {"value": value}, {"0/value": torch.full((200_000,), float(value))})
+    snapshot.write(Path(sys.argv[1]), {"value": value}, {"0/value": torch.full((200_000,), float(value))}, after=value - 1)
     print(value, flush=True)
 """
 
@@ -99,3 +100,16 @@ def test_killed_at_any_moment_the_newest_holds(tmp_path: Path) -> None:
     assert torch.equal(found.tensors["0/value"], torch.full((200_000,), float(found.facts["value"])))
     take(tmp_path, 0)
     assert not [name for name in names(tmp_path) if name.endswith(".tmp")]
+
+
+def test_only_its_user_reads_it_and_a_replaced_server_writes_no_more(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        take(tmp_path / "server-0", 1)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "server-0").rglob("*")}
+    assert modes == {"snapshot-00000001": 0o700, "state.json": 0o600, "state.safetensors": 0o600}
+    with pytest.raises(CommError, match=r"snapshot 1 in .* \(its last one is 0\)\n.*another one has taken"):
+        snapshot.write(tmp_path / "server-0", {}, {}, after=0)
+    assert snapshot.newest(tmp_path / "server-0").facts == {"value": 1}

@@ -327,5 +327,5 @@ def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World) -> 
         settle=settle,
         expected=expected if codec is None else None,
         theory_bytes=sum(4 * n for n in numels) if codec is None else sum(codec.encoded_bytes(n) for n in numels),
-        sent=lambda: sum(link.sent_bytes for link in mine.traffic()),
+        sent=lambda: sum(link.sent_bytes + link.memory_bytes for link in mine.traffic()),
     )

@@ -102,8 +102,8 @@ def _start_server(
     os.write(write, secret)
     os.close(write)
     environ = {
-        "UNISONO_SERVER_INDEX": str(server),
-        "UNISONO_SERVERS": ",".join(f"{host}:{port}" for host, port in addresses),
+        "UNISONO_SERVER": str(server),
+        "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in addresses),
         "UNISONO_EPOCH": "0",
         "UNISONO_LISTEN_FD": str(listener.fileno()),
         "UNISONO_SECRET_FD": str(read),

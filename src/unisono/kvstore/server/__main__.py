@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import threading
 
 import torch
 
-from unisono.errors import UnisonoError
+from unisono.errors import LaunchError, Problem, UnisonoError
 from unisono.kvstore.server.process import Seat, run, seat_from_environ
 from unisono.kvstore.server.replica import Replica
 from unisono.kvstore.server.service import Service
 from unisono.kvstore.wire.frame import LARGE
 from unisono.kvstore.wire.secret import read_secret
-from unisono.kvstore.wire.serving import Server, listen
+from unisono.kvstore.wire.serving import Admission, Server, listen
+
+_OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
 
 
 def main() -> int:
     """Serve until told to stop; the exit code."""
     try:
+        allow_files(Admission().connections + _OTHER_FILES)
         seat, secret = seat_from_environ(os.environ), read_secret(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
         replica = Replica(seat, secret) if seat.replicas > 1 else None
         service = Service(
             seat.server,
             forward=replica.forward if replica is not None else None,
+            held=replica is not None,
             snapshots=seat.snapshots,
             snapshot_every_s=seat.snapshot_every_s,
+            on_stale=leave,
             say=say,
         )
-        if replica is not None:
-            replica.restore(service)
         warm_up()
-        run(seat, service, lambda seat, service: serve(seat, service, secret))
+        run(seat, service, lambda seat, service: serve(seat, service, secret, replica))
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -49,22 +53,52 @@ def warm_up() -> None:
     optimizer.step()
 
 
-def serve(seat: Seat, service: Service, secret: bytes) -> Server:
-    """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody."""
+def allow_files(count: int) -> None:
+    """Have room for ``count`` open files. Raises LaunchError where the machine does not allow that many: a server without room
+    would keep workers waiting at the door and say nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise LaunchError(
+            Problem(
+                given=f"a process may have {hard} open files here",
+                rule=f"a server has room for {count}: its connections, and files of its own",
+                consequence="the server was not started",
+                nearest=f"ulimit -n {count}, or LimitNOFILE of the service",
+            )
+        )
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None) -> Server:
+    """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody.
+
+    Workers are let in when what a replica keeps was taken over. Servers are let in before, as they may all be starting.
+    """
     if seat.listen_fd is not None:
         listener = socket.socket(fileno=seat.listen_fd)
         listener.set_inheritable(False)
     else:
         listener = listen(*seat.addresses[seat.server])
-    serving = Server([listener], service, secret, LARGE, epoch=seat.epoch, on_stale=lambda epoch: leave(seat, epoch))
+    serving = Server(
+        [listener],
+        service,
+        secret,
+        LARGE,
+        epoch=seat.epoch,
+        on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.epoch}"),
+    )
     host, port = serving.addresses[0]
     say(f"server {seat.server} of {len(seat.addresses)}, epoch {seat.epoch}, listens at {host}:{port}")
+    if replica is not None:
+        replica.restore(service)
+        service.release()
     return serving
 
 
-def leave(seat: Seat, epoch: int) -> None:
+def leave(reason: str) -> None:
     """End without a word to anyone but the log: what this server knows is out of date."""
-    say(f"server {seat.server}: epoch {epoch} has taken the place of {seat.epoch}; this process leaves")
+    say(f"this server was replaced and leaves: {reason}")
     threading.Timer(0.2, os._exit, [0]).start()  # the one who told gets its refusal first
 
 

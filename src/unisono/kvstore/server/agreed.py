@@ -17,8 +17,10 @@ from unisono.errors import CommError, Problem
 from unisono.kvstore.server.placement import CHUNK_BYTES, Placement, place
 from unisono.kvstore.wire.frame import DTYPES
 
-# a placement lists every chunk: what a hello can make a server list is bounded before it does
+# a placement lists every chunk and server: what a hello can make a server list is bounded before it does
 _MOST_BYTES = 1 << 44
+_MOST_CHUNKS = 1 << 22
+_MOST_SERVERS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +76,14 @@ class Agreed:
             nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in table.values())
             if nbytes > _MOST_BYTES:
                 raise ValueError(f"a table of {nbytes} bytes, over {_MOST_BYTES}")
+            servers, chunk_bytes = _count(given["servers"]), _count(given["chunk_bytes"])
+            if servers > _MOST_SERVERS or nbytes > _MOST_CHUNKS * chunk_bytes:
+                raise ValueError(f"{servers} servers for {nbytes} bytes in chunks of {chunk_bytes}")
             return cls(
                 table=table,
-                servers=_count(given["servers"]),
+                servers=servers,
                 whole=tuple(sorted(str(key) for key in given["whole"])),
-                chunk_bytes=_count(given["chunk_bytes"]),
+                chunk_bytes=chunk_bytes,
                 staleness=None if staleness is None else _count(staleness),
                 units=_count(given["units"]),
                 units_per_step=_count(given["units_per_step"]),

@@ -103,16 +103,21 @@ class Clocks:
     def tick(self, worker: int, incarnation: int, clock: int) -> int:
         """The worker has finished ``clock``. Returns the slowest clock as soon as it is at least ``clock - staleness``.
 
-        Raises CommError when the worker's lease ends while it waits, or the server stops.
+        A worker whose lease ends while it waits goes on waiting: it may be back. Raises CommError when a newer incarnation
+        takes over meanwhile, or the server stops.
         """
         with self._change:
-            member = self._alive(worker, incarnation)
-            member.clock = max(member.clock, clock)
-            self._change.notify_all()
-            while self._staleness is not None and self.slowest < clock - self._staleness:
+            self._alive(worker, incarnation)
+            while True:
+                if worker in self._members:
+                    member = self._alive(worker, incarnation)
+                    if member.clock < clock:  # new, or it was away and joined again at the slowest
+                        member.clock = clock
+                        self._change.notify_all()
+                if self._staleness is None or not self._members or self.slowest >= clock - self._staleness:
+                    return self.slowest
                 self._change.wait()
-                self._alive(worker, incarnation)
-            return self.slowest
+                self._running()
 
     def close(self) -> None:
         """Everyone who waits gets a CommError."""
@@ -142,7 +147,7 @@ class Clocks:
         del self._members[worker]
         self._change.notify_all()
 
-    def _alive(self, worker: int, incarnation: int) -> _Member:
+    def _running(self) -> None:
         if self._closed:
             raise CommError(
                 Problem(
@@ -152,6 +157,9 @@ class Clocks:
                     nearest="connect again: the launcher starts the server from its last snapshot",
                 )
             )
+
+    def _alive(self, worker: int, incarnation: int) -> _Member:
+        self._running()
         member = self._members.get(worker)
         if member is None:
             raise CommError(

@@ -34,7 +34,7 @@ def decode(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load(data)  # checks the length and every offset against the bytes there are
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
         return json.loads(header["__metadata__"]["unisono"]), tensors
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CommError(
             Problem(
                 given=f"an image of {len(data)} bytes that cannot be read: {error!r}",

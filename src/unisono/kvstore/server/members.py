@@ -10,7 +10,7 @@ from unisono.kvstore.wire.auth import Peer
 
 
 class Members:
-    """Connections of workers: a worker may have several, and is lost with its last one."""
+    """Connections of workers, or of servers: each may have several, and is lost with its last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class Members:
         self._open: dict[tuple[int, int], int] = {}
 
     def enter(self, peer: Peer) -> None:
-        """A connection. CommError when a newer incarnation of this worker is known."""
+        """A connection. CommError when a newer incarnation is known."""
         with self._lock:
             self._check(peer)
             self._newest[peer.worker] = peer.incarnation
@@ -26,7 +26,7 @@ class Members:
             self._open[key] = self._open.get(key, 0) + 1
 
     def exit(self, peer: Peer) -> bool:
-        """It has closed; whether it was the worker's last."""
+        """It has closed; whether it was the last."""
         with self._lock:
             key = peer.worker, peer.incarnation
             self._open[key] -= 1
@@ -41,7 +41,7 @@ class Members:
             return len(self._newest)
 
     def check(self, peer: Peer) -> None:
-        """CommError when a newer incarnation of this worker has taken over."""
+        """CommError when a newer incarnation has taken over."""
         with self._lock:
             self._check(peer)
 
@@ -50,8 +50,8 @@ class Members:
         if peer.incarnation < newest:
             raise CommError(
                 Problem(
-                    given=f"worker {peer.worker} in its incarnation {peer.incarnation}",
-                    rule=f"a worker has one incarnation at a time, and {newest} has taken over",
+                    given=f"{peer.role} {peer.worker} in its incarnation {peer.incarnation}",
+                    rule=f"a {peer.role} has one incarnation at a time, and {newest} has taken over",
                     consequence="nothing of the older one is applied",
                     nearest="let the older process end",
                 )

@@ -7,6 +7,8 @@ acknowledged outlives any one server.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.payload import SLOT_BYTES
@@ -29,20 +31,37 @@ class Replica:
         self._link: Connection | None = None
 
     def restore(self, service: Service) -> None:
-        """Take over what the next server keeps, before anyone is let in. A server without a snapshot has just begun."""
-        if service.agreed is None:
+        """Take over what the next server keeps, before workers are let in. Both must be listening: they may ask each other."""
+        agreed = service.agreed or self._told()
+        if agreed is None:
             return
-        for chunk in service.agreed.placement().on(self._seat.server):
-            answer = self.forward(service.agreed, json_frame(Op.STATE, {"chunks": [chunk.number]}))
+        for chunk in agreed.placement().on(self._seat.server):
+            answer = self.forward(agreed, json_frame(Op.STATE, {"chunks": [chunk.number]}))
             service.adopt(b"".join(buffers(answer)))
 
     def forward(self, agreed: Agreed, frame: Frame) -> Frame:
         """The next server's answer. Raises CommError where it cannot be reached, and what it refuses with."""
         with self._lock:
-            if self._link is None:
-                me = Peer("server", self._seat.server, self._seat.epoch, agreed.job, "")
-                facts, address = agreed.json(), self._seat.next_address
-                self._link = Connection(
-                    address, self._secret, me, facts, limits=LARGE, deadline_s=_DEADLINE_S, slot_bytes=SLOT_BYTES
-                )
-        return self._link.request(frame).result()
+            if self._link is None or self._link.given_up:
+                self._link = self._connect(agreed.job, agreed.json())
+            link = self._link
+        return link.request(frame).result()
+
+    def _told(self) -> Agreed | None:
+        """What the run is, from the next server: this one was killed before its first snapshot, or nothing has begun."""
+        link = self._connect(0, {})
+        link.close()
+        told = link.hello["agreed"]
+        return Agreed.read(told) if told is not None else None
+
+    def _connect(self, job: int, facts: Mapping[str, Any]) -> Connection:
+        me = Peer("server", self._seat.server, self._seat.epoch, job, "")
+        return Connection(
+            self._seat.next_address,
+            self._secret,
+            me,
+            facts,
+            limits=LARGE,
+            deadline_s=_DEADLINE_S,
+            slot_bytes=SLOT_BYTES,
+        )

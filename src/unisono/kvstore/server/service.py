@@ -10,6 +10,7 @@ gets all there is to the chunk. Replicas answer to servers only.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict
@@ -71,8 +72,10 @@ class _Run:
 class Service:
     """Server ``server``. ``forward`` sends a frame to the next server and returns its answer, None without replicas.
 
-    ``snapshots``: where, None for nowhere; every ``snapshot_every_s``. ``say`` is told what
-    a person should know. A snapshot that is there is taken up at once; raises CommError when it does not hold.
+    ``held``: workers wait at the door until ``release``; other servers do not. ``snapshots``: where, None for nowhere; the
+    first as soon as there are values, then every ``snapshot_every_s``. ``on_stale`` is told when another server writes there:
+    this one was replaced. ``say`` is told what a person should know. A snapshot that is there is taken up at once; raises
+    CommError when it does not hold.
     """
 
     def __init__(
@@ -80,26 +83,33 @@ class Service:
         server: int,
         *,
         forward: Callable[[Agreed, Frame], Frame] | None = None,
+        held: bool = False,
         snapshots: Path | None = None,
         snapshot_every_s: float = 60.0,
+        on_stale: Callable[[str], None] = print,
         say: Callable[[str], None] = print,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._server, self._forward = server, forward
+        self._server, self._forward, self._on_stale = server, forward, on_stale
+        self._open = threading.Event()
+        if not held:
+            self._open.set()
         self._snapshots, self._snapshot_every_s, self._say, self._now = snapshots, snapshot_every_s, say, now
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._run: _Run | None = None
-        self._members = Members()
+        self._members = {"worker": Members(), "server": Members()}
         self._claims: dict[int, tuple[int, int, Work]] = {}  # by worker: incarnation, number of the CLAIM, its work
         self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._counts: Counter[str] = Counter()
         self._largest_lag = 0
         self._stop = threading.Event()
+        self._saved = 0  # the newest snapshot that this server knows
         found = snapshot.newest(snapshots) if snapshots is not None else None
         if found is not None:
             for reason in found.set_aside:
                 say(f"server {server}: a snapshot does not hold and was set aside: {reason}")
+            self._saved = found.number
             self._restore(found.facts, found.tensors)
             say(f"server {server}: goes on from snapshot {found.number}; pushes since then are lost without a replica")
         self._keeper = threading.Thread(target=self._keep, name="unisono-server-keeper", daemon=True)
@@ -108,19 +118,23 @@ class Service:
     # --- what the wire calls
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
-        """Let a peer in that says what all say. The answer: see the keys below; ``seq`` is free in the worker's stream."""
-        agreed = Agreed.read(facts)
-        with self._lock:
-            if self._run is None:
-                self._run = self._begin(agreed)
-            run = self._run
-        run.agreed.compare(agreed, f"{peer.role} {peer.worker}")
-        clock = 0
+        """Let a peer in that says what all say. The answer: see the keys below; ``seq`` is free in the worker's stream.
+
+        A server that has forgotten everything says nothing, and is told what the run is.
+        """
+        members = self._members[peer.role]
+        if peer.role == "server" and not facts:
+            members.enter(peer)
+            return {"agreed": self._run.agreed.json() if self._run is not None else None}
         if peer.role == "worker":
-            self._members.check(peer)
-            clock = run.clocks.join(peer.worker, peer.incarnation)
-            self._members.enter(peer)
-            run.barriers.look_again()
+            self._open.wait()
+        agreed = Agreed.read(facts)
+        run = self._begun(agreed)
+        run.agreed.compare(agreed, f"{peer.role} {peer.worker}")
+        members.check(peer)
+        clock = run.clocks.join(peer.worker, peer.incarnation) if peer.role == "worker" else 0
+        members.enter(peer)
+        run.barriers.look_again()
         table = run.tables[peer.role]
         return {
             "server": self._server,
@@ -129,20 +143,20 @@ class Service:
             "initialised": table.numbers,
             "optimizer": table.recipe is not None,
             "seq": table.next_seq(peer.worker + 1),
+            "units": table.applied(0),
         }
 
     def gone(self, peer: Peer) -> None:
         """A connection has closed."""
-        if peer.role == "worker" and self._members.exit(peer):
+        if self._members[peer.role].exit(peer) and peer.role == "worker":
             self._began().clocks.closed(peer.worker, peer.incarnation)
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
         """Answer a request. UnisonoError where it is wrong; nothing has changed then."""
         run = self._began()
-        if peer.role == "worker":
-            self._members.check(peer)
-            if frame.op in _NEEDS_LEASE:
-                run.clocks.seen(peer.worker, peer.incarnation)
+        self._members[peer.role].check(peer)
+        if peer.role == "worker" and frame.op in _NEEDS_LEASE:
+            run.clocks.join(peer.worker, peer.incarnation)  # one that was taken for dead is back
         with self._lock:
             self._counts[frame.op.name.lower()] += 1
             self._counts["bytes_in"] += sum(part.nbytes for part in buffers(frame))
@@ -181,10 +195,11 @@ class Service:
     def adopt(self, image: bytes) -> None:
         """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
         facts, tensors = decode(image)
-        if self._run is None:
-            self._restore(facts, tensors)
-        else:
-            self._take(self._run.tables["worker"], facts, tensors)
+        self._take(self._begun(Agreed.read(facts["agreed"])).tables["worker"], facts, tensors)
+
+    def release(self) -> None:
+        """Let workers in."""
+        self._open.set()
 
     @property
     def agreed(self) -> Agreed | None:
@@ -200,7 +215,9 @@ class Service:
                 )
             try:
                 table = self._run.tables["worker"]
-                return snapshot.write(self._snapshots, *self._image(self._run, table, table.numbers))
+                image = self._image(self._run, table, table.numbers)
+                self._saved = snapshot.write(self._snapshots, *image, after=self._saved)
+                return self._saved
             except OSError as error:
                 raise _no_snapshot(str(error)) from error
 
@@ -215,7 +232,7 @@ class Service:
         workers = {str(worker): clock for worker, clock in run.clocks.live.items()}
         return known | {
             "workers": workers,
-            "workers_ever": self._members.ever,
+            "workers_ever": self._members["worker"].ever,
             "chunks": len(run.tables["worker"].numbers),
             "units_done": run.deal.num_done,
         }
@@ -223,6 +240,7 @@ class Service:
     def close(self) -> None:
         """Let go of everyone who waits. What was not saved is lost."""
         self._stop.set()
+        self._open.set()
         self._keeper.join()
         if self._run is not None:
             self._run.clocks.close()
@@ -315,6 +333,12 @@ class Service:
             leads = lambda: peer.worker == min(run.clocks.live, default=peer.worker)  # noqa: E731
             work = run.deal.claim(peer.worker, _wait_s(content), leads)
             if work.kind in ("begin", "unit", "save"):
+                try:
+                    run.clocks.seen(peer.worker, peer.incarnation)
+                except CommError:
+                    # it died while it waited; its newer self, if there is one, holds nothing before this returns
+                    run.deal.give_back(peer.worker)
+                    raise
                 self._claims[peer.worker] = peer.incarnation, frame.seq, work
             return work
 
@@ -331,6 +355,12 @@ class Service:
         return json_frame(Op.JSON, {"new": run.deal.done(Work(kind, _whole(frame, "number")), float(weight))})
 
     # --- state
+
+    def _begun(self, agreed: Agreed) -> _Run:
+        with self._lock:
+            if self._run is None:
+                self._run = self._begin(agreed)
+            return self._run
 
     def _begin(self, agreed: Agreed) -> _Run:
         placement = agreed.placement()
@@ -424,17 +454,25 @@ class Service:
             self._run.barriers.look_again()
 
     def _keep(self) -> None:
-        """Look at leases, and save now and then."""
-        saved_s = looked_s = time.monotonic()
+        """Look at leases, save now and then, and look whether another server does so in this one's place."""
+        saved_s, looked_s = -math.inf, time.monotonic()
         while not self._stop.wait(_LOOK_S):
             gap_s, looked_s = time.monotonic() - looked_s, time.monotonic()
-            if self._run is None:
+            if (run := self._run) is None or not self._open.is_set():
                 continue
             if gap_s > _STILL_S:
-                self._run.clocks.extend(gap_s)
-            for worker in self._run.clocks.expire():
+                run.clocks.extend(gap_s)
+            for worker in run.clocks.expire():
                 self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
-            if self._snapshots is not None and time.monotonic() - saved_s >= self._snapshot_every_s:
+            if self._snapshots is None or len(run.tables["worker"].numbers) < len(run.placement.on(self._server)):
+                continue
+            with self._saving:
+                newer = snapshot.latest(self._snapshots)
+                stale = newer > self._saved
+            if stale:
+                self._on_stale(str(snapshot.overtaken(self._snapshots, newer, self._saved)))
+                return
+            if time.monotonic() - saved_s >= self._snapshot_every_s:
                 try:
                     self.save()
                 except CommError as error:

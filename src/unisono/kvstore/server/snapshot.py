@@ -45,22 +45,30 @@ class Snapshot:
     set_aside: list[str]
 
 
-def write(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """Commit a snapshot and delete all but the newest two; returns its number. OSError where the disk does not take it."""
+def write(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], *, after: int) -> int:
+    """Commit a snapshot and delete all but the newest two; returns its number. Only its user can read it.
+
+    ``after``: the newest that this server knows, 0 for none. Raises CommError where there is a newer one: another server has
+    taken this one's place, and what this one knows is out of date. OSError where the disk does not take it.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (newer := latest(folder)) > after:
+        raise overtaken(folder, newer, after)
     for entry in folder.iterdir():
         if _LEFTOVER.fullmatch(entry.name):
-            shutil.rmtree(entry)
-    number = max(_numbers(folder), default=0) + 1
+            entry.unlink() if entry.is_symlink() else shutil.rmtree(entry)
+    number = after + 1
     final = folder / f"snapshot-{number:08d}"
     temporary = final.with_suffix(".tmp")
     temporary.mkdir(mode=0o700)
+    (temporary / _TENSORS).touch(mode=0o600)
     save_file(dict(tensors), temporary / _TENSORS)
     with (temporary / _TENSORS).open("rb") as file:
         os.fsync(file.fileno())
     body = json.dumps({"facts": facts, "tensors": _digest(temporary / _TENSORS)})
     sealed = {"body": body, "digest": xxhash.xxh3_128_hexdigest(body.encode())}
     write_atomically(temporary / _FACTS, json.dumps(sealed).encode())
+    (temporary / _FACTS).chmod(0o600)
     temporary.rename(final)
     sync_folder(folder)
     for old in _numbers(folder)[:-KEEP]:
@@ -92,6 +100,23 @@ def newest(folder: Path) -> Snapshot | None:
             rule="a server that starts again takes its newest snapshot whose files are as they were written",
             consequence="it has not started, and nothing was begun over the old run",
             nearest=f"look into {folder / 'quarantine'}; to go on from a checkpoint, choose an empty folder",
+        )
+    )
+
+
+def latest(folder: Path) -> int:
+    """The number of the newest committed snapshot; 0 for none."""
+    return max(_numbers(folder), default=0)
+
+
+def overtaken(folder: Path, newer: int, known: int) -> CommError:
+    """Another server writes here."""
+    return CommError(
+        Problem(
+            given=f"snapshot {newer} in {folder}, which this server has not written (its last one is {known})",
+            rule="one server at a time writes there: another one has taken this one's place",
+            consequence="this server saves nothing more",
+            nearest="end this old server process",
         )
     )
 

@@ -101,6 +101,15 @@ class Table:
                 ends += [end for _, end in cell.applied.get(stream, RangeSet()).json()[-1:]]
         return max(ends)
 
+    def applied(self, stream: int) -> list[list[list[int]]]:
+        """Which numbers of this stream chunks have applied, as ``RangeSet.json``; equal ones once, so that it stays short."""
+        found: dict[str, list[list[int]]] = {}
+        for cell in self._cells.values():
+            with cell.lock:
+                spans = cell.applied.get(stream, RangeSet()).json()
+            found[str(spans)] = spans
+        return list(found.values())
+
     def chunk(self, number: int) -> Chunk:
         """CommError for one that is not here."""
         return self._cell(number).chunk
@@ -200,14 +209,14 @@ class Table:
         if named.keys() - {int(number) for number in facts}:
             raise _unlike(self.chunk(min(named.keys() - {int(number) for number in facts})), "tensors without facts")
         made = [self._made(number, parts) for number, parts in named.items()]
-        for (number, parts), (value, updater) in zip(named.items(), made, strict=True):
-            cell, fact = self._cells[number], facts[str(number)]
+        counts = [_history(facts[str(number)]) for number in named]
+        for (number, parts), (value, updater), (version, applied) in zip(named.items(), made, counts, strict=True):
+            cell = self._cells[number]
             with cell.lock, torch.no_grad():
                 for name, own in updater.state.items() if updater is not None else ():
                     own.copy_(parts[name])
                 cell.value, cell.updater, cell.own = value, updater, {}
-                cell.version = int(fact["version"])
-                cell.applied = {int(stream): RangeSet(spans) for stream, spans in fact["applied"].items()}
+                cell.version, cell.applied = version, applied
 
     def _made(self, number: int, parts: Mapping[str, Tensor]) -> tuple[nn.Parameter, Updater | None]:
         """Value and empty optimizer for what was saved of a chunk."""
@@ -275,6 +284,14 @@ class Table:
                 )
             )
         return cell
+
+
+def _history(fact: Mapping[str, Any]) -> tuple[int, dict[int, RangeSet]]:
+    """Version and applied numbers; ValueError for a version that no frame could carry."""
+    version = int(fact["version"])
+    if not 0 <= version < 1 << 64:
+        raise ValueError(f"version {version} is no number of pushes")
+    return version, {int(stream): RangeSet(spans) for stream, spans in fact["applied"].items()}
 
 
 def _finite(gradient: Tensor) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from unisono.errors import CommError, Problem
-from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, Slot, buffers, damaged, pack, unpack
+from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, Op, Slot, buffers, damaged, pack, unpack
 from unisono.kvstore.wire.memory import Memory, put, take
 
 # a piece is digested while it is still in the cache
@@ -58,7 +58,7 @@ class Channel:
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
         self.sent_bytes = self.received_bytes = self.memory_bytes = 0
-        # when a byte last moved in either direction
+        # when a byte last moved in either direction, signs of life of this side aside: they would pass for the other's
         self.moved = time.monotonic()
 
     def send(self, frame: Frame) -> None:
@@ -79,7 +79,8 @@ class Channel:
             while pending:
                 count = self._push(pending[:_BUFFERS_PER_CALL], deadline)
                 self.sent_bytes += count
-                self.moved = time.monotonic()
+                if frame.op is not Op.HEARTBEAT:
+                    self.moved = time.monotonic()
                 while count and count >= pending[0].nbytes:
                     count -= pending.pop(0).nbytes
                 if count:
@@ -118,7 +119,6 @@ class Channel:
             given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
         deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
         if slot is not None:
-            self.memory_bytes += announced.nbytes
             if place is not None:
                 take(slot.room, given)
         for buffer in given if slot is None else ():

@@ -50,7 +50,7 @@ class _Request:
 class Traffic:
     """What a connection has done so far; ``queued`` and ``flying`` are requests not yet sent and not yet answered.
 
-    ``memory_bytes``, of both directions, went through shared memory, and not through the socket like the others. ``apart``
+    ``memory_bytes`` were put into shared memory by this side, instead of being sent through the socket like the others. ``apart``
     says why there is no such memory; empty where there is.
     """
 
@@ -145,6 +145,12 @@ class Connection:
             heapq.heappush(self._queue, (-priority, ticket, request))
             self._changed.notify_all()
         return request.future
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the server was away for too long: this connection is over, and only a new one may find it again."""
+        with self._changed:
+            return self._failed is not None
 
     def traffic(self) -> Traffic:
         """Counters, since the connection was made."""

@@ -9,6 +9,7 @@ peer gets a sign of life every second, so it can tell waiting from a server that
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import ssl
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from unisono.errors import CommError, ConfigError, Problem, UnisonoError
+from unisono.errors import CommError, ConfigError, LaunchError, Problem, UnisonoError
 from unisono.kvstore.wire.auth import Peer, require_private, strangers, welcome
 from unisono.kvstore.wire.channel import Channel, Lost
 from unisono.kvstore.wire.frame import Frame, Limits, Op
@@ -55,7 +56,8 @@ class Admission:
 
 
 def listen(host: str, port: int = 0, *, tls: bool = False, unencrypted: bool = False) -> socket.socket:
-    """A listener on the one address named. Raises ConfigError for all interfaces at once, or a public one without TLS."""
+    """A listener on the one address named. Raises ConfigError for all interfaces at once, or a public one without TLS, and
+    LaunchError where the port is taken or the address is not this machine's."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     if str(address[0]) in ("0.0.0.0", "::"):
         raise ConfigError(
@@ -67,7 +69,17 @@ def listen(host: str, port: int = 0, *, tls: bool = False, unencrypted: bool = F
             )
         )
     require_private(str(address[0]), tls=tls, unencrypted=unencrypted)
-    return socket.create_server(address, family=family, backlog=_BACKLOG)
+    try:
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise LaunchError(
+            Problem(
+                given=f"{address[0]} port {address[1]} cannot be listened at: {os.strerror(error.errno or 0)}",
+                rule="a server has an address of this machine and a port that nobody else listens at",
+                consequence="no port was opened",
+                nearest="port 0 takes a free one; to see who has this one: ss -ltnp",
+            )
+        ) from error
 
 
 class Server:

@@ -1,0 +1,371 @@
+"""Workers and servers are killed, stopped, cut off, replaced: every acknowledged push counts once, and the others go on.
+
+Workers push whole numbers, so that what the servers hold at the end says how often each push was applied.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chaos import Chaos
+from faults import Worker, found, worker
+from faults_worker import sums, table
+from nursery import Nursery
+from parameter_servers import ParameterServers, parameter_servers
+from procs import wait_until
+
+from unisono.errors import CommError
+
+SMALL = 8192  # bytes of a chunk, so that each server has some of each key
+HARM = {"drop": 0.02, "duplicate": 0.1, "reorder": 0.05, "corrupt": 0.02}
+
+
+def lost_pushes(workers: list[Worker]) -> int:
+    """How many the workers say were lost."""
+    return sum(int(text.split("has lost ")[1].split()[0]) for each in workers for text in each.said("said"))
+
+
+# --- the network (rows 18 and 21 of the fault matrix) ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.full)])
+def test_lost_doubled_swapped_and_damaged_frames_count_once(nursery: Nursery, tmp_path: Path, count: int) -> None:
+    with (
+        parameter_servers(tmp_path, 2, nursery=nursery) as servers,
+        Chaos(servers.addresses[0], seed=1, **HARM) as first,
+        Chaos(servers.addresses[1], seed=2, **HARM) as second,
+    ):
+        through = [first.address, second.address]
+        workers = [
+            worker(nursery, servers, tmp_path, n, addresses=through, do="pushes", pushes=count) for n in range(2)
+        ]
+        for each in workers:
+            each.finish()
+        assert found(servers) == sums(range(count), 2)
+        harmed = first.done + second.done
+        assert all(harmed[fault] > 0 for fault in HARM) if count == 100 else harmed
+
+
+@pytest.mark.full
+def test_a_worker_cut_off_is_not_waited_for_and_goes_on_when_it_is_back(nursery: Nursery, tmp_path: Path) -> None:
+    with (
+        parameter_servers(tmp_path, 2, nursery=nursery) as servers,
+        Chaos(servers.addresses[0], seed=1) as first,
+        Chaos(servers.addresses[1], seed=2) as second,
+    ):
+        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 12}, "pause_s": 0.1}
+        cut_off = worker(nursery, servers, tmp_path, 0, addresses=[first.address, second.address], **facts)
+        cut_off.until("claimed")
+        for proxy in (first, second):
+            proxy.half_open.set()
+        other = worker(nursery, servers, tmp_path, 1, **facts)
+        other.finish()
+        assert found(servers, units=12) == sums(range(12))
+        for proxy in (first, second):
+            proxy.half_open.clear()
+        cut_off.finish()
+        assert "worker 0 gave no sign of life" in servers.log(0)
+        assert found(servers, units=12) == sums(range(12))
+
+
+# --- workers (row 19, and slow ones) ---------------------------------------------------------------------------------
+
+
+def test_a_worker_killed_in_the_middle_of_a_push_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 2, nursery=nursery) as servers:
+        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 12}}
+        # what it sends trickles, so that it dies with a header and a part of the payload sent
+        slow = [Chaos(address, seed=3, bytes_per_s=30_000) for address in servers.addresses]
+        with slow[0], slow[1]:
+            doomed = worker(nursery, servers, tmp_path, 0, addresses=[each.address for each in slow], **facts)
+            doomed.until("claimed")
+            doomed.child.kill()
+        held = doomed.said("claimed")[-1]
+        others = [
+            worker(nursery, servers, tmp_path, 1, **facts),
+            worker(nursery, servers, tmp_path, 0, incarnation=1, **facts),
+        ]
+        for each in others:
+            each.finish(20)
+        assert held in others[0].said("claimed") + others[1].said("claimed")
+        assert found(servers, units=12) == sums(range(12))
+
+
+@pytest.mark.full
+def test_a_slow_worker_holds_the_others_within_the_bound(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
+        facts: dict[str, Any] = {"do": "clocks", "clocks": 12, "agreed": {"staleness": 2}, "pause_s": 0.02}
+        slow = worker(nursery, servers, tmp_path, 0, **facts)
+        slow.until("joined")
+        fast = worker(nursery, servers, tmp_path, 1, **facts)
+        while len(slow.said("clock")) < 12:
+            slow.child.send_signal(signal.SIGSTOP)
+            time.sleep(0.3)
+            slow.child.send_signal(signal.SIGCONT)
+            time.sleep(0.1)
+        for each in (slow, fast):
+            each.finish()
+        reached = [(line["at"], line["reached"]) for line in slow.lines() if "reached" in line]
+        let_go = [(line["at"], line["clock"]) for line in fast.lines() if "clock" in line]
+        assert [clock for _, clock in let_go] == list(range(1, 13))
+        for at, clock in let_go:
+            assert max([c for when, c in reached if when <= at], default=0) >= clock - 2
+
+
+@pytest.mark.full
+def test_a_stopped_worker_is_left_behind_after_its_lease_and_may_return(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
+        facts: dict[str, Any] = {"do": "clocks", "clocks": 40, "agreed": {"staleness": 1}, "pause_s": 0.05}
+        stopped = worker(nursery, servers, tmp_path, 0, **facts)
+        fast = worker(nursery, servers, tmp_path, 1, **facts)
+        stopped.until("clock", 3)
+        fast.until("clock", 3)
+        stopped.child.send_signal(signal.SIGSTOP)
+        time.sleep(2.0)
+        before = len(fast.said("clock"))
+        assert before < 40
+        fast.finish(20)  # when the lease has ended
+        stopped.child.send_signal(signal.SIGCONT)
+        stopped.finish()
+        assert stopped.said("clock")[-1] == 40
+
+
+@pytest.mark.full
+def test_without_a_bound_nobody_waits_for_a_stopped_worker(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
+        facts: dict[str, Any] = {"do": "clocks", "clocks": 20, "pause_s": 0.01}
+        stopped = worker(nursery, servers, tmp_path, 0, **facts)
+        stopped.until("joined")
+        stopped.child.send_signal(signal.SIGSTOP)
+        worker(nursery, servers, tmp_path, 1, **facts).finish(5)
+        stopped.child.send_signal(signal.SIGCONT)
+        stopped.finish()
+
+
+@pytest.mark.full
+def test_a_worker_that_stops_reading_costs_the_server_one_answer(nursery: Nursery, tmp_path: Path) -> None:
+    elements, pulls = 4_000_000, 6
+    asked_bytes = pulls * elements * 6
+    with parameter_servers(tmp_path, 1, nursery=nursery, environ={"UNISONO_SNAPSHOTS": ""}) as servers:
+        visitor = servers.connect(table(elements), worker=5)
+        visitor.init(table(elements))
+        into = table(elements)
+        visitor.pull(into).wait()
+        before = resident_bytes(servers.processes[0].pid)
+        reader = worker(nursery, servers, tmp_path, 0, do="pulls", pulls=pulls, elements=elements)
+        reader.until("asked")
+        reader.child.send_signal(signal.SIGSTOP)
+        most = 0
+        for _ in range(10):
+            visitor.pull(into).wait()
+            most = max(most, resident_bytes(servers.processes[0].pid))
+            time.sleep(0.1)
+        # an answer of 4 MiB and its source for each of two connections; the rest is the allocator's and threads'
+        assert most - before < 48 << 20 < asked_bytes
+        reader.child.send_signal(signal.SIGCONT)
+        reader.finish()
+        visitor.close()
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) << 10
+
+
+# --- servers (row 20) ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_without_a_replica_what_is_lost_is_said_and_no_more_than_since_the_snapshot(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery, snapshot_every_s=0.5) as servers:
+        workers = [worker(nursery, servers, tmp_path, n, do="pushes", pushes=150, pause_s=0.02) for n in range(2)]
+        for each in workers:
+            each.until("acknowledged", 75)
+        killed_s = time.monotonic()
+        servers.kill(0)
+        servers.restart(0)
+        for each in workers:
+            each.finish()
+        lost = lost_pushes(workers)
+        assert found(servers)[0] == 2 * 150 - lost
+        # half a second, and as long as a busy machine takes to save and to look
+        late = [
+            a for each in workers for a in each.lines() if "acknowledged" in a and killed_s - 3 < a["at"] < killed_s
+        ]
+        assert lost <= len(late)
+
+
+@pytest.mark.full
+def test_units_that_a_server_lost_are_said_too(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 2, nursery=nursery, snapshot_every_s=0.5) as servers:
+        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 120, "chunk_bytes": SMALL}, "pause_s": 0.02}
+        workers = [worker(nursery, servers, tmp_path, n, **facts) for n in range(2)]
+        for each in workers:
+            each.until("acknowledged", 25)
+        servers.kill(1)
+        servers.restart(1)
+        for each in workers:
+            each.finish()
+        held_by_other, held_by_killed = sorted(counts(servers, units=120, chunk_bytes=SMALL), reverse=True)
+        assert held_by_other == 120
+        assert held_by_killed == 120 - lost_pushes(workers)
+
+
+@pytest.mark.parametrize(("victim", "away_s"), [(1, 0.0), pytest.param(0, 3.0, marks=pytest.mark.full)])
+def test_with_a_replica_nothing_acknowledged_is_lost(
+    nursery: Nursery, tmp_path: Path, victim: int, away_s: float
+) -> None:
+    with parameter_servers(tmp_path, 2, nursery=nursery, replicas=2) as servers:
+        workers = [worker(nursery, servers, tmp_path, n, do="pushes", pushes=30, pause_s=0.01) for n in range(2)]
+        for each in workers:
+            each.until("acknowledged", 10)
+        servers.kill(victim)
+        time.sleep(away_s)
+        servers.restart(victim)
+        for each in workers:
+            each.finish()
+        assert lost_pushes(workers) == 0
+        assert found(servers) == sums(range(30), 2)
+
+
+@pytest.mark.full
+def test_one_killed_before_its_first_snapshot_is_told_everything_by_its_replica(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    nowhere = {"UNISONO_SNAPSHOTS": ""}
+    with parameter_servers(tmp_path, 2, nursery=nursery, replicas=2, environ=nowhere) as servers:
+        pushing = worker(nursery, servers, tmp_path, 0, do="pushes", pushes=30, pause_s=0.01)
+        for victim in (0, 1):
+            pushing.until("acknowledged", 10 + 8 * victim)
+            servers.kill(victim)
+            servers.restart(victim)
+        pushing.finish()
+        assert lost_pushes([pushing]) == 0
+        assert found(servers) == sums(range(30))
+
+
+@pytest.mark.full
+def test_all_servers_killed_at_once_start_again_beside_each_other(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 2, nursery=nursery, replicas=2, snapshot_every_s=0.3) as servers:
+        small = {"chunk_bytes": SMALL}
+        pushing = worker(nursery, servers, tmp_path, 0, do="pushes", pushes=100, pause_s=0.02, agreed=small)
+        pushing.until("acknowledged", 40)
+        for server in (0, 1):
+            servers.kill(server)
+        for server in (0, 1):
+            servers.restart(server)
+        pushing.finish(20)
+        per_server = [int(text.split("has lost ")[1].split()[0]) for text in pushing.said("said")]
+        # a key on each server: the sums are right but for what was said to be lost
+        assert all(100 - count in (0, *per_server) for count in counts(servers, **small))
+
+
+def counts(servers: ParameterServers, **agreed: Any) -> list[int]:
+    """How many pushes the chunks of the counting key have had; there is one on each of two servers."""
+    visitor = servers.connect(table(), worker=98, **agreed)
+    into = table()
+    visitor.pull(into).wait()
+    chunks = visitor.placement.of("count")
+    assert {chunk.server for chunk in chunks} == {0, 1}
+    visitor.close()
+    return [int(into["count"][chunk.start]) for chunk in chunks]
+
+
+@pytest.mark.full
+def test_a_stopped_server_that_was_replaced_leaves_when_it_wakes(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery, snapshot_every_s=0.3) as servers:
+        pushing = worker(nursery, servers, tmp_path, 0, do="pushes", pushes=60, pause_s=0.02)
+        pushing.until("acknowledged", 30)
+        stopped_s = time.monotonic()
+        old = servers.processes[0]
+        old.send_signal(signal.SIGSTOP)
+        servers.restart(0)
+        pushing.finish()
+        assert time.monotonic() - stopped_s < 15  # 6 s of silence, whatever the worker itself has sent meanwhile
+        old.send_signal(signal.SIGCONT)
+        old.wait(10)
+        assert "this server was replaced and leaves" in servers.log(0)
+        assert found(servers)[0] == 60 - lost_pushes([pushing])
+
+
+# --- the machine (rows 22, 23), and those who do not fit (row 24) ----------------------------------------------------
+
+
+@pytest.mark.full
+def test_a_wall_clock_that_jumps_by_a_day_changes_nothing(nursery: Nursery, tmp_path: Path) -> None:
+    when = tmp_path / "jump"
+    environ = {"FAULTS_JUMP": str(when)}
+    program = "faults_worker:jumping_server"
+    with parameter_servers(tmp_path, 2, nursery=nursery, environ=environ, program=program) as servers:
+        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 30}, "pause_s": 0.05}
+        workers = [
+            worker(nursery, servers, tmp_path, 0, jump=str(when), **facts),
+            worker(nursery, servers, tmp_path, 1, **facts),
+        ]
+        for each in workers:
+            each.until("acknowledged", 3)
+        when.touch()
+        for each in workers:
+            each.finish(20)
+            assert each.said("reconnects") == [0]
+        assert "no sign of life" not in servers.log(0)
+        assert found(servers, units=30) == sums(range(30))
+
+
+def refusal(nursery: Nursery, folder: Path, program: str, port: int) -> str:
+    """What a server says that cannot start."""
+    folder.joinpath("secret").touch(mode=0o600)
+    folder.joinpath("secret").write_bytes(bytes(range(32)))
+    environ = {
+        "UNISONO_SERVER": "0",
+        "UNISONO_SERVER_ADDRESSES": f"127.0.0.1:{port}",
+        "UNISONO_EPOCH": "0",
+        "UNISONO_SECRET_FILE": str(folder / "secret"),
+    }
+    nursery.start(program, log=folder / "log", environ=environ).wait(20)
+    return (folder / "log").read_text()
+
+
+def test_a_port_that_is_taken_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refusal(nursery, tmp_path, "unisono.kvstore.server.__main__:main", port)
+    assert said.startswith(f"127.0.0.1 port {port} cannot be listened at: Address already in use\n")
+
+
+def test_too_few_descriptors_are_said_at_the_start(nursery: Nursery, tmp_path: Path) -> None:
+    said = refusal(nursery, tmp_path, "faults_worker:cramped_server", 1)
+    assert said.startswith("a process may have 64 open files here\n  rule: a server has room for 576")
+
+
+def test_who_does_not_fit_is_refused_by_name_and_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
+        first = servers.connect(table(), about={"plan": "a1"})
+        since_s = time.monotonic()
+        other = {"count": torch.zeros(3001), "squares": torch.zeros(1500)}
+        for given, more, text in (
+            (other, {"about": {"plan": "a1"}}, r"key 'count' as \[3001\] float32"),
+            (table(), {"about": {"plan": "b2"}}, "plan b2\n.*it is a1"),
+            (table(), {"about": {"plan": "a1"}, "staleness": 3}, "staleness = 3\n.*it is None"),
+        ):
+            with pytest.raises(CommError, match=text):
+                servers.connect(given, worker=1, **more)
+        assert time.monotonic() - since_s < 10
+        first.close()
+
+
+def test_a_worker_with_another_secret_is_refused(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
+        wait_until(lambda: "listens at" in servers.log(0), "the server listens")
+        servers.secret = bytes(32)
+        with pytest.raises(CommError, match=r"the proof that came from .* is wrong"):
+            servers.connect(table(), worker=1)

@@ -1,0 +1,264 @@
+"""What strangers, damaged states and other users of the machine can do to server processes: nothing."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults_worker import table
+from nursery import Nursery
+from parameter_servers import ParameterServers, numbers, parameter_servers, recipe
+from procs import command_lines, is_running, listening, wait_until
+
+from unisono.errors import CommError
+from unisono.kvstore.server import snapshot
+from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.image import encode
+from unisono.kvstore.server.payload import WRITE
+from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.connection import Connection
+from unisono.kvstore.wire.frame import LARGE, Frame, Op
+
+SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
+# what runs code that comes as data, or hands a text to a shell
+BANNED_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
+BANNED_NAMES = {"eval", "exec", "compile", "__import__"}
+BANNED_ATTRIBUTES = {
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("os", "system"),
+    ("os", "popen"),
+    ("dist", "broadcast_object_list"),
+    ("dist", "all_gather_object"),
+    ("dist", "gather_object"),
+    ("dist", "scatter_object_list"),
+    ("dist", "send_object_list"),
+    ("dist", "recv_object_list"),
+}
+ALLOWED = {
+    "data/process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
+    "config/pythonfile.py",  # runs a configuration that its user wrote in Python and named: no data
+}
+
+
+def unsafe(tree: ast.AST) -> list[str]:
+    """What a module uses that it should not, with lines."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        names: list[str] = []
+        match node:
+            case ast.Import():
+                names = [each.name for each in node.names if each.name.partition(".")[0] in BANNED_MODULES]
+            case ast.ImportFrom() if (node.module or "").partition(".")[0] in BANNED_MODULES:
+                names = [str(node.module)]
+            case ast.Call(func=ast.Name(id=name)) if name in BANNED_NAMES:
+                names = [name]
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if (owner, name) in BANNED_ATTRIBUTES:
+                names = [f"{owner}.{name}"]
+            case ast.keyword(arg="shell", value=value) if not (isinstance(value, ast.Constant) and not value.value):
+                names = ["shell="]
+            case ast.keyword(arg="weights_only" | "allow_pickle" as arg, value=ast.Constant(value=value)):
+                names = [f"{arg}={value}"] if value is (arg == "allow_pickle") else []
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load")):
+                names = [] if any(each.arg == "weights_only" for each in node.keywords) else ["torch.load"]
+            case _:
+                pass
+        found += [f"{name} in line {getattr(node, 'lineno', '?')}" for name in names]
+    return found
+
+
+def test_no_source_runs_what_comes_as_data() -> None:
+    assert len(SOURCES) > 100
+    found = {str(path).rpartition("unisono/")[2]: unsafe(ast.parse(path.read_text())) for path in SOURCES}
+    assert {name for name, uses in found.items() if uses} == ALLOWED, {n: u for n, u in found.items() if u}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval(x)",
+        "yaml.load(x)",
+        "subprocess.run(x, shell=True)",
+        "torch.load(x)",
+        "torch.load(x, weights_only=False)",
+        "np.load(x, allow_pickle=True)",
+        "dist.broadcast_object_list(x)",
+    ],
+)
+def test_the_search_for_it_finds_it(text: str) -> None:
+    assert unsafe(ast.parse(text))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[ParameterServers]:
+    with begun(tmp_path_factory.mktemp("servers"), nursery=nursery) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def begun(folder: Path, **more: Any) -> Iterator[ParameterServers]:
+    """A server with a run and a snapshot of it."""
+    with parameter_servers(folder, 1, **more) as made:
+        first = made.connect(table())
+        first.init(table())
+        first.set_recipe(recipe(table()))
+        first.push(table()).wait()
+        first.snapshot()
+        first.close()
+        yield made
+
+
+def resident_bytes(servers: ParameterServers) -> int:
+    status = Path(f"/proc/{servers.processes[0].pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) << 10
+
+
+def test_it_listens_at_its_address_alone(servers: ParameterServers) -> None:
+    host, port = servers.addresses[0]
+    kernels = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+    assert listening(servers.processes[0].pid) == [kernels]
+
+
+@pytest.mark.full
+def test_the_secret_is_nowhere_to_be_seen(tmp_path: Path) -> None:
+    with begun(tmp_path) as servers:  # by its command, as a launcher starts it
+        pid = servers.processes[0].pid
+        forms = {servers.secret, servers.secret.hex().encode(), repr(servers.secret).encode()[2:-1]}
+        places = [
+            command_lines().encode(),
+            Path(f"/proc/{pid}/environ").read_bytes(),
+            servers.log(0).encode(),
+            *(path.read_bytes() for path in servers.snapshots.rglob("*") if path.is_file()),
+        ]
+    assert len(places) >= 5
+    assert not [form for form in forms for place in places if form in place]
+
+
+def test_snapshots_are_private_and_whole(servers: ParameterServers) -> None:
+    modes = {path.stat().st_mode & 0o777 for path in servers.snapshots.rglob("*") if path.is_file()}
+    assert modes == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in servers.snapshots.rglob("snapshot-*")} == {0o700}
+
+
+def test_a_folder_of_snapshots_that_is_a_link_or_has_strange_names_leads_nowhere(tmp_path: Path) -> None:
+    secret = tmp_path / "elsewhere"
+    snapshot.write(secret, {}, {"0/value": torch.zeros(1)}, after=0)
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    for name in ("snapshot-00000007", "snapshot-../../elsewhere".replace("/", "%2f"), "snapshot-٠٠٠٠٠٠٠٩"):
+        (folder / name).symlink_to(secret / "snapshot-00000001")
+    (folder / "snapshot-00000002.tmp").symlink_to(secret)
+    assert snapshot.newest(folder) is None
+    assert snapshot.write(folder, {}, {"0/value": torch.zeros(1)}, after=0) == 1
+    assert snapshot.newest(secret) is not None
+
+
+def intruder(servers: ParameterServers, worker: int = 7) -> Connection:
+    """A worker with the secret and bad intentions."""
+    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, servers=1)
+    me = Peer("worker", worker, 0, agreed.job, "")
+    return Connection(servers.addresses[0], servers.secret, me, agreed.json(), limits=LARGE, deadline_s=10.0)
+
+
+def image(**facts: Any) -> bytes:
+    """Of both chunks, the second with a fact of its own."""
+    good = {"version": 3, "applied": {"0": [[0, 3]]}}
+    values = {"0/value": torch.ones(3000), "1/value": torch.ones(1500)}
+    return encode({"recipe": None, "chunks": {"0": good, "1": good | facts}}, values)
+
+
+HOSTILE = {
+    "no image": b"\xff" * 64,
+    "a header longer than the world": struct.pack("<Q", 1 << 62) + b"{}",
+    "brackets without end": (lambda text: struct.pack("<Q", len(text)) + text)(b"[" * 100_000),
+    "offsets beyond the bytes": (lambda text: struct.pack("<Q", len(text)) + text)(
+        json.dumps({"0/value": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    ),
+    "a version that no frame can carry": image(version=1 << 70),
+    "a version below zero": image(version=-1),
+    "a version that is none": image(version="soon"),
+    "spans that overlap": image(applied={"0": [[5, 9], [1, 7]]}),
+    "streams that are none": image(applied={"a": [[0, 1]]}),
+    "applied that is none": image(applied=[1]),
+    "tensors of other sizes": encode(
+        {"recipe": None, "chunks": {"0": {"version": 0, "applied": {}}}}, {"0/value": torch.ones(7)}
+    ),
+    "an unknown chunk": encode(
+        {"recipe": None, "chunks": {"9": {"version": 0, "applied": {}}}}, {"9/value": torch.ones(7)}
+    ),
+}
+
+
+def test_hostile_states_and_sizes_are_refused_and_change_nothing(servers: ParameterServers) -> None:
+    enemy, before = intruder(servers), resident_bytes(servers)
+    for name, data in HOSTILE.items():
+        with pytest.raises(CommError, match=r"nothing was|not taken over"):
+            pytest.fail(f"{name}: {enemy.request(Frame(Op.STATE, flags=WRITE, payload=data)).result(20)}")
+    for entries, sizes in ((1, [0, 1 << 31]), (2, [0, 12000, 1, 4]), (8000, [0, 4] * 8000)):
+        frame = Frame(Op.INIT, entries=entries, payload=struct.pack(f"<{len(sizes)}I", *sizes) + bytes(16))
+        with pytest.raises(CommError, match="nothing of it was used"):
+            enemy.request(frame).result(20)
+    enemy.close()
+    assert resident_bytes(servers) - before < 64 << 20
+    visitor = servers.connect(table(), worker=8)
+    into = numbers((3000,), (1500,))
+    into = dict(zip(table(), into.values(), strict=True))
+    visitor.pull(into).wait()
+    visitor.close()
+    assert all(not value.any() for value in into.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"servers": 1 << 40}, "cannot be read"),
+        ({"chunk_bytes": 8192, "table": {"a": [[1 << 41], "float32"]}}, "cannot be read"),
+        ({"table": {"a": [[1 << 62, 1 << 62], "float32"]}}, "cannot be read"),
+        ({"staleness": -1}, "cannot be read"),
+        ({"codec": "powersgd:4"}, "it is none to those who came before"),
+    ],
+)
+def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, change: dict, said: str) -> None:
+    before = resident_bytes(servers)
+    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, servers=1)
+    me = replace(Peer("worker", 9, 0, agreed.job, ""))
+    with pytest.raises(CommError, match=said):
+        Connection(servers.addresses[0], servers.secret, me, agreed.json() | change, limits=LARGE, deadline_s=10.0)
+    assert resident_bytes(servers) - before < 16 << 20
+
+
+@pytest.mark.full
+def test_a_thousand_strangers_do_not_keep_a_worker_out(servers: ParameterServers) -> None:
+    pid, strangers = servers.processes[0].pid, []
+    try:
+        for _ in range(1000):
+            stranger = socket.create_connection(servers.addresses[0])
+            stranger.sendall(os.urandom(40))
+            strangers.append(stranger)
+        visitor = servers.connect(table(), worker=10)
+        visitor.pull(table()).wait()
+        visitor.close()
+        assert len(list(Path(f"/proc/{pid}/fd").iterdir())) < 700
+    finally:
+        for stranger in strangers:
+            stranger.close()
+    wait_until(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) < 60, "the strangers are gone")
+
+
+def test_another_secret_opens_nothing(servers: ParameterServers) -> None:
+    enemy = Peer("worker", 11, 0, 0, "")
+    with pytest.raises(CommError, match=r"the proof that came from .* is wrong"):
+        Connection(servers.addresses[0], bytes(32), enemy, {}, limits=LARGE, deadline_s=10.0)
+    assert is_running(servers.processes[0].pid)
