@@ -44,7 +44,7 @@ from unisono.launch.share import TUNED_ALLOCATOR
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
 from unisono.train.build import build_data, build_trainer
-from unisono.train.trainer import open_events, plan_for
+from unisono.train.opening import open_events, plan_for
 
 WARMUP_STEPS = 3
 # a model of no arithmetic has the demo's number of parameters, so that its optimizer has as many tensors to visit

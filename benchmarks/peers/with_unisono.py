@@ -15,7 +15,7 @@ from unisono.dist import JobSpec, join
 from unisono.observe.console import Console
 from unisono.observe.sinks import Trackers
 from unisono.train.build import build_data, build_trainer
-from unisono.train.trainer import open_events
+from unisono.train.opening import open_events
 
 
 def main() -> None:

@@ -32,6 +32,7 @@ def network() -> nn.Sequential:
 
 def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tuple[str, list[Array], float, int]:
     """Path, sums of three steps, totals, and what is left of shared memory."""
+    before = mapped()
     able = shared_memory._able
     if how == "gloo":
         shared_memory._able = lambda: False
@@ -55,8 +56,11 @@ def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tup
     assert threading.active_count() == threads
     path = sync.path
     sync.close()
-    maps = Path("/proc/self/maps").read_text()
-    return path, made, float(totals[0]), maps.count("unisono-sum")
+    return path, made, float(totals[0]), mapped() - before
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("unisono-sum")
 
 
 @pytest.mark.parametrize("travels", ["", "bfloat16"])

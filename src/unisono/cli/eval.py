@@ -24,8 +24,8 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.engine import input_selector
     from unisono.train.evaluate import evaluate
     from unisono.train.load import load_model
+    from unisono.train.opening import plan_for
     from unisono.train.passes import Passes
-    from unisono.train.trainer import plan_for
 
     job = job_from_environ(os.environ)
     asked = read_plan(config.plan) if config.plan.file else config.plan

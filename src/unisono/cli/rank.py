@@ -33,8 +33,9 @@ from unisono.observe.summary import summarise
 from unisono.train.build import Data, build_data, build_trainer
 from unisono.train.config import RunConfig, SampleOptions
 from unisono.train.load import load_model
+from unisono.train.opening import open_events, plan_for
 from unisono.train.sync import open_world
-from unisono.train.trainer import Trainer, open_events, plan_for
+from unisono.train.trainer import Trainer
 
 
 def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from unisono.observe.events import EventLog
 from unisono.train.config import RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
-from unisono.train.trainer import Trainer, plan_for
+from unisono.train.opening import plan_for
+from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
 TOKEN_METRICS = ("bits_per_byte", "accuracy")

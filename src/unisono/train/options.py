@@ -9,6 +9,11 @@ from unisono.config import option
 from unisono.errors import Problem
 
 
+def is_due(every: int, step: int) -> bool:
+    """Whether what happens every so many steps (0: never) happens after finished step ``step``."""
+    return bool(every) and step % every == 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """Where a run lives and how it starts."""

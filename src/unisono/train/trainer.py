@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -27,28 +27,25 @@ from torch import Tensor, nn
 from unisono.data.ahead import copied_ahead
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
 from unisono.data.loader import Loader, StepBatch
-from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.data.options import LoaderOptions
 from unisono.data.recipe import BatchTransform, PairTransform, Transform
 from unisono.data.stream import is_stream
-from unisono.dist import JobSpec, StopNotice, World, agree, fault_point, job_from_environ, record_failure
-from unisono.errors import CheckpointError, Problem
-from unisono.measure.ceiling import Peak, peak_flops
+from unisono.dist import StopNotice, World, agree, fault_point, job_from_environ, record_failure
 from unisono.measure.flops import CONVENTION
-from unisono.observe.events import EventLog, events_path, next_attempt
+from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
 from unisono.optim import schedule as schedule_of
 from unisono.optim.groups import Role, roles
-from unisono.parallel.apply import apply, repeated_blocks
+from unisono.parallel.apply import apply
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import blocks, summed
 from unisono.parallel.context import Context
 from unisono.parallel.deferred import Recipe, allocate, deferred, fill
-from unisono.parallel.device import COMPUTE, computes_bf16, find_device, set_backend
+from unisono.parallel.device import find_device, set_backend
 from unisono.parallel.expert import expert_dims
 from unisono.parallel.grid import Grid
-from unisono.parallel.layout import Layout, lay_out
 from unisono.parallel.ledger import check_held, ledger
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.parts import Part
@@ -58,8 +55,6 @@ from unisono.parallel.shard import pins
 from unisono.parallel.sharded import release
 from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
-from unisono.plan.derive import derive, read_plan
-from unisono.plan.infer import infer, pairs_of
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, why_precision
 from unisono.plan.rules import built_in
@@ -74,7 +69,8 @@ from unisono.train.gradient_stats import GradientStats
 from unisono.train.guard import Guard
 from unisono.train.metrics import Metric
 from unisono.train.objectives import Objective
-from unisono.train.options import TrainOptions
+from unisono.train.opening import find_peak, not_saved, open_events, plan_for, with_inferred_rules, with_splits
+from unisono.train.options import TrainOptions, is_due
 from unisono.train.passes import Passes
 from unisono.train.readout import Readout
 from unisono.train.state import RunState, StageTables, seed_generators
@@ -92,24 +88,6 @@ class Result:
     step: int
     reason: str
     evaluation: Mapping[str, float]
-
-
-def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
-    """The device of this rank and the plan of the job. Raises PlanError."""
-    given = read_plan(options) if options.file else None
-    device = find_device(given.device if given else options.device, job.local_rank)
-    if given is None:
-        return device, derive(options, world=job.world, device=device.type, native_bf16=computes_bf16(device))
-    check(given, job.world)
-    return device, given
-
-
-def open_events(run_dir: Path, world: World) -> EventLog:
-    """This rank's event log in the run's folder; all ranks agree on the number of the attempt. Raises ConfigError."""
-    rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
-    path = events_path(run_dir, rank)
-    attempt = max(world.gather_json(next_attempt(path)))
-    return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt)
 
 
 class Trainer:
@@ -227,8 +205,15 @@ class Trainer:
             batch_statistics=bool(batch_norms(model)),
         )
         if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements or built_in(dict(model.named_modules()))):
-            self._infer(model, inputs)
-        layout = self._lay_out(model, inputs) if self.plan.pp > 1 else None
+            self.plan = grid.plan = with_inferred_rules(
+                self.plan, model, inputs(self._first_micro_batch()), self.events
+            )
+            agree(self.world, "inferred rules", self.plan.decisions())
+            mine = self.plan
+        layout = None
+        if self.plan.pp > 1:
+            self.plan, layout = with_splits(self.plan, model, inputs(self._first_micro_batch()))
+            mine = self.plan
         context = Context(grid, model) if self.plan.cp > 1 else None
         if context is not None:
             context.cut(self._first_micro_batch())  # what cannot be shared is said here, not in the first step
@@ -340,7 +325,7 @@ class Trainer:
             device=self.device,
             memory_limit_bytes=host_memory_limit_bytes(),
             flops_per_token=flops,
-            peak=self._find_peak() if flops else None,
+            peak=find_peak(self.device, self.plan, self.world) if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
             compiling=self.plan.compile != "off",
@@ -398,13 +383,6 @@ class Trainer:
         self.model.to(self.device)
         self.store.broadcast(self.model.state_dict())
         return None
-
-    def _find_peak(self) -> Peak:
-        """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
-        dtype = COMPUTE[self.plan.precision]
-        cache = default_cache_dir(os.environ) / "calibration.json"
-        found = peak_flops(self.device, dtype, cache=cache, tf32=self.plan.tf32) if self.world.rank == 0 else None
-        return Peak(**self.world.broadcast_json(asdict(found) if found else None))
 
     def _emit_start(self) -> None:
         self.events.emit(
@@ -465,25 +443,6 @@ class Trainer:
         with closing(self._loader.iterate(0, 1)) as steps:
             return next(steps).micro_batches[0]
 
-    def _infer(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> None:
-        """Write rules into the plan that are read from a micro-batch of the first step."""
-        found = infer(model, inputs(self._first_micro_batch()))
-        self.plan = self._grid.plan = replace(self.plan, rules=pairs_of(found, type(model).__name__, self.plan.tp))
-        agree(self.world, "inferred rules", self.plan.decisions())
-        self.events.emit("rules_inferred", rules=self.plan.to_json()["rules"], left=dict(found.left))
-
-    def _lay_out(self, model: nn.Module, inputs: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Layout:
-        """Where the stages of a pipeline begin, seen on a micro-batch of the first step."""
-        layout = lay_out(
-            model,
-            repeated_blocks(model),
-            inputs(self._first_micro_batch()),
-            self.plan.pp * self.plan.chunks,
-            self.plan.splits,
-        )
-        self.plan = replace(self.plan, splits=layout.splits)
-        return layout
-
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
@@ -522,7 +481,7 @@ class Trainer:
                     release(self.state.model)  # what the loop's body had it compute left parameters gathered
                 with self._timers.phase("ckpt_stall"), self._rates.paused():
                     self.checkpointer.poll()
-                    if self._dealt is None and self._is_due(self._checkpoint.every_steps, step.index):
+                    if self._dealt is None and is_due(self._checkpoint.every_steps, step.index):
                         self.save()
         finally:
             batches.close()
@@ -541,19 +500,15 @@ class Trainer:
             if dealt.work.kind != "save":
                 return False
             if self.eval_data is not None and (
-                self._is_due(self.options.eval_every, dealt.step) or dealt.step == self.options.steps
+                is_due(self.options.eval_every, dealt.step) or dealt.step == self.options.steps
             ):
                 self.evaluate()
             if self._early_stop:
                 dealt.ask_to_stop(finished=True)
-            if dealt.last or self._is_due(self._checkpoint.every_steps, dealt.step):
+            if dealt.last or is_due(self._checkpoint.every_steps, dealt.step):
                 self.save(wait=dealt.last)
             dealt.finish_save()
         return True
-
-    @staticmethod
-    def _is_due(every: int, step: int) -> bool:
-        return bool(every) and step % every == 0
 
     @property
     def preempted(self) -> bool:
@@ -564,7 +519,7 @@ class Trainer:
         """Train to the end, evaluating every ``eval_every`` steps and at the end."""
         alone = self._dealt is None  # else what is due at a step is done between units
         for step in self:
-            if alone and self.eval_data is not None and self._is_due(self.options.eval_every, step.index):
+            if alone and self.eval_data is not None and is_due(self.options.eval_every, step.index):
                 self.evaluate()
         early = self._early_stop or (not alone and self.state.step < self.options.steps)
         reason = "preempted" if self.preempted else "early_stop" if early else "finished"
@@ -641,18 +596,6 @@ class Trainer:
                 self._dealt.drop()
         if wait:
             self.checkpointer.wait()
-            self._check_saved()
-
-    def _check_saved(self) -> None:
-        committed = self.checkpointer.committed_step
-        if self.state.step in (committed, self._resumed_step):
-            return
-        raise CheckpointError(
-            Problem(
-                given=f"the checkpoint of the last step, {self.state.step}, could not be written to {self.run_dir}",
-                rule="a run ends with its state committed",
-                consequence="the newest committed state is "
-                + (f"that of step {committed}" if committed is not None else "what was there before"),
-                nearest="free space in that folder and start again: the steps since then are repeated",
-            )
-        )
+            committed = self.checkpointer.committed_step
+            if self.state.step not in (committed, self._resumed_step):
+                raise not_saved(self.state.step, committed, self.run_dir)

@@ -118,9 +118,8 @@ class Channel:
         if given is None:
             given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
         deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
-        if slot is not None:
-            if place is not None:
-                take(slot.room, given)
+        if slot is not None and place is not None:
+            take(slot.room, given)
         for buffer in given if slot is None else ():
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]

@@ -1,0 +1,77 @@
+"""What is settled before a run's first step: device and plan, the log, what the model adds to the plan, the peak."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.options import default_cache_dir
+from unisono.dist import JobSpec, World
+from unisono.errors import CheckpointError, Problem
+from unisono.measure.ceiling import Peak, peak_flops
+from unisono.observe.events import EventLog, events_path, next_attempt
+from unisono.parallel.apply import repeated_blocks
+from unisono.parallel.device import COMPUTE, computes_bf16, find_device
+from unisono.parallel.layout import Layout, lay_out
+from unisono.plan.check import check
+from unisono.plan.derive import derive, read_plan
+from unisono.plan.infer import infer, pairs_of
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+
+
+def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """The device of this rank and the plan of the job. Raises PlanError."""
+    given = read_plan(options) if options.file else None
+    device = find_device(given.device if given else options.device, job.local_rank)
+    if given is None:
+        return device, derive(options, world=job.world, device=device.type, native_bf16=computes_bf16(device))
+    check(given, job.world)
+    return device, given
+
+
+def open_events(run_dir: Path, world: World) -> EventLog:
+    """This rank's event log in the run's folder; all ranks agree on the number of the attempt. Raises ConfigError."""
+    rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
+    path = events_path(run_dir, rank)
+    attempt = max(world.gather_json(next_attempt(path)))
+    return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt)
+
+
+def with_inferred_rules(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor], events: EventLog) -> Plan:
+    """The plan with rules that are read from a micro-batch of the first step."""
+    found = infer(model, dict(inputs))
+    plan = replace(plan, rules=pairs_of(found, type(model).__name__, plan.tp))
+    events.emit("rules_inferred", rules=plan.to_json()["rules"], left=dict(found.left))
+    return plan
+
+
+def with_splits(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, Layout]:
+    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then says so."""
+    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits)
+    return replace(plan, splits=layout.splits), layout
+
+
+def find_peak(device: torch.device, plan: Plan, world: World) -> Peak:
+    """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
+    cache = default_cache_dir(os.environ) / "calibration.json"
+    found = peak_flops(device, COMPUTE[plan.precision], cache=cache, tf32=plan.tf32) if world.rank == 0 else None
+    return Peak(**world.broadcast_json(asdict(found) if found else None))
+
+
+def not_saved(step: int, committed: int | None, run_dir: Path) -> CheckpointError:
+    """The error about a run whose last state is not on disk."""
+    return CheckpointError(
+        Problem(
+            given=f"the checkpoint of the last step, {step}, could not be written to {run_dir}",
+            rule="a run ends with its state committed",
+            consequence="the newest committed state is "
+            + (f"that of step {committed}" if committed is not None else "what was there before"),
+            nearest="free space in that folder and start again: the steps since then are repeated",
+        )
+    )
