@@ -164,6 +164,7 @@ def by_host(world, hosts: list[str]) -> tuple[bool, list[Any]]:
     return bool(used), pulled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hosts", "hierarchical"), [(["x", "x", "y"], True), (["x", "y", "x"], True), (["x", "y", "z"], False)], ids=str
 )

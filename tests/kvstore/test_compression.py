@@ -56,6 +56,7 @@ def coded_updates(world) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 def test_what_was_not_sent_yet_is_what_is_held_back(pool: Pool) -> None:
     for codec, one, other in zip(CODECS, *pool.run(coded_updates), strict=True):
         for key, shape in SHAPES.items():

@@ -77,6 +77,7 @@ def test_a_worker_cut_off_is_not_waited_for_and_goes_on_when_it_is_back(nursery:
 # --- workers (row 19, and slow ones) ---------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_worker_killed_in_the_middle_of_a_push_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
     with parameter_servers(tmp_path, 2, nursery=nursery) as servers:
         facts: dict[str, Any] = {"do": "units", "agreed": {"units": 12}}

@@ -169,6 +169,7 @@ def through_a_store(world, kind: str, rounds: Rounds | None) -> dict[str, Any]:
     return {key: store.pull(key).wait().numpy() for key in SHAPES}
 
 
+@pytest.mark.full
 def test_averaging_every_step_of_sgd_is_dist_sync(pool: Pool) -> None:
     local = pool.run(through_a_store, "dist_local", Rounds(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
     sync = pool.run(through_a_store, "dist_sync", None)

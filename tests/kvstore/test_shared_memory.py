@@ -79,12 +79,14 @@ def gone_or_late(world, how: str) -> str:
     return text
 
 
+@pytest.mark.full
 def test_a_late_worker_is_named(pool: Pool, tmp_path: Path) -> None:
     text, _ = pool.run(in_folder, str(tmp_path), "late", comm_timeout_s=1.5)
     assert "rank 1 has not come" in text
     assert "within 1.5 s" in text
 
 
+@pytest.mark.full
 def test_a_stopped_worker_is_named(pool: Pool, tmp_path: Path) -> None:
     text, _ = pool.run(in_folder, str(tmp_path), "stopped", comm_timeout_s=1.5)
     assert "rank 1 (pid " in text
@@ -119,6 +121,7 @@ def refused(world, how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "ranks", "given"),
     [

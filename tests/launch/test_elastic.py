@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 from launching import start_job
 from procs import is_running, wait_until
 
@@ -103,6 +104,7 @@ def test_a_stop_reaches_workers_first_and_servers_last(tmp_path: Path) -> None:
     assert (launched.run_dir / "saved.1.0").read_text() == "0"
 
 
+@pytest.mark.full
 def test_the_same_crash_of_one_worker_three_times_is_the_end(tmp_path: Path) -> None:
     worker = """
 if job.rank == 1:

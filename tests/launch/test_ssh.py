@@ -85,6 +85,7 @@ def test_a_rank_killed_over_there_is_named_with_its_host(sshd: Sshd, tmp_path: P
     assert "no restart left of 0" in said
 
 
+@pytest.mark.full
 def test_a_crash_over_there_shows_its_traceback_and_restarts_all(sshd: Sshd, tmp_path: Path) -> None:
     worker = """
 seen("port", job.master_port)
@@ -123,6 +124,7 @@ time.sleep(600)
     assert said.count("restarting all ranks") == 2
 
 
+@pytest.mark.full
 def test_a_stop_reaches_all_hosts_and_the_requeue_code_comes_back(sshd: Sshd, tmp_path: Path) -> None:
     worker = 'signal.signal(15, lambda *_: (seen("saved"), sys.exit(75))); seen("up"); time.sleep(600)'
     launched = start_job(worker, tmp_path, hosts=sshd.hosts(1), environ=sshd.environ)
@@ -196,6 +198,7 @@ while not (run_dir / "looked").exists():
     assert secret not in json.dumps(sshd.arguments)
 
 
+@pytest.mark.full
 def test_a_port_that_is_taken_is_named_with_its_host(sshd: Sshd, tmp_path: Path) -> None:
     launched = start_job("", tmp_path, hosts=sshd.hosts(1), environ=sshd.environ, port=sshd.port)
     code, said = launched.finish()

@@ -87,7 +87,7 @@ def together(pool: Pool, servers: ParameterServers, run_dir: Path, ranks: int, *
     )
 
 
-@pytest.mark.parametrize("optim", [{}, {"kind": "lamb", "lr": 1e-2}])
+@pytest.mark.parametrize("optim", [{}, pytest.param({"kind": "lamb", "lr": 1e-2}, marks=pytest.mark.full)])
 def test_one_worker_is_one_process_bit_for_bit(
     tmp_path: Path, pool: Pool, servers: ParameterServers, optim: dict[str, Any]
 ) -> None:
@@ -114,7 +114,14 @@ def samples_of(first: int, last: int) -> list[int]:
     return sorted(Order(tiny.SAMPLES, seed=0)(torch.arange(8 * first, 8 * last).numpy()).tolist())
 
 
-@pytest.mark.parametrize("changes", [{}, {"staleness": 0}, {"compression": "int8", "damping": True}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"staleness": 0}, marks=pytest.mark.full),
+        pytest.param({"compression": "int8", "damping": True}, marks=pytest.mark.full),
+    ],
+)
 def test_workers_share_the_work_and_end_with_the_same_values(
     tmp_path: Path, pool: Pool, servers: ParameterServers, changes: dict[str, Any]
 ) -> None:

@@ -292,8 +292,7 @@ class Trainer:
         if self._dealt is None:
             self._restore()
         elif self._dealt.begins():
-            resumed = self._restore()
-            self._dealt.publish(self.state, resumed=resumed)
+            self._dealt.publish(self.state, resumed=self._restore())
         else:
             self._dealt.join()
         self._timers = StepTimers()
@@ -344,8 +343,7 @@ class Trainer:
             environment=self._environment,
             events=self.events,
         )
-        if resumed:
-            self._saved_step = self._resumed_step = self.state.step
+        self._saved_step = self._resumed_step = self.state.step if resumed else -1
         return resumed
 
     def _connect(self, optimizer: torch.optim.Optimizer, roles: Mapping[str, Role]) -> Dealt:

@@ -20,6 +20,7 @@ def measured(world: World, settings: Settings) -> dict[str, Any]:
     return module.measure(world, settings)
 
 
+@pytest.mark.full
 def test_every_kind_between_two_workers(pool: Pool) -> None:
     settings = Settings(
         kinds=tuple(kind for kind in KINDS if kind != "dist_async"),
@@ -60,6 +61,7 @@ def test_a_wrong_sum_is_an_error(pool: Pool) -> None:
     assert "all_reduce, none, 1KB: wrong values of 'value'" in caught.value.outcomes[0]
 
 
+@pytest.mark.full
 def test_servers_and_whole_processes() -> None:
     settings = Settings(kinds=("dist_async",), sizes=("1KB", "5MB"), servers=2, rounds=1)
     found = measure_here(settings, 2)

@@ -55,6 +55,7 @@ def choices(world) -> list[list[str | None]]:
     return [[answer.codec, answer.reason] for answer in answers]
 
 
+@pytest.mark.full
 def test_all_ranks_choose_alike(pool: Pool) -> None:
     first, second = pool.run(choices, ranks=2)
     assert first == second

@@ -85,6 +85,7 @@ def test_the_sum_is_that_of_the_decoded_codes(pool: Pool, ranks: int, bucket_byt
             assert outcome[codec] == truth, codec
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_casts_and_powersgd_are_the_same_on_all_ranks_and_in_all_runs(pool: Pool, ranks: int) -> None:
     names = ["fp16", "bf16", "powersgd:2"]
@@ -308,6 +309,7 @@ def low_rank_training(world) -> float:
     return task.loss()
 
 
+@pytest.mark.full
 def test_training_with_powersgd_reaches_it_too(pool: Pool) -> None:
     for loss in pool.run(low_rank_training, ranks=2):
         assert loss < 1.1 * loss_without_compression()

@@ -81,6 +81,7 @@ run(Seat(server=0, addresses=(("h", 1),), epoch=0, snapshots=folder), Service(0,
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_signal_saves_and_ends(tmp_path: Path, stop: signal.Signals) -> None:
     process = subprocess.Popen(

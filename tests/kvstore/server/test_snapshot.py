@@ -87,6 +87,7 @@ for value in itertools.count(1):
 """
 
 
+@pytest.mark.full
 def test_killed_at_any_moment_the_newest_holds(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env=os.environ)
     lines = [process.stdout.readline() for _ in range(3)]

@@ -75,6 +75,7 @@ def test_a_half_open_connection_is_given_up_for_another(wires: Any, counting: An
         connection.close()
 
 
+@pytest.mark.full
 def test_a_slow_line_is_no_reason_to_reconnect(wires: Any, counting: Any) -> None:
     server = wires.serve(counting, limits=QUICK)
     with Chaos(server.addresses[0], seed=1, bytes_per_s=500_000) as proxy:

@@ -72,6 +72,7 @@ def test_no_more_requests_fly_than_credits_were_granted(wires: Any, counting: An
         future.result(10)
 
 
+@pytest.mark.full
 def test_an_answer_that_takes_long_is_waited_for(wires: Any, counting: Any) -> None:
     server = wires.serve(counting)
     connection = wires.connect(server.addresses[0], silence_s=2.0)

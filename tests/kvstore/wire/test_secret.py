@@ -48,6 +48,7 @@ def test_a_descriptor_is_read_once_and_closed(kind: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_child_reads_it_and_no_other_process_can_see_it(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.write(writing, SECRET)
