@@ -22,9 +22,10 @@ from unisono.parallel.pieces import Pieces
 from unisono.parallel.shard import PlacedGradients
 from unisono.parallel.sharded import ShardedGradients
 from unisono.plan.plan import Plan
-from unisono.train.options import TrainOptions
+from unisono.train.options import TrainOptions, is_due
 from unisono.train.state import Memory
 
+_TOLD_EVERY_STEPS = 100  # it waits for the device
 _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 
@@ -93,7 +94,10 @@ def keep_in_step(
         store.set_compression(codec)
     travels = pieces.travels if codec == "none" else None
     sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes)
-    return sync, Compressed(sync) if codec != "none" and isinstance(sync, BucketedAllReduce) else None
+    if not isinstance(sync, BucketedAllReduce):
+        return sync, None
+    events.emit("gradients", path=sync.path)
+    return sync, Compressed(sync, events) if codec != "none" else None
 
 
 def _codec(plan: Plan, grid: Grid, device: torch.device, optimizer: str, events: EventLog) -> str:
@@ -115,11 +119,21 @@ class Compressed:
     """What a codec holds back of this rank's gradients."""
 
     sync: BucketedAllReduce
+    events: EventLog
     apart: bool = False
 
     def settle(self, step: int, good: Tensor) -> None:
-        """A step that did not count leaves no trace."""
+        """A step that did not count leaves no trace. Now and then an event tells bytes and what is held back."""
         self.sync.commit(good)
+        if is_due(_TOLD_EVERY_STEPS, step):
+            told = self.sync.stats()
+            self.events.emit(
+                "compressed",
+                step=step,
+                bytes_in=sum(each["bytes_in"] for each in told.values()),
+                bytes_out=sum(each["bytes_out"] for each in told.values()),
+                residual_norms={name: each["residual"] for name, each in told.items()},
+            )
 
     def shared(self) -> dict[str, Tensor]:
         """Nothing."""

@@ -418,7 +418,8 @@ class Trainer:
     def _close(self, error: BaseException | None) -> None:
         if error is not None:
             state = getattr(self, "state", None)
-            record_failure(self.run_dir / "logs", self.world.job, error, step=state.step if state else None)
+            logs = Path(os.environ.get("UNISONO_LOGS", self.run_dir / "logs"))  # where the launcher looks
+            record_failure(logs, self.world.job, error, step=state.step if state else None)
             self.events.emit(
                 "run_end",
                 step=state.step if state else 0,

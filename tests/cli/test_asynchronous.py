@@ -1,0 +1,109 @@
+"""A whole asynchronous run from the command line; a worker and a server of it are killed, and every sample still counts once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from commands import Desk
+from procs import wait_until
+
+from unisono.observe.events import events_path, read_events
+from unisono.train.checkpoint import open_checkpoint
+
+STEPS, BATCH, SEQ_LEN = 400, 4, 16  # the last two are the desk's
+SETTINGS = {
+    "plan.sync": "dist_async",
+    "launch.processes": 2,
+    "launch.threads": 1,
+    "launch.servers": 2,
+    "launch.snapshot_every_s": 0.5,
+    "train.steps": STEPS,
+    "train.eval_every": 0,
+    "checkpoint.every_steps": 100,
+    "sample.tokens": 0,
+}
+
+
+def start(desk: Desk, run_dir: Path) -> subprocess.Popen[str]:
+    settings = [*desk.settings, *(f"--set={key}={value}" for key, value in {**SETTINGS, "run.dir": run_dir}.items())]
+    return subprocess.Popen(
+        [sys.executable, "-m", "unisono", "train", *settings],
+        env=os.environ | desk.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def member(launcher: subprocess.Popen[str], wanted: Callable[[psutil.Process], bool]) -> psutil.Process:
+    """The one of the launch's processes that ``wanted`` says yes to."""
+    (found,) = [each for each in psutil.Process(launcher.pid).children(recursive=True) if wanted(each)]
+    return found
+
+
+def is_rank(rank: int) -> Callable[[psutil.Process], bool]:
+    def wanted(process: psutil.Process) -> bool:
+        return "train" in process.cmdline() and process.environ().get("UNISONO_RANK") == str(rank)
+
+    return wanted
+
+
+def is_server(server: int) -> Callable[[psutil.Process], bool]:
+    def wanted(process: psutil.Process) -> bool:
+        return "unisono.kvstore.server" in process.cmdline() and process.environ().get("UNISONO_SERVER") == str(server)
+
+    return wanted
+
+
+def steps(run_dir: Path, rank: int) -> int:
+    path = events_path(run_dir, rank)
+    return sum(event["kind"] == "step" for event in read_events(path).events) if path.exists() else 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "victim", [is_rank(1), is_rank(0), is_server(0), is_server(1)], ids=["rank1", "rank0", "s0", "s1"]
+)
+def test_whoever_is_killed_every_sample_counts_once(
+    desk: Desk, tmp_path: Path, victim: Callable[[psutil.Process], bool]
+) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(desk, run_dir)
+    wait_until(lambda: min(steps(run_dir, 0), steps(run_dir, 1)) > 40, "both workers have made steps", 90)
+    member(launcher, victim).kill()
+    _, said = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, said
+    assert "restarting" in said
+    assert weight(run_dir, STEPS) == STEPS * BATCH * SEQ_LEN
+
+
+def weight(run_dir: Path, step: int) -> float:
+    snapshot = open_checkpoint(run_dir / "checkpoints" / f"step-{step:08d}")
+    assert snapshot.meta["state"]["step"] == step
+    return float(snapshot.tensor("meter/weight_total"))
+
+
+@pytest.mark.full
+def test_a_stopped_run_is_at_a_step_and_goes_on(desk: Desk, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    launcher = start(desk, run_dir)
+    wait_until(lambda: min(steps(run_dir, 0), steps(run_dir, 1)) > 20, "both workers have made steps", 90)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75, said
+    last = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
+    assert 20 < last < STEPS
+    assert weight(run_dir, last) == last * BATCH * SEQ_LEN
+    again = start(desk, run_dir)
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    assert weight(run_dir, STEPS) == STEPS * BATCH * SEQ_LEN
+    assert json.loads((run_dir / "launch.json").read_text())["attempt"] > 0
