@@ -34,7 +34,7 @@ from unisono.train.build import Data, build_data, build_trainer
 from unisono.train.config import RunConfig, SampleOptions
 from unisono.train.load import load_model
 from unisono.train.opening import open_events, plan_for
-from unisono.train.sync import open_world
+from unisono.train.sync import open_world, with_servers
 from unisono.train.trainer import Trainer
 
 
@@ -44,6 +44,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     run_dir = Path(config.run.dir)
     device, plan = plan_for(config.plan, job)
     with ExitStack() as stack:
+        job = stack.enter_context(with_servers(plan, job, config.launch))
         world = open_world(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
         data = build_data(config)

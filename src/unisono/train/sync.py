@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -16,6 +17,8 @@ from unisono.kvstore import GradientSync, KVStore, LocalSteps, Rounds, create
 from unisono.kvstore.codecs import COARSE_WITH_ADAM, Codec, auto_codec, find_codec
 from unisono.kvstore.dist_sync import BucketedAllReduce
 from unisono.kvstore.local import LocalGradients
+from unisono.kvstore.server.beside import servers_beside
+from unisono.launch.options import LaunchOptions
 from unisono.observe.events import EventLog
 from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
@@ -49,6 +52,28 @@ def open_store(plan: Plan, world: World) -> KVStore:
     if plan.sync == "dist_local":
         return create(plan.sync, world, rounds=rounds_of(plan))
     return create(plan.sync, world)
+
+
+@contextmanager
+def with_servers(plan: Plan, job: JobSpec, launch: LaunchOptions) -> Generator[JobSpec]:
+    """``job`` with the addresses of parameter servers. Where its launcher started none (torchrun, mpirun, srun, one process) and
+    the plan needs some, workers start them as their children, and know the way to them inside only. A collective then."""
+    if plan.sync != "dist_async" or job.server_addresses:
+        yield job
+        return
+    # all meet once, to tell each other addresses and a secret; from then on they do without each other
+    world = join(job, device_type="cpu", timeout_s=launch.timeout_s)
+    try:
+        more = {"UNISONO_REPLICAS": str(launch.replicas)}
+        with servers_beside(world, launch.servers, more) as (addresses, secret):
+            world.close()
+            file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
+            os.pwrite(file, secret, 0)
+            os.environ["UNISONO_SECRET_FD"] = str(file)  # whoever reads it closes it
+            yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
+    finally:
+        world.close()
+        os.environ.pop("UNISONO_SECRET_FD", None)
 
 
 def open_world(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:

@@ -78,9 +78,9 @@ def test_servers_and_whole_processes() -> None:
 LEAVES_WITHOUT_A_WORD = """
 import os
 from unisono.dist import JobSpec, World
-from unisono.kvstore.bench.processes import servers
+from unisono.kvstore.server.beside import servers_beside
 
-with servers(World(JobSpec()), 1) as (addresses, _):
+with servers_beside(World(JobSpec()), 1) as (addresses, _):
     print(addresses[0][1], flush=True)
     os.kill(os.getpid(), 9)
 """

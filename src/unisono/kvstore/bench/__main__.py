@@ -1,4 +1,4 @@
-"""``python -m unisono.kvstore.bench worker|server``: a process that ``processes`` starts. Settings are a line of its input."""
+"""``python -m unisono.kvstore.bench worker``: a process that ``processes`` starts. Settings are a line of its input."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ import sys
 
 from unisono.dist import job_from_environ
 from unisono.errors import UnisonoError
-from unisono.kvstore.bench.processes import end_with_starter
 from unisono.kvstore.bench.settings import Settings
+from unisono.kvstore.server.beside import end_with_starter
 
 
 def main() -> int:
     """The exit code."""
-    if sys.argv[1:] == ["server"]:
-        end_with_starter()
-        from unisono.kvstore.server.__main__ import main as serve
-
-        return serve()
     settings = Settings.read(json.loads(_line()))
     end_with_starter()
     from unisono.kvstore.bench.measure import measure_as

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from unisono.dist import JobSpec, World, join
 from unisono.errors import CommError, Problem
-from unisono.kvstore.bench.processes import servers
 from unisono.kvstore.bench.settings import CODED, Settings, keys_of, nbytes_of
 from unisono.kvstore.codecs import Codec, PowerSgd, auto_codec, exchange, find_codec
 from unisono.kvstore.codecs.auto import speed_of
 from unisono.kvstore.periodic import Rounds
 from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.beside import servers_beside
 from unisono.kvstore.server.payload import raw
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.servers import Servers
@@ -292,7 +292,7 @@ def _served(
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
     agreed = Agreed(table=table, servers=settings.servers, codec=name, about={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-    with servers(world, settings.servers) as (addresses, secret):
+    with servers_beside(world, settings.servers) as (addresses, secret):
         mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})

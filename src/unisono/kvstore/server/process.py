@@ -7,6 +7,7 @@
     UNISONO_REPLICAS           2: the next server keeps a second copy of everything
     UNISONO_SNAPSHOTS          folder of snapshots; unset: none are kept
     UNISONO_SNAPSHOT_EVERY_S   seconds between them, 60 if unset
+    UNISONO_DRAIN              set: stay, after SIGTERM, until the last worker has left
 
 There are no arguments: what others can see of a process says nothing. On SIGTERM and SIGINT the server answers what is under
 way, saves itself and leaves.
@@ -15,6 +16,7 @@ way, saves itself and leaves.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from unisono.errors import LaunchError, Problem
 from unisono.kvstore.server.service import Service
 
 _LOOK_S = 1.0
+_DRAIN_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,7 @@ class Seat:
     replicas: int = 1
     snapshots: Path | None = None
     snapshot_every_s: float = 60.0
+    drains: bool = False
 
     @property
     def next_address(self) -> tuple[str, int]:
@@ -73,6 +77,7 @@ def seat_from_environ(environ: Mapping[str, str]) -> Seat:
         replicas=replicas,
         snapshots=Path(folder) / f"server-{server}" if folder else None,
         snapshot_every_s=_seconds(environ, "UNISONO_SNAPSHOT_EVERY_S", 60.0),
+        drains="UNISONO_DRAIN" in environ,
     )
 
 
@@ -90,6 +95,8 @@ def run(seat: Seat, service: Service, serve: Callable[[Seat, Service], Serving])
         serving = serve(seat, service)
         while not notice.wait(_LOOK_S):
             pass
+        while seat.drains and service.live:
+            time.sleep(_DRAIN_LOOK_S)
         service.close()  # who waits is let go
         serving.close()  # from here on nothing more is acknowledged
         if seat.snapshots is not None and service.agreed is not None:

@@ -202,6 +202,11 @@ class Service:
         self._open.set()
 
     @property
+    def live(self) -> int:
+        """How many workers are connected, or were a moment ago."""
+        return len(self._run.clocks.live) if self._run is not None else 0
+
+    @property
     def agreed(self) -> Agreed | None:
         """What the run is, as a hello or a snapshot has told; None before."""
         return self._run.agreed if self._run is not None else None
