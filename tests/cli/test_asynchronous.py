@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -107,3 +110,39 @@ def test_a_stopped_run_is_at_a_step_and_goes_on(desk: Desk, tmp_path: Path) -> N
     assert again.returncode == 0, said
     assert weight(run_dir, STEPS) == STEPS * BATCH * SEQ_LEN
     assert json.loads((run_dir / "launch.json").read_text())["attempt"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["torchrun", "dmlc"])
+def test_workers_of_other_launchers_start_the_servers(desk: Desk, tmp_path: Path, how: str) -> None:
+    settings = {**SETTINGS, "train.steps": 6, "checkpoint.every_steps": 3, "run.dir": tmp_path / "run"}
+    settings = {key: value for key, value in settings.items() if not key.startswith("launch.p")}
+    arguments = ["train", *desk.settings, *(f"--set={key}={value}" for key, value in settings.items())]
+    if how == "torchrun":
+        python = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "unisono"]
+        done = desk.process(*arguments, python=python)
+        assert done.code == 0, done.err
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = str(probe.getsockname()[1])
+        tracker = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": port,
+            "DMLC_NUM_WORKER": "2",
+            "DMLC_NUM_SERVER": "1",
+        }
+        members = [{"DMLC_ROLE": role} for role in ("scheduler", "server")]
+        members += [{"DMLC_ROLE": "worker", "DMLC_WORKER_ID": str(rank)} for rank in range(2)]
+        with ThreadPoolExecutor(4) as pool:
+            ended = list(pool.map(lambda own: desk.process(*arguments, **tracker, **own), members))
+        assert [each.code for each in ended] == [0] * 4, [each.err for each in ended]
+        assert "this scheduler leaves" in ended[0].out
+        assert "this server leaves" in ended[1].out
+    assert weight(tmp_path / "run", 6) == 6 * BATCH * SEQ_LEN
+    wait_until(lambda: not [each for each in psutil.process_iter() if is_beside(each)], "no server is left behind")
+
+
+def is_beside(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "unisono.kvstore.server.beside" in process.cmdline()
+    return False

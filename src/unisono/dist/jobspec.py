@@ -127,12 +127,12 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
 def idle_role(job: JobSpec, kind: str) -> str | None:
     """Why this process has nothing to do under synchronisation ``kind``, in one line; None where it has.
 
-    MXNet's scripts start servers and a scheduler whatever the kind; all but ``dist_async`` add gradients up among workers.
+    MXNet's scripts start servers and a scheduler whatever the kind, and tell nobody where they are.
     """
-    if job.role == "worker" or (job.role == "server" and kind == "dist_async"):
+    if job.role == "worker":
         return None
-    if job.role == "scheduler" and kind == "dist_async":
-        return "dist_async needs no scheduler: the servers know each other; this process leaves"
+    if kind == "dist_async":
+        return f"dist_async: the workers start their servers beside them; this {job.role} leaves"
     return f"{kind} needs no {job.role}s: gradients are all-reduced among the workers; this process leaves"
 
 

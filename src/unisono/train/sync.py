@@ -65,7 +65,7 @@ def with_servers(plan: Plan, job: JobSpec, launch: LaunchOptions) -> Generator[J
     world = join(job, device_type="cpu", timeout_s=launch.timeout_s)
     try:
         more = {"UNISONO_REPLICAS": str(launch.replicas)}
-        with servers_beside(world, launch.servers, more) as (addresses, secret):
+        with servers_beside(world, job.servers or launch.servers, more) as (addresses, secret):
             world.close()
             file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
             os.pwrite(file, secret, 0)
