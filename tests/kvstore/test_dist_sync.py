@@ -15,7 +15,7 @@ from pool import Pool, WorkersFailed
 from torch import nn
 
 from unisono.errors import CommError
-from unisono.kvstore import create, shared_memory
+from unisono.kvstore import create, dist_sync, shared_memory
 from unisono.kvstore.codecs import find_codec
 from unisono.kvstore.dist_sync import BucketedAllReduce
 
@@ -57,6 +57,26 @@ def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tup
     path = sync.path
     sync.close()
     return path, made, float(totals[0]), mapped() - before
+
+
+def sums_by_host(world) -> tuple[str, list[Array], float, int]:
+    """The first two ranks pretend to share a host, the third another."""
+    real = dist_sync.this_host
+    dist_sync.this_host = lambda: "one" if world.rank < 2 else "another"
+    try:
+        return sums(world, "memory")
+    finally:
+        dist_sync.this_host = real
+
+
+def test_sums_go_inside_hosts_first(pool: Pool) -> None:
+    outcomes = pool.run(sums_by_host, ranks=3)
+    plain = pool.run(sums, "gloo", ranks=3)[0][1]
+    for path, made, total, _ in outcomes:
+        assert path == "gloo: over the workers of each host, then across 2 hosts"
+        assert total == 6.0
+        assert all(np.array_equal(a, b) for a, b in zip(made, outcomes[0][1], strict=True))
+        assert all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(made, plain, strict=True))
 
 
 def mapped() -> int:

@@ -16,7 +16,7 @@ workers' tensors then crosses the network.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
-from unisono.dist.peers import identity
 from unisono.errors import ConfigError, Problem
+from unisono.kvstore.by_host import by_host, this_host, worth_a_hierarchy
 from unisono.kvstore.codecs import Exchange, exchange, find_codec, nothing_travels, too_late
 from unisono.kvstore.keys import Future, One, Rows
 from unisono.kvstore.shared_memory import SharedSum
@@ -422,27 +422,6 @@ class _Pieces:
         return all(work.is_completed() for work in self._works)
 
 
-class _ByHost:
-    """Sum inside each host, then over the hosts' first workers, then back. ``wait`` does the second and third."""
-
-    def __init__(self, tensor: Tensor, node: ProcessGroup, first: int, across: ProcessGroup | None) -> None:
-        self._tensor, self._node, self._first, self._across = tensor, node, first, across
-        self._inside: Any = dist.reduce(tensor, first, group=node, async_op=True)
-        self._waited = False
-
-    def wait(self) -> None:
-        """In step with the other workers: all wait for their work in the same order."""
-        self._inside.wait()
-        if self._across is not None:
-            dist.all_reduce(self._tensor, group=self._across)
-        dist.broadcast(self._tensor, self._first, group=self._node)
-        self._waited = True
-
-    def is_completed(self) -> bool:
-        """The second and third part begin in ``wait``."""
-        return self._waited
-
-
 def _all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Callable[[Tensor], Work]:
     """How this world adds: in place, asynchronously."""
     group = world.group
@@ -450,23 +429,5 @@ def _all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Callable[
         return lambda tensor: _Done()
     hosts: list[str] = world.gather_json(this_host()) if hierarchical else []
     if hierarchical is True or worth_a_hierarchy(hosts):
-        return _by_host(world, hosts)
+        return by_host(world, hosts)
     return lambda tensor: _Pieces(tensor, group)
-
-
-def this_host() -> str:
-    """The same for workers that share a host and its process table."""
-    return str(identity()["host"])
-
-
-def worth_a_hierarchy(hosts: Sequence[str]) -> bool:
-    """Several hosts, one of them with several workers; ``hosts`` is each rank's."""
-    each = Counter(hosts)
-    return len(each) > 1 and max(each.values()) > 1
-
-
-def _by_host(world: World, hosts: Sequence[str]) -> Callable[[Tensor], Work]:
-    nodes = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
-    groups = world.groups({"store host": nodes, "store hosts": [[node[0] for node in nodes]]})
-    first = next(node[0] for node in nodes if world.rank in node)
-    return lambda tensor: _ByHost(tensor, groups["store host"], first, groups.get("store hosts"))

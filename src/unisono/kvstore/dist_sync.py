@@ -15,7 +15,7 @@ With a codec, compressed gradients travel in their place (``unisono.kvstore.code
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.kvstore.by_host import by_host, this_host, worth_a_hierarchy
 from unisono.kvstore.codecs import Codec, PowerSgd, exchange
 from unisono.kvstore.shared_memory import SharedSum
 from unisono.plan.plan import BUCKET_BYTES
@@ -92,7 +93,9 @@ class BucketedAllReduce:
         self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
         views = {name: self._home[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else exchange(codec, views, self._group)
-        self._memory, self.path = self._share() if codec is None else (None, f"{_transport(self._group)}: compressed")
+        self._memory: SharedSum | None = None
+        self._sum: Callable[[Tensor], Any] = self._plain_sum
+        self.path = self._way() if codec is None else f"{_transport(self._group)}: compressed"
         self._armed = False
         self._next = 0
         self._works: list[Any] = []
@@ -118,17 +121,29 @@ class BucketedAllReduce:
 
         return ready
 
-    def _share(self) -> tuple[SharedSum | None, str]:
-        """The same answer on all ranks."""
+    def _way(self) -> str:
+        """How to sum, and why; the same answer on all ranks."""
         transport = _transport(self._group)
-        if self._group is not None and self._group.size() < self._world.world:
-            return None, f"{transport}: a group of some of the workers"
+        if self._group is None or self._group.size() < self._world.world:
+            return f"{transport}: a group of some of the workers"
+        hosts: list[str] = self._world.gather_json(this_host())
+        if worth_a_hierarchy(hosts):
+            self._sum = by_host(self._world, hosts)
+            return f"{transport}: over the workers of each host, then across {len(set(hosts))} hosts"
         if not all(self._world.gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
-            return None, f"{transport}: gradients on devices"
+            return f"{transport}: gradients on devices"
         try:
-            return SharedSum(self._world), "shared memory"
+            self._memory = SharedSum(self._world)
         except ConfigError as refusal:
-            return None, f"{transport}: {refusal.problems[0].given}"
+            return f"{transport}: {refusal.problems[0].given}"
+        self._sum = self._memory.all_reduce
+        return "shared memory"
+
+    def _sum_over_all(self, tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._world.group, async_op=True)
+
+    def _plain_sum(self, tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def arm(self, part: Sequence[nn.Module] | None = None) -> None:
         """Count the coming backward pass's gradients as final. Those of a part wait until all are: buckets leave in order."""
@@ -148,10 +163,8 @@ class BucketedAllReduce:
             with self._world.guard("gradient all-reduce"):
                 if self._exchange is not None:
                     self._works.append(self._exchange.launch(bucket.views))
-                elif self._memory is not None:
-                    self._works.append(self._memory.all_reduce(bucket.pack()))
                 else:
-                    self._works.append(dist.all_reduce(bucket.pack(), group=self._group, async_op=True))
+                    self._works.append(self._sum(bucket.pack()))
             self._next += 1
 
     def finish(self, totals: Tensor) -> None:
@@ -159,10 +172,9 @@ class BucketedAllReduce:
         self._launch(only_complete=False)
         self._armed = False
         with self._world.guard("gradient all-reduce"):
-            if self._memory is not None:
-                self._works.append(self._memory.all_reduce(totals))
-            else:
-                self._works.append(dist.all_reduce(totals, group=self._world.group, async_op=True))
+            whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world)
+            everywhere = self._sum if whole else self._sum_over_all
+            self._works.append(everywhere(totals))
             for work in self._works:
                 work.wait()
         self._works.clear()
