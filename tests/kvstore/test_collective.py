@@ -9,9 +9,11 @@ import pytest
 import torch
 from pool import Pool, WorkersFailed
 
+import unisono.kvstore.by_host as hostwise
 from unisono.errors import CommError
 from unisono.kvstore import collective, create
-from unisono.kvstore.collective import QUEUE_BYTES, worth_a_hierarchy
+from unisono.kvstore.by_host import worth_a_hierarchy
+from unisono.kvstore.collective import QUEUE_BYTES
 
 
 def launches(store: Any) -> list[list[str]]:
@@ -153,13 +155,13 @@ def test_a_worker_that_is_gone_is_a_comm_error(pool: Pool) -> None:
 
 def by_host(world, hosts: list[str]) -> tuple[bool, list[Any]]:
     used: list[int] = []
-    launch, this_host = collective._ByHost, collective.this_host
+    launch, this_host = hostwise.ByHost, collective.this_host
     collective.this_host = lambda: hosts[world.rank]
-    collective._ByHost = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[misc]
+    hostwise.ByHost = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[misc]
     try:
         pulled = sums(world)
     finally:
-        collective._ByHost = launch
+        hostwise.ByHost = launch
         collective.this_host = this_host
     return bool(used), pulled
 
