@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import torch
@@ -27,10 +27,14 @@ from unisono.kvstore.server.updates import LAYERWISE, Recipe
 from unisono.kvstore.servers import Servers
 from unisono.kvstore.wire.secret import read_secret
 from unisono.observe.events import EventLog
+from unisono.observe.meters import StepTimers
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 from unisono.plan.plan import Plan
+from unisono.train.options import is_due
 from unisono.train.state import RunState
+
+_TOLD_EVERY_UNITS = 100
 
 
 def worker_plan(plan: Plan) -> Plan:
@@ -57,12 +61,13 @@ class RemoteOptimizer:
         parameters: Mapping[str, nn.Parameter],
         *,
         late_pull: bool,
+        timers: StepTimers,
     ) -> None:
         self.param_groups, self.state = local.param_groups, local.state
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
         self.unit = 0
-        self._servers, self._late_pull = servers, late_pull
+        self._servers, self._late_pull, self._timers = servers, late_pull, timers
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._sent = {name: _host_like(p) for name, p in self._trained.items()}
         # straight into the parameters where they are plain host memory
@@ -77,17 +82,20 @@ class RemoteOptimizer:
             gradient = cast(Tensor, parameter.grad)
             self._sent[name].copy_(gradient if self.grad_scale is None else gradient / self.grad_scale)
         lr = float(self.param_groups[0]["lr"])
-        if self._late_pull:
-            self._servers.push(self._sent, lr=lr, unit=self.unit).wait()
-        else:
-            self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.unit).wait()
+        with self._timers.phase("comm_exposed"):
+            if self._late_pull:
+                self._servers.push(self._sent, lr=lr, unit=self.unit).wait()
+            else:
+                self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.unit).wait()
+        if not self._late_pull:
             self._take()
         self._servers.commit()
 
     @torch.no_grad()
     def pull(self) -> None:
         """Take over the values of now."""
-        self._servers.pull(self._got).wait()
+        with self._timers.phase("comm_exposed"):
+            self._servers.pull(self._got).wait()
         self._take()
 
     def _take(self) -> None:
@@ -117,7 +125,9 @@ class Dealt:
         save_every: int,
         about: Mapping[str, str],
         events: EventLog,
+        timers: StepTimers,
     ) -> None:
+        self._events, self._units = events, 0
         self._plan, self._state = plan, state
         # each update's rate comes with its push; clipping is done here
         self._recipe = Recipe(options=replace(options, clip_norm=0.0), roles=dict(roles), damped=plan.damping)
@@ -134,7 +144,7 @@ class Dealt:
             units_per_step=workers,
             units_per_save=save_every * workers,
             codec=plan.compression,
-            about=about,
+            about={"run": job.run_id, **about},
         )
         self._servers = Servers(
             _addresses(job),
@@ -147,7 +157,9 @@ class Dealt:
         )
         # under a bound, values are as new as what was dealt
         self._bounded = plan.staleness is not None
-        self._optimizer = RemoteOptimizer(local, self._servers, self._parameters, late_pull=self._bounded)
+        self._optimizer = RemoteOptimizer(
+            local, self._servers, self._parameters, late_pull=self._bounded, timers=timers
+        )
         state.optimizer = cast(torch.optim.Optimizer, self._optimizer)
         self.drop()
         self._kept: Work | None = None
@@ -193,6 +205,10 @@ class Dealt:
     def finish_unit(self, unit: int, weight: float) -> None:
         """Its gradients are applied, or it did not count."""
         self._servers.done(Work("unit", unit), weight)
+        self._units += 1
+        if is_due(_TOLD_EVERY_UNITS, self._units):
+            links = [asdict(traffic) for traffic in self._servers.traffic()]
+            self._events.emit("links", units=self._units, servers=links)
 
     def ask_to_stop(self, *, finished: bool = False) -> None:
         """All workers end at the next step that nobody has begun."""

@@ -288,6 +288,7 @@ class Trainer:
         }
         self._environment = resuming.environment(self.world, self.plan)
         self._emit_start()
+        self._timers = StepTimers()
         self._dealt = self._connect(optimizer, named_roles) if self.plan.sync == "dist_async" else None
         if self._dealt is None:
             self._restore()
@@ -295,7 +296,6 @@ class Trainer:
             self._dealt.publish(self.state, resumed=self._restore())
         else:
             self._dealt.join()
-        self._timers = StepTimers()
         asked = self._asked_schedule
         self._engine = Engine(
             passes=Passes(model=model, inputs=inputs, plan=mine, world=self.world, context=context, pipeline=pipeline),
@@ -358,12 +358,9 @@ class Trainer:
             roles=roles,
             steps=self.options.steps,
             save_every=math.gcd(self._checkpoint.every_steps, self.options.eval_every),
-            about={
-                "run": self.run_dir.absolute().name,
-                "plan": self.plan.hash,
-                "configuration": str(self._provenance.get("config_hash")),
-            },
+            about={"plan": self.plan.hash, "configuration": str(self._provenance.get("config_hash"))},
             events=self.events,
+            timers=self._timers,
         )
         self.state.memory = dealt
         return dealt
