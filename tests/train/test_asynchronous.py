@@ -23,6 +23,7 @@ from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
+from unisono.train.checkpoint import verify
 
 STEPS = 6
 # adamw's kernels on the servers are those of one process
@@ -138,6 +139,16 @@ def test_workers_share_the_work_and_end_with_the_same_values(
         4,
         6,
     ]
+
+
+def test_what_two_workers_saved_one_process_goes_on_from(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    outcomes = together(pool, servers, tmp_path / "run", 2, steps=8, stop_at=3)
+    assert all(outcome["preempted"] for outcome in outcomes)
+    step = outcomes[0]["step"]
+    assert 3 <= step == outcomes[1]["step"] < 8
+    assert verify(tmp_path / "run" / "checkpoints" / f"step-{step:08d}") == []
+    (rest,) = pool.run(one_process, str(tmp_path / "run"), ranks=1, steps=8)
+    assert sorted(chain.from_iterable(rest["samples"])) == samples_of(step, 8)
 
 
 def test_goes_on_under_another_kind_and_back(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:

@@ -145,7 +145,9 @@ class World:
         order on all ranks, which two threads cannot promise.
         """
         if self.group is None or self._store is None:
-            return World(self.job, name=name)
+            made = World(self.job, name=name)
+            made.rank, made.world = self.rank, self.world
+            return made
         with self.guard(f"new_group({name!r})"), _gloo_interface(self.job):
             group = cast(
                 ProcessGroup,
