@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from procs import wait_until
 from unisono.observe.events import events_path, read_events
 from unisono.train.checkpoint import open_checkpoint
 
-STEPS, BATCH, SEQ_LEN = 400, 4, 16  # the last two are the desk's
+STEPS = 400
 SETTINGS = {
     "plan.sync": "dist_async",
     "launch.processes": 2,
@@ -76,7 +77,7 @@ def steps(run_dir: Path, rank: int) -> int:
     "victim", [is_rank(1), is_rank(0), is_server(0), is_server(1)], ids=["rank1", "rank0", "s0", "s1"]
 )
 def test_whoever_is_killed_every_sample_counts_once(
-    desk: Desk, tmp_path: Path, victim: Callable[[psutil.Process], bool]
+    desk: Desk, tmp_path: Path, alone: Callable[[int], float], victim: Callable[[psutil.Process], bool]
 ) -> None:
     run_dir = tmp_path / "run"
     launcher = start(desk, run_dir)
@@ -85,7 +86,21 @@ def test_whoever_is_killed_every_sample_counts_once(
     _, said = launcher.communicate(timeout=120)
     assert launcher.returncode == 0, said
     assert "restarting" in said
-    assert weight(run_dir, STEPS) == STEPS * BATCH * SEQ_LEN
+    assert weight(run_dir, STEPS) == alone(STEPS)
+
+
+@pytest.fixture(scope="module")
+def alone(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], float]:
+    """The weight of all samples of so many steps, as one process counts it."""
+
+    @cache
+    def counted(steps: int) -> float:
+        run_dir = tmp_path_factory.mktemp("alone") / "run"
+        done = desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every=0", "--set=sample.tokens=0")
+        assert done.code == 0, done.err
+        return weight(run_dir, steps)
+
+    return counted
 
 
 def weight(run_dir: Path, step: int) -> float:
@@ -95,7 +110,7 @@ def weight(run_dir: Path, step: int) -> float:
 
 
 @pytest.mark.full
-def test_a_stopped_run_is_at_a_step_and_goes_on(desk: Desk, tmp_path: Path) -> None:
+def test_a_stopped_run_is_at_a_step_and_goes_on(desk: Desk, tmp_path: Path, alone: Callable[[int], float]) -> None:
     run_dir = tmp_path / "run"
     launcher = start(desk, run_dir)
     wait_until(lambda: min(steps(run_dir, 0), steps(run_dir, 1)) > 20, "both workers have made steps", 90)
@@ -104,17 +119,19 @@ def test_a_stopped_run_is_at_a_step_and_goes_on(desk: Desk, tmp_path: Path) -> N
     assert launcher.returncode == 75, said
     last = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir())
     assert 20 < last < STEPS
-    assert weight(run_dir, last) == last * BATCH * SEQ_LEN
+    assert 0 < weight(run_dir, last) < alone(STEPS)
     again = start(desk, run_dir)
     _, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
-    assert weight(run_dir, STEPS) == STEPS * BATCH * SEQ_LEN
+    assert weight(run_dir, STEPS) == alone(STEPS)
     assert json.loads((run_dir / "launch.json").read_text())["attempt"] > 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["torchrun", "dmlc"])
-def test_workers_of_other_launchers_start_the_servers(desk: Desk, tmp_path: Path, how: str) -> None:
+def test_workers_of_other_launchers_start_the_servers(
+    desk: Desk, tmp_path: Path, alone: Callable[[int], float], how: str
+) -> None:
     settings = {**SETTINGS, "train.steps": 6, "checkpoint.every_steps": 3, "run.dir": tmp_path / "run"}
     settings = {key: value for key, value in settings.items() if not key.startswith("launch.p")}
     arguments = ["train", *desk.settings, *(f"--set={key}={value}" for key, value in settings.items())]
@@ -138,7 +155,7 @@ def test_workers_of_other_launchers_start_the_servers(desk: Desk, tmp_path: Path
         assert [each.code for each in ended] == [0] * 4, [each.err for each in ended]
         assert "this scheduler leaves" in ended[0].out
         assert "this server leaves" in ended[1].out
-    assert weight(tmp_path / "run", 6) == 6 * BATCH * SEQ_LEN
+    assert weight(tmp_path / "run", 6) == alone(6)
     wait_until(lambda: not [each for each in psutil.process_iter() if is_beside(each)], "no server is left behind")
 
 
