@@ -41,8 +41,8 @@ class JobSpec:
 
     ``rank`` and ``world`` count workers only. A parameter server has a ``server_index`` instead (None where its launcher
     numbers no servers), and listens on ``listen_fd``; ``server_addresses`` are ``host:port`` by index, or empty where the
-    launcher does not know them. A scheduler is DMLC's word for the process that keeps the store. ``interface`` and
-    ``node_host`` are what this process was told to listen on and to be reached by.
+    launcher does not know them. A scheduler is DMLC's word for the process that keeps the store. ``interface`` is
+    the one this process was told to use.
     """
 
     run_id: str = "single"
@@ -61,7 +61,6 @@ class JobSpec:
     server_addresses: tuple[str, ...] = ()
     server_index: int | None = None
     interface: str | None = None
-    node_host: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -214,7 +213,6 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
             servers=_whole(environ, "DMLC_NUM_SERVER", 0),
             server_index=_dmlc_server(environ, world) if role == "server" else None,
             interface=environ.get("DMLC_INTERFACE"),
-            node_host=environ.get("DMLC_NODE_HOST"),
             rank=rank,
             local_rank=rank if on_one_host else 0,
             world=world,

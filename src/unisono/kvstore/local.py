@@ -55,16 +55,11 @@ class LocalBackend:
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
         """Copied at once."""
-        for key, targets in items:
-            for target in targets:
-                target.copy_(self._values.tensors[key])
-        return Future(lambda: None)
+        return self._values.copy_to(items)
 
     def rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Copies of some rows."""
-        stored = self._values.tensors[key]
-        found = Rows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: found)
+        return self._values.rows(key, ids)
 
     def barrier(self) -> None:
         """Nobody to wait for."""

@@ -349,16 +349,11 @@ class PeriodicBackend:
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
         """This worker's copy."""
-        for key, targets in items:
-            for target in targets:
-                target.copy_(self._values.tensors[key])
-        return Future(lambda: None)
+        return self._values.copy_to(items)
 
     def rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Some rows of this worker's copy."""
-        stored = self._values.tensors[key]
-        found = Rows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: found)
+        return self._values.rows(key, ids)
 
     def barrier(self) -> None:
         """Nothing is under way but averages, which their boundary waits for."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.config import load
 from unisono.errors import CheckpointError, ConfigError, Problem
-from unisono.kvstore.keys import One, dense, rows_of
+from unisono.kvstore.keys import Future, One, Rows, dense, rows_of
 from unisono.optim import build_optimizer, load_state_tensors, state_tensors
 from unisono.optim.groups import Role
 from unisono.optim.options import OptimOptions
@@ -56,6 +56,19 @@ class Values:
         parameter.grad = total.to(stored.device).view(stored.shape)
         optimizer.step()
         parameter.grad = None
+
+    def copy_to(self, items: Sequence[tuple[str, list[Tensor]]]) -> Future[None]:
+        """Write each key's tensor into its targets, at once."""
+        for key, targets in items:
+            for target in targets:
+                target.copy_(self.tensors[key])
+        return Future(lambda: None)
+
+    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+        """Copies of some rows."""
+        stored = self.tensors[key]
+        found = Rows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: found)
 
     def set_optimizer(self, options: OptimOptions) -> None:
         """Sums are gradients from now on; the state of an optimizer before is dropped."""
