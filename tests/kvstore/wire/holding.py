@@ -1,12 +1,14 @@
-"""A server process for tests that kill it: ``python holding.py PORT EPOCH``; the secret comes by descriptor.
+"""A server process for tests that kill it: ``python holding.py PORT EPOCH ANSWERS``; the secret comes by descriptor.
 
-Answers a push with its digest, so that the pusher can tell that what arrived is what was sent. Ends with its input.
+Answers a push with its digest, so that the pusher can tell that what arrived is what was sent, and so many pushes at most: it
+is then in the middle of one until it is killed. Ends with its input.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 import xxhash
@@ -20,10 +22,14 @@ from unisono.kvstore.wire.serving import Server, listen
 class Digesting:
     """Keeps nothing."""
 
+    def __init__(self, answers: int) -> None:
+        self._left = threading.Semaphore(answers)
+
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
         return {"pid": os.getpid()}
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
+        self._left.acquire()
         digest = xxhash.xxh3_64()
         for part in buffers(frame):
             digest.update(part)
@@ -35,7 +41,8 @@ class Digesting:
 
 if __name__ == "__main__":
     secret = read_secret(os.environ)
-    server = Server([listen("127.0.0.1", int(sys.argv[1]))], Digesting(), secret, Limits(), epoch=int(sys.argv[2]))
+    port, epoch, answers = map(int, sys.argv[1:])
+    server = Server([listen("127.0.0.1", port)], Digesting(answers), secret, Limits(), epoch=epoch)
     print(server.addresses[0][1], flush=True)
     sys.stdin.read()
     server.close()

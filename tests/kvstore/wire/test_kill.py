@@ -26,13 +26,13 @@ Start = Any
 def start(secret: bytes) -> Iterator[Start]:
     children: list[subprocess.Popen[bytes]] = []
 
-    def started(port: int, epoch: int) -> tuple[subprocess.Popen[bytes], int]:
+    def started(port: int, epoch: int, answers: int = 1000) -> tuple[subprocess.Popen[bytes], int]:
         memory = os.memfd_create("secret", 0)
         os.write(memory, secret)
         environ = os.environ | {"UNISONO_SECRET_FD": str(memory), "PYTHONPATH": os.pathsep.join(sys.path)}
         script = str(Path(__file__).parent / "holding.py")
         child = subprocess.Popen(
-            [sys.executable, script, str(port), str(epoch)],
+            [sys.executable, script, str(port), str(epoch), str(answers)],
             env=environ,
             pass_fds=[memory],
             stdin=subprocess.PIPE,
@@ -64,7 +64,7 @@ def _push(connection: Any, values: list[np.ndarray[Any, Any]]) -> list[Future[Fr
 def test_requests_survive_a_server_that_is_replaced(
     wires: Any, start: Start, secret: bytes, how: signal.Signals, slot_bytes: int
 ) -> None:
-    child, port = start(0, 1)
+    child, port = start(0, 1, answers=3)
     hellos: list[dict[str, Any]] = []
     connection = wires.connect(
         ("127.0.0.1", port), slot_bytes=slot_bytes, deadline_s=40.0, silence_s=1.0, on_reconnect=hellos.append
