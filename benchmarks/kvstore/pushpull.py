@@ -40,7 +40,7 @@ PAIRS = (
     ("mxnet dist_sync", "dist_sync_shm"),
     ("mxnet dist_sync 2bit", "dist_sync 2bit"),
     ("mxnet dist_async", "dist_async"),
-    ("mxnet dist_async", "all_reduce"),
+    ("mxnet dist_async", "dist_async_shm"),
     ("dist_sync", "all_reduce"),
     ("dist_sync_shm", "all_reduce"),
 )

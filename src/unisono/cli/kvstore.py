@@ -17,9 +17,7 @@ def command() -> None:
 
 
 @command.command("bench")
-@click.option(
-    "--kind", "kinds", multiple=True, help="all_reduce, local, dist_sync, dist_sync_shm, dist_local, dist_async."
-)
+@click.option("--kind", "kinds", multiple=True, help="A store's kind, dist_sync_shm, dist_async_shm or all_reduce.")
 @click.option("--size", "sizes", multiple=True, help="Such as 100MB, or the keys of resnet50 or bert-base.")
 @click.option("--codec", "codecs", multiple=True, help="Such as int8; none is no compression.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes on this host (default 2); a job brings its own.")

@@ -98,8 +98,8 @@ def _rows(
     if kind in ("dist_sync_shm", "all_reduce") and world.world == 1:
         return
     with ExitStack() as stack:
-        if kind == "dist_async":
-            sides = stack.enter_context(_served(name, codec, world, settings))
+        if kind in ("dist_async", "dist_async_shm"):
+            sides = stack.enter_context(_served(name, codec, world, settings, shared_memory=kind == "dist_async_shm"))
         else:
             sides = {size: lambda size=size: _MAKERS[kind](size, codec, world) for size in settings.sizes}
         for size, make in sides.items():
@@ -283,7 +283,7 @@ _MAKERS: Mapping[str, Any] = {
 
 @contextmanager
 def _served(
-    name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings
+    name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings, *, shared_memory: bool
 ) -> Generator[dict[str, Callable[[], Any]]]:
     """All sizes are keys of one run, on servers that serve this codec. Plain SGD with a rate of 1."""
     assert not isinstance(codec, PowerSgd)  # Settings has seen to it
@@ -293,18 +293,20 @@ def _served(
     agreed = Agreed(table=table, servers=settings.servers, codec=name, about={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     with servers_beside(world, settings.servers) as (addresses, secret):
-        mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec)
+        mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
             mine.set_recipe(Recipe(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))
-            yield {size: lambda size=size: _dist_async(size, mine, plain, world) for size in tables}
+            yield {size: lambda size=size: _dist_async(size, mine, plain, world, shared_memory) for size in tables}
             world.barrier()
         finally:
             mine.close()
 
 
 @contextmanager
-def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World) -> Generator[_Side]:
+def _dist_async(
+    size: str, mine: Servers, codec: Codec | None, world: World, shared_memory: bool
+) -> Generator[_Side]:
     values = {f"{size}/{key}": value for key, value in _pushed(size, world.rank).items()}
     out = {key: torch.zeros_like(value) for key, value in values.items()}
     sums = {f"{size}/{key}": value for key, value in _sums(size, world.world).items()}
@@ -326,6 +328,6 @@ def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World) -> 
         out=out,
         settle=settle,
         expected=expected if codec is None else None,
-        theory_bytes=sum(4 * n for n in numels) if codec is None else sum(codec.encoded_bytes(n) for n in numels),
-        sent=lambda: sum(link.sent_bytes + link.memory_bytes for link in mine.traffic()),
+        theory_bytes=0.0 if shared_memory else sum(4 * n if codec is None else codec.encoded_bytes(n) for n in numels),
+        sent=lambda: sum(link.sent_bytes for link in mine.traffic()),
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 from unisono.errors import ConfigError, Problem, nearest_name
 
-# in the order of the table; "all_reduce" is torch's, of one flat tensor
-KINDS = ("all_reduce", "local", "dist_sync", "dist_sync_shm", "dist_local", "dist_async")
+# in the order of the table; "all_reduce" is torch's, of one flat tensor; "_shm" is with memory that processes of a host share
+KINDS = ("all_reduce", "local", "dist_sync", "dist_sync_shm", "dist_local", "dist_async", "dist_async_shm")
 CODED = ("dist_sync", "dist_async")
 ITEM_BYTES = 4  # everything is float32
 
@@ -33,7 +33,7 @@ class Settings:
     them, and ``"none"``; they meet the kinds of ``CODED``. Raises ConfigError with all that is wrong.
     """
 
-    kinds: tuple[str, ...] = ("dist_sync", "dist_sync_shm", "dist_async")
+    kinds: tuple[str, ...] = ("dist_sync", "dist_sync_shm", "dist_async", "dist_async_shm")
     sizes: tuple[str, ...] = ("1KB", "1MB", "10MB", "100MB")
     codecs: tuple[str, ...] = ("none",)
     servers: int = 1
