@@ -10,8 +10,8 @@ import torch
 from pool import Pool, WorkersFailed
 
 import unisono.kvstore.by_host as hostwise
-from unisono.errors import CommError
-from unisono.kvstore import collective, create
+from unisono.errors import CommError, ConfigError
+from unisono.kvstore import collective, create, shared_memory
 from unisono.kvstore.by_host import worth_a_hierarchy
 from unisono.kvstore.collective import QUEUE_BYTES
 
@@ -92,14 +92,31 @@ def test_sums_are_bit_identical_on_all_workers(pool: Pool, ranks: int) -> None:
         for total in expected[:4]:
             total += torch.randn(total.shape)
         expected[4].index_add_(0, torch.tensor([rank, 39, 0]), torch.randn(3, 30))
-    first, *others = pool.run(sums, ranks=ranks)
+    first, *others = pool.run(sums, ranks=ranks, shared_memory=False)
     for got, want in zip(first, expected, strict=True):
         torch.testing.assert_close(torch.from_numpy(got), want)
     for other in others:
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
-    for pulled in pool.run(sums, ranks=ranks, shared_memory=True):
-        # added in the order of ranks, as above
+    for pulled in pool.run(sums, ranks=ranks):
+        # through memory, so added in the order of ranks, as above
         assert all(np.array_equal(a, b.numpy()) for a, b in zip(pulled, expected, strict=True))
+
+
+def where_memory_cannot_be_shared(world) -> list[Any]:
+    able = shared_memory._able
+    if world.rank == 1:
+        shared_memory._able = lambda: False
+    try:
+        with pytest.raises(ConfigError, match="is not on Linux and x86-64"):
+            create("dist_sync", world, shared_memory=True)
+        return sums(world)
+    finally:
+        shared_memory._able = able
+
+
+def test_without_shared_memory_sums_go_over_the_network(pool: Pool) -> None:
+    for got, want in zip(pool.run(where_memory_cannot_be_shared), pool.run(sums, shared_memory=False), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def other_order(world) -> str:
@@ -159,7 +176,7 @@ def by_host(world, hosts: list[str]) -> tuple[bool, list[Any]]:
     collective.this_host = lambda: hosts[world.rank]
     hostwise.ByHost = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[misc]
     try:
-        pulled = sums(world)
+        pulled = sums(world, shared_memory=False)
     finally:
         hostwise.ByHost = launch
         collective.this_host = this_host

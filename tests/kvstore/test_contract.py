@@ -60,7 +60,7 @@ def served(world) -> Iterator[KVStore]:
 KINDS = {
     "local": Kind(plain("local"), 1),
     "device": Kind(plain("device"), 1),
-    "dist_sync": Kind(plain("dist_sync"), 2),
+    "dist_sync": Kind(plain("dist_sync", shared_memory=False), 2),
     "dist_sync alone": Kind(plain("dist_sync"), 1),
     "dist_sync, shared memory": Kind(plain("dist_sync", shared_memory=True), 2),
     "dist_async": Kind(served, 2, applies_each=True),

@@ -10,8 +10,8 @@ workers that pushed in different orders get an error that names the keys, not ea
 With a codec, dense floating point tensors are summed as ``codecs`` does, one buffer under way at a time; rows and whole numbers
 travel in full.
 
-With several workers on several hosts the sum goes host-wise: to the first worker of each host, across hosts, back. Only 1 of k
-workers' tensors then crosses the network.
+Where all workers share a host, sums of host tensors go through memory they share. With several workers on several hosts the sum
+goes host-wise: to the first worker of each host, across hosts, back. Only 1 of k workers' tensors then crosses the network.
 """
 
 from __future__ import annotations
@@ -86,10 +86,15 @@ class CollectiveBackend:
     """Values replicated on the workers of ``world``."""
 
     def __init__(
-        self, world: World, *, hierarchical: Literal["auto"] | bool = "auto", shared_memory: bool = False
+        self,
+        world: World,
+        *,
+        hierarchical: Literal["auto"] | bool = "auto",
+        shared_memory: Literal["auto"] | bool = "auto",
     ) -> None:
         self._world = world
-        self._shared = SharedSum(world) if shared_memory else None
+        self._shared = _shared_sum(world, hierarchical, shared_memory)
+        self._insists = shared_memory is True or hierarchical is True
         self._values = Values()
         self._queue: list[_Entry] = []
         self._queued_bytes = 0
@@ -100,7 +105,6 @@ class CollectiveBackend:
         self._calls: dict[str, str] = {}
         self._number, self._hash = 0, 0
         self._over_network = _all_reduce(world, hierarchical)
-        self._by_host = hierarchical is True
         self._codec: str | None = None
         self._exchange: Exchange | None = None
         self._pushed = False
@@ -189,8 +193,9 @@ class CollectiveBackend:
             find_codec(codec)
             if self._world.group is None:
                 raise nothing_travels(codec, "with one worker")
-            if self._shared is not None or self._by_host:
+            if self._insists:
                 raise nothing_travels(codec, "beside sums through shared memory or host by host, which are not coded")
+            self._free_shared()
         self._codec = codec
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -224,9 +229,7 @@ class CollectiveBackend:
         self._batches.clear()
         self._spare.clear()
         self._values = Values()
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+        self._free_shared()
 
     # --- sending and applying --------------------------------------------------------------------------------------
 
@@ -329,6 +332,11 @@ class CollectiveBackend:
             return self._shared.all_reduce(tensor)
         return self._over_network(tensor)
 
+    def _free_shared(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
     def _sum_rows(self, ids: Tensor, rows: Tensor) -> Rows:
         """All workers' rows, each id once and sorted, added in the order of ranks and then of each worker's own list."""
         group = self._world.group
@@ -420,6 +428,20 @@ class _Pieces:
     def is_completed(self) -> bool:
         """Whether all are."""
         return all(work.is_completed() for work in self._works)
+
+
+def _shared_sum(
+    world: World, hierarchical: Literal["auto"] | bool, shared_memory: Literal["auto"] | bool
+) -> SharedSum | None:
+    """Memory that all workers share; None where it is not wanted, or auto and cannot be had. A collective."""
+    if shared_memory is True:
+        return SharedSum(world)
+    if not shared_memory or hierarchical is True or world.group is None:
+        return None
+    try:
+        return SharedSum(world)
+    except ConfigError:
+        return None
 
 
 def _all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Callable[[Tensor], Work]:

@@ -380,7 +380,7 @@ def create(
     *,
     rounds: Rounds | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
-    shared_memory: bool = False,
+    shared_memory: Literal["auto"] | bool = "auto",
     servers: Sequence[tuple[str, int]] | None = None,
     secret: bytes | None = None,
     staleness: int | None = None,
@@ -391,7 +391,7 @@ def create(
 
     ``rounds`` says when and how ``dist_local`` averages. ``hierarchical`` sums of ``dist_sync`` go through one worker of each
     host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
-    through memory that the workers of one host share.
+    through memory that the workers of one host share; auto: where they can, and nothing is compressed.
 
     ``dist_async`` has its ``servers`` at these addresses, which hold the same ``secret`` of 32 bytes (``kvstore.wire.secret``).
     A worker is at most ``staleness`` steps ahead of the slowest, None: any; see ``KVStore.step``. ``damped``: a gradient computed
@@ -405,7 +405,7 @@ def create(
         for name, given, reader in (
             ("rounds", rounds is not None, "dist_local"),
             ("hierarchical", hierarchical != "auto", "dist_sync"),
-            ("shared_memory", shared_memory, "dist_sync"),
+            ("shared_memory", shared_memory != "auto", "dist_sync"),
             ("servers", servers is not None, "dist_async"),
             ("secret", secret is not None, "dist_async"),
             ("staleness", staleness is not None, "dist_async"),

@@ -234,7 +234,8 @@ def _local(size: str, codec: object, world: World) -> Generator[_Side]:
 @contextmanager
 def _dist_sync(size: str, codec: Codec | PowerSgd | None, world: World) -> Generator[_Side]:
     if codec is None or world.group is None:
-        with _stored(size, world, create("dist_sync", world), _ring(world, nbytes_of(keys_of(size)))) as side:
+        store = create("dist_sync", world, shared_memory=False)
+        with _stored(size, world, store, _ring(world, nbytes_of(keys_of(size)))) as side:
             yield side
         return
     values = _pushed(size, world.rank)
@@ -304,9 +305,7 @@ def _served(
 
 
 @contextmanager
-def _dist_async(
-    size: str, mine: Servers, codec: Codec | None, world: World, shared_memory: bool
-) -> Generator[_Side]:
+def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World, shared_memory: bool) -> Generator[_Side]:
     values = {f"{size}/{key}": value for key, value in _pushed(size, world.rank).items()}
     out = {key: torch.zeros_like(value) for key, value in values.items()}
     sums = {f"{size}/{key}": value for key, value in _sums(size, world.world).items()}
