@@ -41,7 +41,9 @@ def gradients(model: nn.Module, precision: torch.dtype | None = None) -> dict[st
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(None, id="fp32", marks=pytest.mark.full), pytest.param(torch.bfloat16, id="bf16")]
+)
 def test_recompute_is_bitwise_equal_including_dropout(recompute: str, precision: torch.dtype | None) -> None:
     plain = gradients(gpt(dropout=0.3), precision)
     model = apply(plan(recompute=recompute), gpt(dropout=0.3)).model

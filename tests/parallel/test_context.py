@@ -203,7 +203,12 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
 
 @pytest.mark.parametrize(
     ("ranks", "axes"),
-    [(2, {"cp": 2}), (3, {"cp": 3, "global_batch": 3}), (4, {"cp": 2, "tp": 2}), (4, {"cp": 2, "dp_shard": 2})],
+    [
+        (3, {"cp": 3, "global_batch": 3}),
+        (4, {"cp": 2, "tp": 2}),
+        pytest.param(2, {"cp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"cp": 2, "dp_shard": 2}, marks=pytest.mark.full),
+    ],
 )
 def test_gpt_whole(pool: Pool, ranks: int, axes: dict[str, Any]) -> None:
     """Both samples are on every rank of dp_shard, so its sums are twice those of one process."""

@@ -59,7 +59,7 @@ def alone(model: str, settings: tuple[tuple[str, Any], ...], poison: int | None 
     return watch(World(JobSpec()), model, {**COMMON, **dict(settings)}, poison)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("model", "ranks", "plan"),
     [

@@ -23,11 +23,11 @@ WIDE = {"heads": 4, "kv_heads": 2}
 @pytest.mark.parametrize(
     ("ranks", "axes"),
     [
-        (2, {"tp": 2}),
-        (4, {"tp": 2}),
         (4, {"tp": 2, "dp_shard": 2}),
-        (4, {"tp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 2}),
         (2, {"tp": 2, "sequence_parallel": True, "micro_batch": 2}),
+        pytest.param(2, {"tp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"tp": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"tp": 2, "dp_shard": 2, "zero": 1, "micro_batch": 2}, marks=pytest.mark.full),
     ],
 )
 def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: dict) -> None:
@@ -95,11 +95,11 @@ def test_resumes_bit_by_bit_with_dropout(pool: Pool, tmp_path: Path, recompute: 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, {"tp": 2}), (1, {})),
-        ((1, {}), (4, {"tp": 2, "dp_shard": 2})),
-        ((4, {"tp": 2, "dp_shard": 2}), (2, {"dp_shard": 2})),
         ((2, {"dp_shard": 2}), (2, {"tp": 2})),
-        ((4, {"tp": 4, "sequence_parallel": True}), (2, {})),
+        pytest.param((2, {"tp": 2}), (1, {}), marks=pytest.mark.full),
+        pytest.param((1, {}), (4, {"tp": 2, "dp_shard": 2}), marks=pytest.mark.full),
+        pytest.param((4, {"tp": 2, "dp_shard": 2}), (2, {"dp_shard": 2}), marks=pytest.mark.full),
+        pytest.param((4, {"tp": 4, "sequence_parallel": True}), (2, {}), marks=pytest.mark.full),
     ],
 )
 def test_goes_on_under_another_plan(pool: Pool, tmp_path: Path, before: tuple, after: tuple) -> None:

@@ -248,7 +248,6 @@ _MOE = (
 )
 _MOE_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tp2", {"sequence_parallel": True}),
-    ("dp_shard2 tp2 ep2", {"sequence_parallel": True, "recompute": "full"}),
     ("dp_replicate2 dp_shard2 tp2 ep2", {"shard_threshold_numel": 600}),
     ("pp2", {"schedule": "zbv"}),
     ("pp2 dp_shard2 ep2", {"schedule": "interleaved"}),

@@ -60,7 +60,7 @@ def train(world: Any, run_dir: str, **changes: Any) -> dict[str, Any]:
     return tiny.complete(run_dir, world=world, **{"steps": STEPS, **TRAINED, **PLAN, **changes})
 
 
-@pytest.mark.parametrize(("outer_lr", "outer_momentum"), [(1.0, 0.0), (0.7, 0.9)])
+@pytest.mark.parametrize(("outer_lr", "outer_momentum"), [pytest.param(1.0, 0.0, marks=pytest.mark.full), (0.7, 0.9)])
 def test_equals_models_averaged_in_one_process(
     tmp_path: Path, pool: Pool, outer_lr: float, outer_momentum: float
 ) -> None:

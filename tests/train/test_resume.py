@@ -24,17 +24,19 @@ def both_ways(tmp_path: Path, **changes: object) -> None:
     assert second["digest"] == whole["digest"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("bf16", marks=pytest.mark.full)])
 def test_each_precision_resumes_bitwise(tmp_path: Path, precision: str) -> None:
     both_ways(tmp_path, precision=precision, dropout=0.2, micro_batch=3)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.full)])
 def test_recompute_resumes_bitwise(tmp_path: Path, recompute: str) -> None:
     both_ways(tmp_path, recompute=recompute, dropout=0.2)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adam", "lamb", "lars"])
+@pytest.mark.parametrize(
+    "kind", ["lamb", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("sgd", "adam", "lars"))]
+)
 def test_each_optimizer_resumes_bitwise(tmp_path: Path, kind: str) -> None:
     both_ways(tmp_path, kind=kind)
 
@@ -60,7 +62,7 @@ def on_ranks(world, run_dir: str, stop_after: int | None, changes: dict) -> dict
     return tiny.complete(run_dir, steps=STEPS, world=world, stop_after=stop_after, **changes)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "changes",
     [{"precision": "fp32", "dropout": 0.2, "micro_batch": 1}, {"precision": "bf16", "recompute": "full"}],

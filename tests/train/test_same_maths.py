@@ -50,7 +50,7 @@ def test_equals_a_plain_loop(tmp_path: Path) -> None:
     assert tiny.complete(tmp_path / "run", steps=STEPS)["losses"] == pytest.approx(plain_loop(), rel=1e-5)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+@pytest.mark.parametrize("micro_batch", [3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))])
 def test_accumulation_does_not_change_the_curve(tmp_path: Path, micro_batch: int) -> None:
     outcome = tiny.complete(tmp_path / "run", steps=STEPS, micro_batch=micro_batch)
     assert outcome["losses"] == pytest.approx(plain_loop(), rel=1e-5)
@@ -60,7 +60,9 @@ def on_ranks(world, run_dir: str, changes: dict) -> dict:
     return tiny.complete(run_dir, steps=STEPS, world=world, **changes)
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 2), (4, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "micro_batch"), [(3, 1), *(pytest.param(*each, marks=pytest.mark.full) for each in ((2, 2), (4, 1)))]
+)
 def test_processes_and_accumulation_do_not_change_the_curve(
     tmp_path: Path, pool: Pool, ranks: int, micro_batch: int
 ) -> None:
@@ -120,7 +122,7 @@ def test_parameters_no_sample_used_do_not_hang_and_do_not_differ(tmp_path: Path,
     assert outcomes[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_lower_precisions_follow_the_curve(tmp_path: Path, precision: str) -> None:
     losses = tiny.complete(tmp_path / "run", steps=STEPS, precision=precision)["losses"]
     # bf16 has 8 significant bits: single losses may be off by a percent
