@@ -282,21 +282,23 @@ def _data_loader(result: dict[str, Any]) -> Iterator[Row]:
 
 
 _SPEEDS = {
-    "dist_sync than mxnet dist_sync": "≥ 5 at 100 MB, 2 workers, 1 server",
+    "dist_sync_shm than mxnet dist_sync": "≥ 5 at 100 MB, 2 workers, 1 server",
+    "all_reduce than dist_sync_shm": "≤ 1.05",
     "dist_async than mxnet dist_async": "≥ 2",
-    "all_reduce than dist_sync": "≤ 1.05",
+    "dist_async_shm than mxnet dist_async": "≥ 3",
 }
 
 
 def _kvstore_pushpull(result: dict[str, Any]) -> Iterator[Row]:
-    for layout, sizes in result["layouts"].items():
+    for layout, found in result["layouts"].items():
         workers, servers = layout.split("x")
-        for size, row in sizes.items():
+        for size, row in found["sizes"].items():
             prefix = f"{workers} workers, {servers} servers, {size}"
-            times = ", ".join(f"{name} {1e3 * found['median']:,.2f}" for name, found in row["seconds"].items())
+            times = ", ".join(f"{name} {1e3 * each['median']:,.2f}" for name, each in row["seconds"].items())
             yield f"{prefix}: ms", times, ""
-            for names, found in row["times_faster"].items():
-                yield f"{prefix}: times faster is {names}", _ratio(found), _SPEEDS.get(names, "")
+            for names, each in row["times_faster"].items():
+                yield f"{prefix}: times faster is {names}", _ratio(each), _SPEEDS.get(names, "")
+        yield f"{workers} workers, {servers} servers: compression auto", found.get("auto", ""), ""
     yield from _not_run(result)
 
 

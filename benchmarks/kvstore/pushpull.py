@@ -1,10 +1,11 @@
 """Push and pull of our stores beside MXNet's and beside torch's all-reduce. Prints JSON.
 
-    python -m benchmarks.kvstore.pushpull [--layouts 2x1,4x2] [--sizes 1KB,100MB,resnet50] [--rounds 7] [--repeats 5]
+    python -m benchmarks.kvstore.pushpull [--layouts 2x1,1x1] [--sizes 1KB,100MB] [--more-sizes 100MB] [--rounds 5] [--repeats 5]
 
-A layout is workers x servers, all on this host, one thread each. A round starts every job anew, in an order that rotates, and
-each job times its repeats; a job's number is their median, a ratio is that of two jobs of one round. MXNet runs in an
-environment of its own under --cache. The limits beside them: a memcpy, and as many bytes through a bare socket, there and back.
+A layout is workers x servers, all on this host, one thread each; the first has all sizes, the others fewer. A round starts every
+job anew, in an order that rotates, and each job times its repeats; a job's number is their median, a ratio is that of two jobs of
+one round. MXNet runs in an environment of its own under --cache. The limits beside them: a memcpy, and as many bytes through a
+bare socket, there and back.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ from unisono.kvstore.bench.processes import measure_here
 from unisono.kvstore.bench.settings import ITEM_BYTES, Settings, keys_of, nbytes_of
 
 SIZES = "1KB,100KB,1MB,10MB,100MB,400MB,resnet50,bert-base"
+MORE_SIZES = "1MB,100MB,resnet50"
 # (slower, faster): how many times faster
 PAIRS = (
     ("mxnet dist_sync", "dist_sync"),
     ("mxnet dist_sync", "dist_sync_shm"),
     ("mxnet dist_sync 2bit", "dist_sync 2bit"),
     ("mxnet dist_async", "dist_async"),
+    ("mxnet dist_async 2bit", "dist_async 2bit"),
     ("mxnet dist_async", "dist_async_shm"),
     ("dist_sync", "all_reduce"),
     ("dist_sync_shm", "all_reduce"),
+    ("dist_async", "limit: socket there and back"),
+    ("dist_async_shm", "limit: memcpy"),
 )
 _PIECE_BYTES = 4 << 20
 _MXNET_TIMEOUT_S = 600.0
@@ -50,11 +55,12 @@ _MXNET_TIMEOUT_S = 600.0
 Times = dict[tuple[str, str], float]  # by (contestant, size)
 
 
-def ours(workers: int, servers: int, sizes: tuple[str, ...], repeats: int) -> Times:
-    """One job of ours, with all-reduce first. Raises CommError."""
+def ours(workers: int, servers: int, sizes: tuple[str, ...], repeats: int, told: dict[str, str]) -> Times:
+    """One job of ours, with all-reduce first; in ``told`` what ``auto`` says of compression here. Raises CommError."""
     settings = Settings(sizes=sizes, servers=servers, rounds=repeats, codecs=("none", "2bit"))
-    rows = measure_here(settings, workers)["rows"]
-    return {(_name(row["kind"], row["codec"]), row["size"]): row["median_s"] for row in rows}
+    found = measure_here(settings, workers)
+    told["auto"] = found["auto"]
+    return {(_name(row["kind"], row["codec"]), row["size"]): row["median_s"] for row in found["rows"]}
 
 
 def _name(kind: str, codec: str) -> str:
@@ -160,13 +166,15 @@ def _median_s(work: Callable[[], object], repeats: int = 5) -> float:
 def race(
     layout: str, sizes: tuple[str, ...], rounds: int, repeats: int, cache: Path, only: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Rows by size of one layout, and why what did not run did not."""
+    """What was found of one layout, and why what did not run did not."""
     workers, servers = map(int, layout.split("x"))
+    told: dict[str, str] = {}
     jobs: dict[str, Callable[[], Times]] = {
-        "unisono": lambda: ours(workers, servers, sizes, repeats),
+        "unisono": lambda: ours(workers, servers, sizes, repeats, told),
         "mxnet dist_sync": lambda: mxnet("dist_sync", "none", cache, workers, servers, sizes, repeats),
         "mxnet dist_sync 2bit": lambda: mxnet("dist_sync", "2bit", cache, workers, servers, sizes, repeats),
         "mxnet dist_async": lambda: mxnet("dist_async", "none", cache, workers, servers, sizes, repeats),
+        "mxnet dist_async 2bit": lambda: mxnet("dist_async", "2bit", cache, workers, servers, sizes, repeats),
         "limits": lambda: {name: seconds for size in sizes for name, seconds in limits(size).items()},
     }
     names = [name for name in jobs if only in name]
@@ -195,24 +203,26 @@ def race(
                 if slow in times and fast in times and (both := sorted(times[slow].keys() & times[fast].keys()))
             },
         }
-    return rows, {f"{layout}: {name}": why for name, why in not_run.items()}
+    return {"sizes": rows, **told}, {f"{layout}: {name}": why for name, why in not_run.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", default="2x1,2x2,4x2,4x4", help="workers x servers")
-    parser.add_argument("--sizes", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layouts", default="2x1,1x1,2x2,4x1,4x4", help="workers x servers")
+    parser.add_argument("--sizes", default=SIZES, help="of the first layout")
+    parser.add_argument("--more-sizes", default=MORE_SIZES, help="of the others")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=5, help="of each size in a job")
     parser.add_argument("--only", default="", help="jobs with this in their names")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "unisono-bench")
     arguments = parser.parse_args()
     layouts: dict[str, Any] = {}
     not_run: dict[str, str] = {}
-    sizes = tuple(arguments.sizes.split(","))
-    for layout in arguments.layouts.split(","):
-        rows, missing = race(layout, sizes, arguments.rounds, arguments.repeats, arguments.cache, arguments.only)
-        layouts[layout] = rows
+    for number, layout in enumerate(arguments.layouts.split(",")):
+        sizes = tuple((arguments.more_sizes if number else arguments.sizes).split(","))
+        layouts[layout], missing = race(
+            layout, sizes, arguments.rounds, arguments.repeats, arguments.cache, arguments.only
+        )
         not_run |= missing
     print(json.dumps({"layouts": layouts, "not_run": not_run, "repeats": arguments.repeats}, indent=1))
 
