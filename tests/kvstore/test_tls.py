@@ -69,5 +69,5 @@ def test_tls_is_for_stores_with_servers(folder: Path) -> None:
 @pytest.mark.full
 def test_a_measurement_under_tls(folder: Path) -> None:
     settings = Settings(kinds=("dist_async",), sizes=("1MB",), rounds=2, tls=str(folder))
-    found = measure_here(settings, 2, timeout_s=60)
+    found = measure_here(settings, 1, timeout_s=60)
     assert [row["checked"] for row in found["rows"] if row["kind"] == "dist_async"] == ["exact"], json.dumps(found)

@@ -123,7 +123,7 @@ def _inert_tls(plan: Plan, launch: LaunchOptions) -> ConfigError:
         Problem(
             given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync!r}",
             rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
-            consequence="gradients would travel in the clear all the same, so nothing was started",
+            consequence="it would act on nothing, and nothing was started",
             nearest="plan.sync='dist_async', or a private network and no launch.tls",
         )
     )
