@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -188,3 +189,13 @@ def test_no_folder(tmp_path: Path) -> None:
     assert read_tls({}) is None
     with pytest.raises(ConfigError, match="nowhere is no folder"):
         load_tls(tmp_path / "nowhere")
+
+
+def test_the_commands_of_the_manual_make_a_folder(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs/kvstore.md").read_text()
+    commands = re.findall(r"^    ((?:umask|mkdir|openssl|cp) .*)$", text, re.MULTILINE)
+    assert len(commands) == 5
+    script = tmp_path / "make.sh"
+    script.write_text("\n".join(["set -e", *commands]))
+    subprocess.run(["sh", script], cwd=tmp_path, check=True, capture_output=True)
+    load_tls(tmp_path / "n1")
