@@ -22,6 +22,7 @@ def command() -> None:
 @click.option("--codec", "codecs", multiple=True, help="Such as int8; none is no compression.")
 @click.option("--workers", type=click.IntRange(min=1), help="Processes on this host (default 2); a job brings its own.")
 @click.option("--servers", default=1, show_default=True, type=click.IntRange(min=1), help="For dist_async.")
+@click.option("--tls", default="", metavar="FOLDER", help="Certificates, for dist_async.")
 @click.option("--rounds", default=5, show_default=True, type=click.IntRange(min=1), help="Timed, of each row.")
 @every_verb
 def bench(
@@ -30,6 +31,7 @@ def bench(
     codecs: tuple[str, ...],
     workers: int | None,
     servers: int,
+    tls: str,
     rounds: int,
     as_json: bool,
 ) -> int:
@@ -44,7 +46,9 @@ def bench(
     from unisono.kvstore.bench.settings import Settings, several
 
     named = {"kinds": several(kinds), "sizes": several(sizes), "codecs": several(codecs)}
-    settings = Settings(servers=servers, rounds=rounds, **{name: given for name, given in named.items() if given})
+    settings = Settings(
+        servers=servers, rounds=rounds, tls=tls, **{name: given for name, given in named.items() if given}
+    )
     job = job_from_environ(os.environ)
     if job.world > 1:
         if workers not in (None, job.world):

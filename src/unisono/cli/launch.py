@@ -31,6 +31,7 @@ from unisono.launch.show import as_text, show
 )
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where ranks meet (default: any free port).")
 @click.option("--env", "settings", multiple=True, metavar="NAME[=VALUE]", help="A variable for every process.")
+@click.option("--tls", default="", metavar="FOLDER", help="Certificates, for what goes to servers.")
 @click.option("--max-restarts", type=click.IntRange(min=0), default=3, help="After crashes (default 3).")
 @click.option(
     "--dir", "folder", type=click.Path(path_type=Path), help="For logs and launch.json (default runs/launch-TIME)."
@@ -48,6 +49,7 @@ def command(
     interface: str | None,
     port: int,
     settings: tuple[str, ...],
+    tls: str,
     max_restarts: int,
     folder: Path | None,
     by_mpirun: bool,
@@ -60,8 +62,8 @@ def command(
 
     Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved, 76 failed and would again.
     """
-    _refuse_inert(hostfile, servers, ssh_port, port, by_mpirun=by_mpirun, by_srun=by_srun)
-    options = LaunchOptions(max_restarts=max_restarts)
+    _refuse_inert(hostfile, servers, ssh_port, port, tls, by_mpirun=by_mpirun, by_srun=by_srun)
+    options = LaunchOptions(max_restarts=max_restarts, tls=tls)
     extra = parse_settings(settings, os.environ)
     if by_mpirun or by_srun:
         travels = forwarded(os.environ, extra)
@@ -116,7 +118,7 @@ def _show_handover(handover: Handover, *, as_json: bool) -> int:
 
 
 def _refuse_inert(
-    hostfile: Path | None, servers: int, ssh_port: int | None, port: int, *, by_mpirun: bool, by_srun: bool
+    hostfile: Path | None, servers: int, ssh_port: int | None, port: int, tls: str, *, by_mpirun: bool, by_srun: bool
 ) -> None:
     """Options that would act on nothing."""
     by = "--mpirun" if by_mpirun else "--srun"
@@ -135,6 +137,7 @@ def _refuse_inert(
             "it belongs to --hostfile",
         ),
         (port > 0 and servers > 0, "--port with --servers", "workers of an asynchronous job do not meet"),
+        (bool(tls) and not servers, "--tls without --servers", "Gloo and NCCL, which carry all else, encrypt nothing"),
         (
             port > 0 and hostfile is None,
             "--port without --hostfile",

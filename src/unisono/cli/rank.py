@@ -44,7 +44,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     run_dir = Path(config.run.dir)
     device, plan = plan_for(config.plan, job)
     with ExitStack() as stack:
-        job = stack.enter_context(with_servers(plan, job, config.launch))
+        job = stack.enter_context(with_servers(plan, job, config.launch, run_dir))
         world = open_world(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
         data = build_data(config)

@@ -28,6 +28,7 @@ from unisono.kvstore.server.service import server_codec
 from unisono.kvstore.server.updates import LAYERWISE, Recipe
 from unisono.kvstore.servers import Sent, Servers
 from unisono.kvstore.values import Values, rate_without_optimizer, require_floating, role_of
+from unisono.kvstore.wire.tls import Tls
 from unisono.optim.options import OptimOptions
 
 _HOST = torch.device("cpu")
@@ -51,8 +52,9 @@ class AsyncBackend:
         staleness: int | None = None,
         damped: bool = False,
         incarnation: int = 0,
+        tls: Tls | None = None,
     ) -> None:
-        self._world, self._addresses, self._secret = world, list(addresses), secret
+        self._world, self._addresses, self._secret, self._tls = world, list(addresses), secret, tls
         self._staleness, self._damped, self._incarnation = staleness, damped, incarnation
         self._codec: Codec | None = None
         self._options: OptimOptions | None = None
@@ -94,6 +96,7 @@ class AsyncBackend:
             worker=self._world.rank,
             incarnation=self._incarnation,
             codec=self._codec,
+            tls=self._tls,
         )
         try:
             if not servers.initialised:

@@ -35,6 +35,7 @@ from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Traffic
 from unisono.kvstore.wire.frame import LARGE, Frame, Op, buffers
 from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.tls import Tls
 
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
@@ -64,7 +65,8 @@ class Servers:
 
     ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is
     told of what was lost with a server. ``shared_memory``: values go to servers on this host through it. Raises CommError when
-    a server cannot be reached within ``deadline_s``, AuthError when it, or this worker, does not hold ``secret``.
+    a server cannot be reached within ``deadline_s``, AuthError when it, or this worker, does not hold ``secret`` or a
+    good certificate where there is ``tls``.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Servers:
         codec: Codec | None = None,
         deadline_s: float = 60.0,
         shared_memory: bool = True,
+        tls: Tls | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.placement = agreed.placement()
@@ -105,9 +108,10 @@ class Servers:
                         deadline_s=deadline_s,
                         slot_bytes=SLOT_BYTES if shared_memory else 0,
                         on_reconnect=self._back(server),
+                        tls=tls,
                     )
                 )
-            self._talk = Connection(addresses[0], secret, me, facts, limits=LARGE, deadline_s=deadline_s)
+            self._talk = Connection(addresses[0], secret, me, facts, limits=LARGE, deadline_s=deadline_s, tls=tls)
         except BaseException:
             for link in self._links:
                 link.close()

@@ -33,6 +33,7 @@ from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, r
 from unisono.kvstore.local import LocalBackend, LocalGradients
 from unisono.kvstore.periodic import PeriodicBackend, Rounds
 from unisono.kvstore.values import optimizer_options
+from unisono.kvstore.wire.tls import Tls
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
@@ -386,6 +387,7 @@ def create(
     staleness: int | None = None,
     damped: bool = False,
     incarnation: int = 0,
+    tls: Tls | None = None,
 ) -> KVStore:
     """A store of this kind over these workers. A collective on the distributed kinds.
 
@@ -393,7 +395,8 @@ def create(
     host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
     through memory that the workers of one host share; auto: where they can, and nothing is compressed.
 
-    ``dist_async`` has its ``servers`` at these addresses, which hold the same ``secret`` of 32 bytes (``kvstore.wire.secret``).
+    ``dist_async`` has its ``servers`` at these addresses, which hold the same ``secret`` of 32 bytes (``kvstore.wire.secret``);
+    with ``tls`` (``kvstore.wire.tls``) all that is said to them is encrypted, and they have certificates too.
     A worker is at most ``staleness`` steps ahead of the slowest, None: any; see ``KVStore.step``. ``damped``: a gradient computed
     before tau pushes of others is applied with lr / (1 + tau). A worker that is started again has the next higher
     ``incarnation``. Of ``world`` it reads rank, number of workers and run id; it needs no process group.
@@ -411,13 +414,14 @@ def create(
             ("staleness", staleness is not None, "dist_async"),
             ("damped", damped, "dist_async"),
             ("incarnation", incarnation != 0, "dist_async"),
+            ("tls", tls is not None, "dist_async"),
         )
         if given and kind != reader
     ]
     if inert:
         rule = (
             "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync', "
-            "servers, secret, staleness, damped and incarnation with 'dist_async'"
+            "servers, secret, tls, staleness, damped and incarnation with 'dist_async'"
         )
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
     match kind:
@@ -433,7 +437,9 @@ def create(
                 given = "no servers" if not servers else "no secret"
                 nearest = "servers=server_addresses(os.environ), secret=read_secret(os.environ)"
                 raise _no_store(kind, given, "servers that know the secret hold its values", nearest)
-            backend = AsyncBackend(world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation)
+            backend = AsyncBackend(
+                world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation, tls=tls
+            )
             return KVStore(kind, world, backend)
         case "dist_local":
             if rounds is None:

@@ -79,7 +79,8 @@ class Job:
     def variables(self, seat: Seat) -> dict[str, str]:
         """What is set there beside its place."""
         kept = {"UNISONO_SNAPSHOTS": self.snapshots} if seat.role == "server" and self.snapshots else {}
-        return {**kept, **self.environ}
+        tls = {"UNISONO_TLS": self.options.tls} if self.options.tls else {}
+        return {**kept, **self.environ, **tls}
 
     def place(self, seat: Seat, *, epoch: int, master: str, servers: Sequence[str]) -> JobSpec:
         """The place of ``seat`` in attempt ``epoch``; ``master`` and ``servers`` are ``host:port``."""

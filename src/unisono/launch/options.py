@@ -24,6 +24,7 @@ class LaunchOptions:
         1, "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.", ge=1, le=2
     )
     snapshot_every_s: float = option(60.0, "Seconds between two snapshots of a server, for its restart.", gt=0)
+    tls: str = option("", "Folder with certificate.pem, key.pem, authority.pem: encrypts what goes to servers.")
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
     timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)

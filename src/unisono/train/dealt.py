@@ -26,6 +26,7 @@ from unisono.kvstore.server.service import server_codec
 from unisono.kvstore.server.updates import LAYERWISE, Recipe
 from unisono.kvstore.servers import Servers
 from unisono.kvstore.wire.secret import read_secret
+from unisono.kvstore.wire.tls import read_tls
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
 from unisono.optim import OptimOptions
@@ -153,6 +154,7 @@ class Dealt:
             worker=job.rank,
             incarnation=job.epoch,
             codec=None if plan.compression == "none" else server_codec(plan.compression),
+            tls=read_tls(os.environ),
             say=lambda text: events.emit("servers", message=text),
         )
         # under a bound, values are as new as what was dealt

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -18,6 +21,7 @@ from unisono.kvstore.codecs import COARSE_WITH_ADAM, Codec, auto_codec, find_cod
 from unisono.kvstore.dist_sync import BucketedAllReduce
 from unisono.kvstore.local import LocalGradients
 from unisono.kvstore.server.beside import servers_beside
+from unisono.kvstore.wire.tls import VARIABLE, read_tls
 from unisono.launch.options import LaunchOptions
 from unisono.observe.events import EventLog
 from unisono.parallel.grid import Grid
@@ -55,25 +59,74 @@ def open_store(plan: Plan, world: World) -> KVStore:
 
 
 @contextmanager
-def with_servers(plan: Plan, job: JobSpec, launch: LaunchOptions) -> Generator[JobSpec]:
+def with_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path) -> Generator[JobSpec]:
     """``job`` with the addresses of parameter servers. Where its launcher started none (torchrun, mpirun, srun, one process) and
-    the plan needs some, workers start them as their children, and know the way to them inside only. A collective then."""
-    if plan.sync != "dist_async" or job.server_addresses:
+    the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
+    snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
+    nothing, or its folder is no good."""
+    if plan.sync != "dist_async":
+        if launch.tls:
+            raise _inert_tls(plan, launch)
         yield job
         return
-    # all meet once, to tell each other addresses and a secret; from then on they do without each other
-    world = join(job, device_type="cpu", timeout_s=launch.timeout_s)
-    try:
-        more = {"UNISONO_REPLICAS": str(launch.replicas)}
-        with servers_beside(world, job.servers or launch.servers, more) as (addresses, secret):
+    with _known_tls(launch) as tls:
+        if job.server_addresses:
+            yield job
+            return
+        # all meet once, to tell each other addresses and a secret; from then on they do without each other
+        world = join(job, device_type="cpu", timeout_s=launch.timeout_s)
+        try:
+            folder = run_dir.absolute() / "servers"
+            if world.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            more = {
+                "UNISONO_REPLICAS": str(launch.replicas),
+                "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
+                "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
+            }
+            count = job.servers or launch.servers
+            with servers_beside(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
+                world.close()
+                file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
+                os.pwrite(file, secret, 0)
+                os.environ["UNISONO_SECRET_FD"] = str(file)  # whoever reads it closes it
+                yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
+        finally:
             world.close()
-            file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
-            os.pwrite(file, secret, 0)
-            os.environ["UNISONO_SECRET_FD"] = str(file)  # whoever reads it closes it
-            yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
-    finally:
-        world.close()
-        os.environ.pop("UNISONO_SECRET_FD", None)
+            os.environ.pop("UNISONO_SECRET_FD", None)
+
+
+@contextmanager
+def _known_tls(launch: LaunchOptions) -> Generator[str]:
+    """Inside, UNISONO_TLS is the folder of the setting or of this process's launcher, if there is one; tried here, before
+    anything is started."""
+    told = os.environ.get(VARIABLE, "")
+    if launch.tls and told not in ("", launch.tls):
+        raise ConfigError(
+            Problem(
+                given=f"launch.tls {launch.tls!r} where {VARIABLE} is {told!r}",
+                rule="a process has one folder of certificates",
+                consequence="nothing was started",
+                nearest=f"launch.tls={told}, or leave one out",
+            )
+        )
+    with ExitStack() as stack:
+        if launch.tls and not told:
+            os.environ[VARIABLE] = launch.tls
+            stack.callback(os.environ.pop, VARIABLE, None)
+        read_tls(os.environ)
+        yield launch.tls or told
+
+
+def _inert_tls(plan: Plan, launch: LaunchOptions) -> ConfigError:
+    return ConfigError(
+        Problem(
+            given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync!r}",
+            rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
+            consequence="it would act on nothing, and nothing was started",
+            nearest="plan.sync='dist_async', or a private network and no launch.tls",
+        )
+    )
 
 
 def open_world(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:

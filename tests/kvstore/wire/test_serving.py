@@ -6,13 +6,10 @@ import json
 import os
 import random
 import resource
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,7 +17,7 @@ import pytest
 from procs import listening, wait_until
 
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.wire.auth import AuthError, Peer, introduce, require_private, strangers, tls_context
+from unisono.kvstore.wire.auth import AuthError, Peer, introduce, strangers
 from unisono.kvstore.wire.channel import Channel, Lost
 from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, pack
 from unisono.kvstore.wire.message import json_frame, read_json
@@ -259,16 +256,6 @@ def test_every_interface_at_once_is_refused(host: str) -> None:
     assert "means every interface of this machine" in caught.value.problems[0].given
 
 
-def test_a_public_address_needs_tls_or_a_word() -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_private("8.8.8.8", tls=False, unencrypted=False)
-    assert caught.value.problems[0].given == "the address 8.8.8.8 is not a private one, and no TLS is set up"
-    for allowed in ({"tls": True, "unencrypted": False}, {"tls": False, "unencrypted": True}):
-        require_private("8.8.8.8", **allowed)
-    for host in ("127.0.0.1", "10.1.2.3", "192.168.0.1", "::1", "fe80::1%eth0"):
-        require_private(host, tls=False, unencrypted=False)
-
-
 def test_a_handler_that_fails_is_reported_to_both_sides(
     wires: Any, counting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,48 +266,6 @@ def test_a_handler_that_fails_is_reported_to_both_sides(
         connection.request(Frame(Op.STATS)).result(10)
     assert connection.request(Frame(Op.PUSH, seq=1)).result(10).op is Op.ACK
     assert str(seen[0].exc_value.__cause__) == "the disk is full"
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
-def test_tls_carries_requests_and_refuses_a_stranger(wires: Any, counting: Any, tmp_path: Path) -> None:
-    def certificate(name: str) -> tuple[Path, Path]:
-        key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
-        subprocess.run(
-            [
-                *(
-                    "openssl",
-                    "req",
-                    "-x509",
-                    "-newkey",
-                    "ec",
-                    "-pkeyopt",
-                    "ec_paramgen_curve:P-256",
-                    "-nodes",
-                    "-days",
-                    "2",
-                ),
-                *("-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert),
-            ],
-            check=True,
-            capture_output=True,
-        )
-        return cert, key
-
-    ours, theirs = certificate("ours"), certificate("theirs")
-    server = wires.serve(counting, tls=tls_context("server", *ours, ours[0]))
-    connection = wires.connect(server.addresses[0], tls=tls_context("client", *ours, ours[0]))
-    data = random.Random(0).randbytes(5 << 20)
-    futures = [connection.request(Frame(Op.PUSH, seq=seq, payload=data)) for seq in range(6)]
-    got = [bytearray(len(data)) for _ in futures]
-    futures += [connection.request(Frame(Op.PULL, seq=seq), into=memoryview(got[seq])) for seq in range(6)]
-    for future in futures:
-        future.result(30)
-    assert all(bytes(each) == data for each in got)
-    for stranger in (tls_context("client", *theirs, ours[0]), None):
-        with pytest.raises(CommError, match="has not answered for"):
-            wires.connect(server.addresses[0], tls=stranger, deadline_s=0.3, limits=HASTY)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        tls_context("client", ours[0], theirs[1], ours[0])
 
 
 def test_a_hello_that_is_no_object_is_refused(wires: Any, counting: Any, secret: bytes) -> None:

@@ -31,6 +31,7 @@ from unisono.kvstore.server.payload import raw
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.servers import Servers
 from unisono.kvstore.store import KVStore, create
+from unisono.kvstore.wire.tls import load_tls
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
@@ -293,8 +294,9 @@ def _served(
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
     agreed = Agreed(table=table, servers=settings.servers, codec=name, about={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-    with servers_beside(world, settings.servers) as (addresses, secret):
-        mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory)
+    tls = load_tls(Path(settings.tls)) if settings.tls else None
+    with servers_beside(world, settings.servers, tls=settings.tls) as (addresses, secret):
+        mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
             mine.set_recipe(Recipe(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))

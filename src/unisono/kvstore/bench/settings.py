@@ -30,7 +30,8 @@ class Settings:
     """``rounds`` of push and pull are timed of every kind, codec and size; values are float32.
 
     ``sizes`` are single keys such as ``"100MB"``, or ``"resnet50"`` and ``"bert-base"``. ``codecs`` as ``find_codec`` takes
-    them, and ``"none"``; they meet the kinds of ``CODED``. Raises ConfigError with all that is wrong.
+    them, and ``"none"``; they meet the kinds of ``CODED``.
+    ``tls``: a folder of certificates for ``dist_async``. Raises ConfigError with all that is wrong.
     """
 
     kinds: tuple[str, ...] = ("dist_sync", "dist_sync_shm", "dist_async", "dist_async_shm")
@@ -38,6 +39,7 @@ class Settings:
     codecs: tuple[str, ...] = ("none",)
     servers: int = 1
     rounds: int = 5
+    tls: str = ""
 
     def __post_init__(self) -> None:
         problems = [
@@ -64,6 +66,15 @@ class Settings:
                     nearest="--kind dist_async, or no --codec",
                 )
             )
+        if self.tls and "dist_async" not in self.kinds:
+            problems.append(
+                Problem(
+                    given=f"TLS for {', '.join(self.kinds)}",
+                    rule="it is for what goes to servers, which 'dist_async' has",
+                    consequence="it would have no effect, so nothing was measured",
+                    nearest="--kind dist_async, or no --tls",
+                )
+            )
         if "dist_async" in self.kinds:
             problems += [
                 Problem(
@@ -82,7 +93,7 @@ class Settings:
     def read(cls, given: Mapping[str, Any]) -> Settings:
         """From JSON, which knows no tuples."""
         listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
-        return cls(**listed, servers=given["servers"], rounds=given["rounds"])
+        return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])
 
 
 def keys_of(size: str) -> Shapes:

@@ -14,9 +14,11 @@ from unisono.errors import LaunchError, Problem, UnisonoError
 from unisono.kvstore.server.process import Seat, run, seat_from_environ
 from unisono.kvstore.server.replica import Replica
 from unisono.kvstore.server.service import Service
+from unisono.kvstore.wire.auth import require_private
 from unisono.kvstore.wire.frame import LARGE
 from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.serving import Admission, Server, listen
+from unisono.kvstore.wire.tls import Tls, read_tls
 
 _OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
 
@@ -25,9 +27,9 @@ def main() -> int:
     """Serve until told to stop; the exit code."""
     try:
         allow_files(Admission().connections + _OTHER_FILES)
-        seat, secret = seat_from_environ(os.environ), read_secret(os.environ)
+        seat, secret, tls = seat_from_environ(os.environ), read_secret(os.environ), read_tls(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
-        replica = Replica(seat, secret) if seat.replicas > 1 else None
+        replica = Replica(seat, secret, tls) if seat.replicas > 1 else None
         service = Service(
             seat.server,
             forward=replica.forward if replica is not None else None,
@@ -38,7 +40,7 @@ def main() -> int:
             say=say,
         )
         warm_up()
-        run(seat, service, lambda seat, service: serve(seat, service, secret, replica))
+        run(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls))
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -70,7 +72,7 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
-def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None) -> Server:
+def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None, tls: Tls | None) -> Server:
     """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody.
 
     Workers are let in when what a replica keeps was taken over. Servers are let in before, as they may all be starting.
@@ -78,8 +80,9 @@ def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None) 
     if seat.listen_fd is not None:
         listener = socket.socket(fileno=seat.listen_fd)
         listener.set_inheritable(False)
+        require_private(str(listener.getsockname()[0]), tls=tls is not None)
     else:
-        listener = listen(*seat.addresses[seat.server])
+        listener = listen(*seat.addresses[seat.server], tls=tls is not None)
     serving = Server(
         [listener],
         service,
@@ -87,9 +90,11 @@ def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None) 
         LARGE,
         epoch=seat.epoch,
         on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.epoch}"),
+        tls=tls,
     )
     host, port = serving.addresses[0]
-    say(f"server {seat.server} of {len(seat.addresses)}, epoch {seat.epoch}, listens at {host}:{port}")
+    how = " under TLS" if tls is not None else ""
+    say(f"server {seat.server} of {len(seat.addresses)}, epoch {seat.epoch}, listens at {host}:{port}{how}")
     if replica is not None:
         replica.restore(service)
         service.release()

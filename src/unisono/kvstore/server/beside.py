@@ -1,7 +1,8 @@
 """Parameter servers as children of workers, for launchers that start workers only: torchrun, mpirun, srun, MXNet's trackers.
 
 A server holds the read end of a pipe as its standard input and leaves when that closes: however its worker ends, no server stays
-behind. A worker that is done waits until nobody needs its servers any more.
+behind. A worker that is done waits until nobody needs its servers any more. One that dies meanwhile is started again at the same
+socket, which the worker keeps, with what its snapshots or the next server have of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from unisono.launch.outcome import FATAL, USER_ERROR
+from unisono.launch.secret import secret_pipe
 from unisono.launch.share import TUNED_ALLOCATOR
 
 if TYPE_CHECKING:
@@ -29,29 +32,32 @@ _MODULE = "unisono.kvstore.server.beside"
 
 @contextmanager
 def servers_beside(
-    world: World, count: int, more: Mapping[str, str] | None = None
+    world: World, count: int, *, tls: str = "", restarts: int = 0, more: Mapping[str, str] | None = None
 ) -> Generator[tuple[list[tuple[str, int]], bytes]]:
     """Server processes, the n-th on the host of rank n modulo the number of ranks; addresses and secret. A collective.
 
-    The secret is new and reaches the other ranks by the job's own collectives, which are as private as its gradients. ``more``
-    is for the servers' environment. Left in order, it waits until no worker is connected; left by an error, it does not.
+    The secret is new and reaches the other ranks by the job's own collectives; who has overheard it there gets nowhere without a
+    certificate, where ``tls`` names a folder of those. A server that dies is started again ``restarts`` times. ``more`` is for
+    the servers' environment. Left in order, it waits until no worker is connected; left by an error, it does not.
     """
     from unisono.kvstore.wire.serving import listen
 
     secret = bytes.fromhex(world.broadcast_json(secrets.token_hex(32)))
     mine = [server for server in range(count) if server % world.world == world.rank]
-    children: list[subprocess.Popen[str]] = []
+    children: list[_Child] = []
+    common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
     with ExitStack() as stack:
-        listeners = {server: stack.enter_context(listen(_address(world))) for server in mine}
+        listeners = {server: stack.enter_context(listen(_address(world), tls=bool(tls))) for server in mine}
         told = world.gather_json({server: each.getsockname()[:2] for server, each in listeners.items()})
         everyone = {int(server): (str(host), int(port)) for each in told for server, (host, port) in each.items()}
         addresses = [everyone[server] for server in range(count)]
+        common["UNISONO_SERVER_ADDRESSES"] = ",".join(f"{host}:{port}" for host, port in addresses)
         for server, listener in listeners.items():
-            children.append(_start(stack, server, addresses, listener, secret, more or {}))
-            listener.close()
+            children.append(_Child(server, listener, secret, restarts, common))
+            stack.callback(children[-1].end)
         yield addresses, secret
         for child in children:
-            child.send_signal(signal.SIGTERM)
+            child.drain()
         for child in children:
             child.wait()
 
@@ -87,37 +93,67 @@ def end(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def _start(
-    stack: ExitStack,
-    server: int,
-    addresses: list[tuple[str, int]],
-    listener: socket.socket,
-    secret: bytes,
-    more: Mapping[str, str],
-) -> subprocess.Popen[str]:
-    read, write = os.pipe()
-    os.write(write, secret)
-    os.close(write)
-    environ = {
-        "UNISONO_SERVER": str(server),
-        "UNISONO_SERVER_ADDRESSES": ",".join(f"{host}:{port}" for host, port in addresses),
-        "UNISONO_EPOCH": "0",
-        "UNISONO_LISTEN_FD": str(listener.fileno()),
-        "UNISONO_SECRET_FD": str(read),
-        DRAIN: "1",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE],
-        env=environ_of_a_child() | environ | dict(more),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[listener.fileno(), read],
-        text=True,
-        start_new_session=True,  # a signal to the worker's group is for the worker, which needs its server to stop in order
-    )
-    os.close(read)
-    stack.callback(end, process)
-    return process
+class _Child:
+    """A server at ``listener``. Whenever it dies it is started again, one epoch higher, up to ``restarts`` times."""
+
+    def __init__(
+        self, server: int, listener: socket.socket, secret: bytes, restarts: int, environ: Mapping[str, str]
+    ) -> None:
+        self._server, self._listener, self._secret = server, listener, secret
+        self._restarts, self._environ = restarts, environ
+        self._epoch, self._leaves = 0, False
+        self._changing = threading.Lock()
+        self._process = self._start()
+        self._nurse = threading.Thread(target=self._look_after, name="unisono-server-beside", daemon=True)
+        self._nurse.start()
+
+    def drain(self) -> None:
+        """From here on it ends when its last worker has left, and is not started again."""
+        with self._changing:
+            self._leaves = True
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._nurse.join()
+
+    def end(self) -> None:
+        """Now."""
+        with self._changing:
+            self._leaves = True
+            end(self._process)
+        self.wait()
+
+    def _look_after(self) -> None:
+        while True:
+            code = self._process.wait()
+            with self._changing:
+                if self._leaves or code in (0, USER_ERROR, FATAL) or self._epoch == self._restarts:
+                    self._listener.close()  # nobody waits there for an answer
+                    return
+                self._epoch += 1
+                told = (
+                    f"server {self._server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
+                )
+                print(told, file=sys.stderr, flush=True)
+                end(self._process)
+                self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        secret, listener = secret_pipe(self._secret), self._listener.fileno()
+        seat = {"UNISONO_SERVER": str(self._server), "UNISONO_EPOCH": str(self._epoch)}
+        passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE],
+            env=environ_of_a_child() | seat | passed | dict(self._environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener, secret],
+            text=True,
+            start_new_session=True,  # a signal to the worker's group is for the worker, which needs its server to stop in order
+        )
+        os.close(secret)
+        return process
 
 
 def _address(world: World) -> str:

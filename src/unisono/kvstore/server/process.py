@@ -5,6 +5,7 @@
     UNISONO_EPOCH              its incarnation, one higher at each restart
     UNISONO_LISTEN_FD          a listening socket handed down by the launcher; unset: it listens at its own host and port
     UNISONO_REPLICAS           2: the next server keeps a second copy of everything
+    UNISONO_TLS                folder of certificates (``wire.tls``); unset: nothing is encrypted
     UNISONO_SNAPSHOTS          folder of snapshots; unset: none are kept
     UNISONO_SNAPSHOT_EVERY_S   seconds between them, 60 if unset
     UNISONO_DRAIN              set: stay, after SIGTERM, until the last worker has left

@@ -18,6 +18,7 @@ from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection
 from unisono.kvstore.wire.frame import LARGE, Frame, Op, buffers
 from unisono.kvstore.wire.message import json_frame
+from unisono.kvstore.wire.tls import Tls
 
 _DEADLINE_S = 30.0
 
@@ -25,8 +26,8 @@ _DEADLINE_S = 30.0
 class Replica:
     """The connection of the server at ``seat`` to the one after it, opened when the run is known."""
 
-    def __init__(self, seat: Seat, secret: bytes) -> None:
-        self._seat, self._secret = seat, secret
+    def __init__(self, seat: Seat, secret: bytes, tls: Tls | None) -> None:
+        self._seat, self._secret, self._tls = seat, secret, tls
         self._lock = threading.Lock()
         self._link: Connection | None = None
 
@@ -64,4 +65,5 @@ class Replica:
             limits=LARGE,
             deadline_s=_DEADLINE_S,
             slot_bytes=SLOT_BYTES,
+            tls=self._tls,
         )

@@ -6,7 +6,7 @@
 
 A proof is HMAC-SHA256 under the secret over a word for its direction, both nonces and every field above, so a recorded
 exchange is of no use a second time, nor in the other direction, nor for another worker. What follows on the connection
-is not signed: whoever can alter packets needs TLS to be kept out. Until the proof is checked, 4 KiB are the most a
+is not signed: whoever can alter packets needs TLS (``tls``) to be kept out. Until the proof is checked, 4 KiB are the most a
 stranger can make this side hold.
 """
 
@@ -18,9 +18,7 @@ import ipaddress
 import json
 import re
 import secrets
-import ssl
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from unisono.errors import CommError, ConfigError, Problem
@@ -46,7 +44,9 @@ class Peer:
 
 
 class AuthError(CommError):
-    """The other side does not hold the secret, or says so of this one."""
+    """The other side does not hold the secret or a good certificate, or says so of this one. To try again does not help."""
+
+    exit_code = 2
 
 
 def strangers(limits: Limits) -> Limits:
@@ -118,39 +118,19 @@ def introduce(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limi
     return epoch
 
 
-def require_private(host: str, *, tls: bool, unencrypted: bool) -> None:
-    """Raises ConfigError when ``host`` (a numeric address) is public and traffic would be plain without a word for it."""
+def require_private(host: str, *, tls: bool) -> None:
+    """Raises ConfigError when ``host`` (a numeric address) is public and traffic would be plain."""
     address = ipaddress.ip_address(host.partition("%")[0])
-    if tls or unencrypted or (address.is_private and not address.is_unspecified):
+    if tls or (address.is_private and not address.is_unspecified):
         return
     raise ConfigError(
         Problem(
             given=f"the address {host} is not a private one, and no TLS is set up",
             rule="gradients and values travel in the clear only over loopback and private networks",
             consequence="no connection was made and no port opened",
-            nearest="give TLS files, use a private address, or allow it with unencrypted=True",
+            nearest="launch.tls=FOLDER (or unisono launch --tls FOLDER) with certificates, or a private address",
         )
     )
-
-
-def tls_context(side: str, certificate: Path, key: Path, authority: Path) -> ssl.SSLContext:
-    """TLS 1.3, both sides with a certificate of ``authority``; ``side`` is "server" or "client". PEM files."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if side == "server" else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        context.load_cert_chain(certificate, key)
-        context.load_verify_locations(authority)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            Problem(
-                given=f"the TLS files {certificate}, {key} and {authority} cannot be used ({error})",
-                rule="they are a certificate, its key and the authority that signed the other side's, in PEM",
-                consequence="no connection was made and no port opened",
-                nearest="check the three files with: openssl verify -CAfile AUTHORITY CERTIFICATE",
-            )
-        ) from error
-    context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:

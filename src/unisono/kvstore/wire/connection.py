@@ -28,6 +28,7 @@ from unisono.kvstore.wire.channel import Channel, Lost
 from unisono.kvstore.wire.frame import Announced, Frame, Limits, Op, Slot, buffers
 from unisono.kvstore.wire.memory import make, mapped, whereabouts
 from unisono.kvstore.wire.message import json_frame, read_error, read_json
+from unisono.kvstore.wire.tls import Tls, refusal
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _LOOK_S = 0.5
@@ -72,8 +73,8 @@ class Connection:
     and must not wait for them. ``silence_s`` is how long a server with requests to answer may show no sign of life.
     ``slot_bytes``: payloads up to this size go through memory that a server on this host shares; 0 for none.
 
-    Raises AuthError when a proof is wrong, the handler's own error when it refuses, CommError when nobody has answered
-    after ``deadline_s``.
+    Raises AuthError when a proof or a certificate is wrong, the handler's own error when it refuses, CommError when nobody has
+    answered after ``deadline_s``.
     """
 
     def __init__(
@@ -88,13 +89,12 @@ class Connection:
         silence_s: float = 6.0,
         slot_bytes: int = 0,
         on_reconnect: Callable[[dict[str, Any]], None] = lambda hello: None,
-        tls: ssl.SSLContext | None = None,
-        unencrypted: bool = False,
+        tls: Tls | None = None,
     ) -> None:
         self._address, self._secret, self._facts, self._limits = address, secret, dict(facts), limits
         self._me = replace(me, address=f"{address[0]}:{address[1]}")
         self._deadline_s, self._silence_s, self._on_reconnect = deadline_s, silence_s, on_reconnect
-        self._tls, self._unencrypted, self._slot_bytes = tls, unencrypted, slot_bytes
+        self._tls, self._slot_bytes = tls, slot_bytes
         self._changed = threading.Condition()
         self._queue: list[tuple[int, int, _Request]] = []
         self._again: deque[tuple[int, _Request]] = deque()
@@ -200,9 +200,9 @@ class Connection:
         sock = socket.create_connection(self._address, timeout=self._limits.handshake_s)
         try:
             host = str(sock.getpeername()[0])
-            require_private(host, tls=self._tls is not None, unencrypted=self._unencrypted)
+            require_private(host, tls=self._tls is not None)
             if self._tls:
-                sock = self._tls.wrap_socket(sock, server_hostname=self._address[0])
+                sock = self._tls.client.wrap_socket(sock, server_hostname=self._address[0])
             channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
             epoch = introduce(channel, self._secret, self._me, self._epoch, self._limits)
             channel.limits, channel.until = self._limits, None
@@ -211,8 +211,11 @@ class Connection:
             self._epoch, self._credits, self.hello = epoch, int(content["credits"]), dict(content["reply"])
             self._apart = self._share(channel, str(content["host"]))
             self._free = list(channel.memory.slots)
-        except BaseException:
+        except BaseException as error:
             sock.close()
+            # the server's alert about this side's certificate comes in place of its hello
+            if refused := refusal(error if isinstance(error, ssl.SSLError) else error.__cause__, self._me.address):
+                raise refused from error
             raise
         return channel
 

@@ -25,6 +25,7 @@ from unisono.kvstore.wire.channel import Channel, Lost
 from unisono.kvstore.wire.frame import Frame, Limits, Op
 from unisono.kvstore.wire.memory import accept, whereabouts
 from unisono.kvstore.wire.message import error_frame, json_frame, read_json
+from unisono.kvstore.wire.tls import Tls
 
 PULSE_S = 1.0
 _BACKLOG = 1024
@@ -55,7 +56,7 @@ class Admission:
     credits: int = 8
 
 
-def listen(host: str, port: int = 0, *, tls: bool = False, unencrypted: bool = False) -> socket.socket:
+def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
     """A listener on the one address named. Raises ConfigError for all interfaces at once, or a public one without TLS, and
     LaunchError where the port is taken or the address is not this machine's."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -68,7 +69,7 @@ def listen(host: str, port: int = 0, *, tls: bool = False, unencrypted: bool = F
                 nearest="give the address of one interface, such as 127.0.0.1",
             )
         )
-    require_private(str(address[0]), tls=tls, unencrypted=unencrypted)
+    require_private(str(address[0]), tls=tls)
     try:
         return socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as error:
@@ -99,7 +100,7 @@ class Server:
         epoch: int = 0,
         admission: Admission | None = None,
         on_stale: Callable[[int], None] = lambda epoch: None,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self._listeners, self._handler, self._secret, self._limits = list(listeners), handler, secret, limits
         self._epoch, self._admission, self._on_stale, self._tls = epoch, admission or Admission(), on_stale, tls
@@ -165,7 +166,7 @@ class Server:
     def _serve(self, sock: socket.socket, address: str) -> None:
         try:
             if self._tls:
-                sock = encrypted = self._wrapped(self._tls, sock)
+                sock = encrypted = self._wrapped(self._tls.server, sock)
                 encrypted.do_handshake()
             channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
             peer, seen = welcome(channel, self._secret, self._epoch, address, self._limits)
