@@ -41,11 +41,12 @@ def noise(elements: int, seed: int, dtype: torch.dtype = torch.float32) -> Tenso
 def served(shadows: Shadows, values: Mapping[int, Tensor], chunks: Sequence[Chunk], based: Sequence[int]) -> Frame:
     """The server's answer, as it comes off the wire."""
     asked = [
-        Pulled(chunk=c.number, base=base, value=values[c.number].clone(), version=1) for c, base in zip(chunks, based)
+        Pulled(chunk=c.number, base=base, value=values[c.number].clone(), version=1)
+        for c, base in zip(chunks, based, strict=True)
     ]
     answer = shadows.answer(WORKER, asked)
     dtype = str(chunks[0].dtype).removeprefix("torch.")
-    parts = [(c.number, raw(data)) for c, data in zip(chunks, answer.data)]
+    parts = [(c.number, raw(data)) for c, data in zip(chunks, answer.data, strict=True)]
     frame = replace(write(Op.DATA, parts, dtype=dtype, based=answer.numbers), codec=CODED if answer.coded else 0)
     return replace(frame, payload=memoryview(bytearray(b"".join(buffers(frame)))))
 
