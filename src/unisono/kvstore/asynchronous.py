@@ -220,8 +220,8 @@ class AsyncBackend:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the servers hold after this worker's pushes so far, and what its own codec holds back. Others may be pushing: call
-        ``barrier`` before and after, for a state between steps. Where pulls are coded, a worker goes on exactly as from the loaded
-        state if it pulls now: that pull is in full."""
+        ``barrier`` before and after, for a state between steps. Where pulls are coded, a worker that pulls now goes on exactly as
+        one that has loaded this: that pull is in full."""
         servers = self._servers("state_dict")
         self._settle()
         found = servers.state()

@@ -63,14 +63,15 @@ def test_a_wrong_sum_is_an_error(pool: Pool) -> None:
 
 @pytest.mark.full
 def test_servers_and_whole_processes() -> None:
-    settings = Settings(kinds=("dist_async",), sizes=("1KB", "5MB"), servers=2, rounds=1)
+    settings = Settings(kinds=("dist_async",), sizes=("1KB", "5MB"), codecs=("none", "bf16"), servers=2, rounds=1)
     found = measure_here(settings, 2)
-    rows = {(row["kind"], row["size"]): row for row in found["rows"]}
-    assert set(rows) == {(kind, size) for kind in ("all_reduce", "dist_async") for size in settings.sizes}
-    for (kind, size), row in rows.items():
-        assert row["checked"] == "exact"
+    rows = {(row["kind"], row["codec"], row["size"]): row for row in found["rows"]}
+    ways = {("all_reduce", "none"), ("dist_async", "none"), ("dist_async", "bf16")}
+    assert set(rows) == {(*way, size) for way in ways for size in settings.sizes}
+    for (kind, codec, size), row in rows.items():
+        assert row["checked"] == ("exact" if codec == "none" else "alike")
         if kind == "dist_async":
-            nbytes = nbytes_of(keys_of(size))
+            nbytes = nbytes_of(keys_of(size)) // (1 if codec == "none" else 2)
             assert row["theory_bytes"] == nbytes
             assert nbytes < row["sent_bytes"] < nbytes + 2000  # two frames, and perhaps a sign of life
 

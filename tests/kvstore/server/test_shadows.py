@@ -111,14 +111,22 @@ def test_a_lost_answer_comes_again_with_the_same_bits() -> None:
     after = Pull(copies, chunks)
     assert after.served(shadows, values).codec == CODED
     after.take(after.served(shadows, values))
-    # the first answer of a new server is lost: its number is not by chance the one that the worker has of another
-    pull, shadows = Pull(copies, chunks), Shadows(codec_of("int8"))
-    assert [pull.served(shadows, values).codec for _ in range(2)] == [0, 0]
     # an answer in full that was lost is another one in full: it has no code to be kept
     fresh = Copies(codec_of("int8"))
     pull = Pull(fresh, chunks)
     assert pull.served(shadows, values).codec == 0
     assert pull.served(shadows, values).codec == 0
+
+
+def test_a_number_of_one_server_is_none_of_another() -> None:
+    """Else an answer of the new one that was lost would pass for what the worker has of the old one."""
+    old, new = Shadows(codec_of("int8")), Shadows(codec_of("int8"))
+    copies, chunks, values = Copies(codec_of("int8")), [chunk(0, 50)], {0: noise(50, 1)}
+    first = Pull(copies, chunks)
+    first.take(first.served(old, values))
+    values = {0: noise(50, 2)}
+    again = Pull(copies, chunks)
+    assert [again.served(new, values).codec for _ in range(2)] == [0, 0]
 
 
 def test_whatever_was_lost_is_answered_in_full() -> None:
