@@ -27,6 +27,7 @@ from unisono.kvstore.wire.frame import Frame, Op
 class _Copy:
     """``value`` [elements], in the dtype of sums, is what answer ``number`` made of it. ``free``: a pull may name that."""
 
+    chunk: Chunk
     value: Tensor | None = None
     number: int = 0
     free: bool = False
@@ -40,15 +41,13 @@ class Copies:
         self._codec = codec
         self._lock = threading.Lock()
         self._copies: dict[int, _Copy] = {}
-        self._chunks: dict[int, Chunk] = {}
 
     def bases(self, chunks: Sequence[Chunk]) -> list[int]:
         """What a pull of these names, which must follow: their numbers, 0 for what another pull is under way for."""
         with self._lock:
             found: list[int] = []
             for chunk in chunks:
-                copy = self._copies.setdefault(chunk.number, _Copy())
-                self._chunks[chunk.number] = chunk
+                copy = self._copies.setdefault(chunk.number, _Copy(chunk))
                 found.append(copy.number if copy.free else 0)
                 copy.free = False
             return found
@@ -102,11 +101,10 @@ class Copies:
         """By key the bytes of its values, and those that came for them last."""
         found: dict[str, tuple[int, int]] = {}
         with self._lock:
-            for number, copy in self._copies.items():
+            for copy in self._copies.values():
                 if copy.value is not None:
-                    chunk = self._chunks[number]
-                    whole, came = found.get(chunk.key, (0, 0))
-                    found[chunk.key] = whole + chunk.nbytes, came + copy.nbytes
+                    whole, came = found.get(copy.chunk.key, (0, 0))
+                    found[copy.chunk.key] = whole + copy.chunk.nbytes, came + copy.nbytes
         return found
 
 

@@ -514,7 +514,7 @@ def test_requests_that_are_none(service: Service) -> None:
 def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count: int) -> None:
     """Security row 7: entries, sizes, dtypes, codecs and row numbers are taken from strangers' bytes with care."""
     rng = random.Random(7)
-    worker = Worker(service)
+    worker = Coded(service)
     worker.init(filled(1.0))
     ids = memoryview(raw(torch.tensor([0, 3])).tobytes() + raw(torch.ones(2, 64)).tobytes())
     numbers = struct.pack("<4I", 0, 4, 1, 4)
@@ -524,6 +524,8 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count
         replace(write(Op.ROWS, [(0, ids)], dtype="float32", prefix=(0.1, 0)), flags=WRITE),
         write(Op.ROWS, [(0, raw(torch.tensor([2, 3])))], dtype="float32"),
         Frame(Op.PULL, entries=2, payload=numbers),
+        worker.asks(),
+        worker.asks(Op.PUSHPULL),
         json_frame(Op.OPTIMIZER, RECIPE.json()),
         json_frame(Op.DONE, {"kind": "unit", "number": 1}),
         json_frame(Op.STATE, {"chunks": [0, 1, 2]}),
@@ -540,7 +542,8 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count
             del data[rng.randrange(len(data)) :]
         change = {
             "entries": rng.choice([0, 1, 2, 3, 200, 65535]),
-            "codec": rng.choice([0, 9]),
+            "codec": rng.choice([0, CODED, 9]),
+            "flags": rng.randrange(16),
             "dtype": rng.randrange(len(DTYPES)),
         }
         frame = replace(
