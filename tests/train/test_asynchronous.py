@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
+from unisono.train import dealt
 from unisono.train.checkpoint import verify
 
 STEPS = 6
@@ -68,15 +69,24 @@ def worker(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks:
     }
 
 
+def worker_that_tells(*given: Any, **changes: Any) -> dict[str, Any]:
+    """Of bytes after every unit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dealt, "_TOLD_EVERY_UNITS", 1)
+        return worker(*given, **changes)
+
+
 def digests(run: Trainer) -> dict[str, str]:
     parameters = run.state.pieces.parameters.items()
     return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
 
 
-def together(pool: Pool, servers: ParameterServers, run_dir: Path, ranks: int, **changes: Any) -> list[dict[str, Any]]:
+def together(
+    pool: Pool, servers: ParameterServers, run_dir: Path, ranks: int, does: Callable[..., Any] = worker, **changes: Any
+) -> list[dict[str, Any]]:
     addresses = [f"{host}:{port}" for host, port in servers.addresses]
     return pool.run(
-        worker,
+        does,
         addresses,
         str(servers.secret_file),
         str(run_dir),
@@ -139,6 +149,18 @@ def test_workers_share_the_work_and_end_with_the_same_values(
         4,
         6,
     ]
+
+
+@pytest.mark.full
+def test_an_event_tells_bytes_of_both_directions(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    together(pool, servers, tmp_path / "run", 2, worker_that_tells, compression="bf16", every_steps=0)
+    told = [event for rank in (0, 1) for event in tiny.events(tmp_path / "run", rank) if event["kind"] == "compressed"]
+    assert len(told) == 2 * STEPS
+    for event in told:
+        assert event["pull_bytes_in"] == event["bytes_in"] == 2 * event["bytes_out"] > 0
+        assert event["residual_norms"]
+    # a worker's first is in full
+    assert {event["pull_bytes_in"] / event["pull_bytes_out"] for event in told} == {1.0, 2.0}
 
 
 def test_what_two_workers_saved_one_process_goes_on_from(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:

@@ -5,8 +5,8 @@ the other kinds follows from that. Values can only be updated, never replaced, s
 keys are there in one ``init``, because their table says where everything lies. Rank 0's values are kept, and ``init`` writes what
 the servers hold into every worker's own: a worker that comes later starts from the values of now.
 
-The learning rate travels with every push. With a codec, gradients travel coded, chunk by chunk with feedback; pulls and rows
-travel in full.
+The learning rate travels with every push. With a codec, gradients travel coded, chunk by chunk with feedback, and values come
+back as codes of what this worker lacks if the codec is for that (``server.shadows``). Rows travel in full.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ class AsyncBackend:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What the servers hold after this worker's pushes so far, and what its own codec holds back. Others may be pushing: call
-        ``barrier`` before and after, for a state between steps."""
+        ``barrier`` before and after, for a state between steps. Where pulls are coded, a worker that pulls now goes on exactly as
+        one that has loaded this: that pull is in full."""
         servers = self._servers("state_dict")
         self._settle()
         found = servers.state()

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CommError, ConfigError, Problem
-from unisono.kvstore.codecs import Codec, Feedback
+from unisono.kvstore.codecs import Codec, Feedback, codes_values
+from unisono.kvstore.copies import Copies
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.deal import Work
@@ -87,6 +88,7 @@ class Servers:
         self.worker = worker
         self._codec, self._say = codec, say
         self._feedback = None if codec is None else self._residuals()
+        self._copies = Copies(codec) if codec is not None and codes_values(codec) else None
         self._groups = cache(self._grouped)
         me = Peer("worker", worker, incarnation, agreed.job, "")
         facts = agreed.json()
@@ -161,14 +163,15 @@ class Servers:
         """``push``, and the values that came of it straight into the memory of ``into`` (same keys, contiguous, on the CPU)."""
         return self._pushed(Op.PUSHPULL, values, into, lr, unit, priority)
 
-    def pull(self, into: Mapping[str, Tensor], *, priority: int = 0) -> Future[None]:
-        """The values of now, into the memory of ``into`` (contiguous, on the CPU)."""
+    def pull(self, into: Mapping[str, Tensor], *, exact: bool = False, priority: int = 0) -> Future[None]:
+        """The values of now, into the memory of ``into`` (contiguous, on the CPU). With a codec that codes values, what its codes
+        brought of them so far, unless ``exact``."""
         targets = {key: raw(tensor) for key, tensor in into.items()}
         answers: list[tuple[int, Answer[Frame]]] = []
         for server, group in self._groups(tuple(into)):
-            frame = write(Op.PULL, [(chunk.number, memoryview(b"")) for chunk in group], dtype="float32")
-            places = [_of(targets[chunk.key], chunk) for chunk in group]
-            answers.append((server, self._links[server].request(frame, priority, places)))
+            based = () if exact else self._bases(group)
+            frame = write(Op.PULL, [(chunk.number, memoryview(b"")) for chunk in group], dtype="float32", based=based)
+            answers.append((server, self._values(server, frame, priority, group, based, targets)))
 
         def finish() -> None:
             for server, answer in answers:
@@ -223,14 +226,17 @@ class Servers:
             self._feedback.load_state_dict(state)
 
     def compression(self) -> dict[str, dict[str, float]]:
-        """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks; see
-        ``Feedback.stats``."""
+        """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
+        ``Feedback.stats``); and of what came last with a codec that codes values: ``pull_bytes_in``, the values' own size, and
+        ``pull_bytes_out``, what travelled."""
         keys: dict[str, dict[str, float]] = {}
         for name, each in ({} if self._feedback is None else self._feedback.stats()).items():
             of = keys.setdefault(name.rpartition("@")[0], {"bytes_in": 0, "bytes_out": 0, "residual": 0.0})
             of["bytes_in"] += each["bytes_in"]
             of["bytes_out"] += each["bytes_out"]
             of["residual"] = max(of["residual"], each["residual"])
+        for key, (whole, came) in ({} if self._copies is None else self._copies.stats()).items():
+            keys.setdefault(key, {}).update(pull_bytes_in=whole, pull_bytes_out=came)
         return keys
 
     # --- the optimizer ---------------------------------------------------------------------------------------------
@@ -241,7 +247,9 @@ class Servers:
 
     def state(self) -> dict[str, Tensor]:
         """Values and the optimizer's tensors, whole, as ``<key>`` and ``optim/<state>/<key>``; of a key without pushes its value
-        alone."""
+        alone. The next pulls are in full too, as those of a worker that goes on from this state."""
+        if self._copies is not None:
+            self._copies.forget()
         tensors: dict[str, Tensor] = {}
         for server, group in self._groups(tuple(self.placement.shapes)):
             frame = json_frame(Op.STATE, {"chunks": [chunk.number for chunk in group]})
@@ -321,14 +329,15 @@ class Servers:
         targets = {key: raw(each) for key, each in into.items()}
         answers: list[tuple[int, int, Answer[Frame]]] = []
         for server, group in self._groups(tuple(values)):
+            based = self._bases(group) if into else ()
+            frame = self._write(op, group, sources, prefix=(lr, self._versions[server]), based=based)
             frame = replace(
-                self._write(op, group, sources, prefix=(lr, self._versions[server])),
+                frame,
                 seq=seq,
-                flags=0 if unit is None else UNIT,
+                flags=frame.flags | (0 if unit is None else UNIT),
                 codec=CODED if self._codec is not None else 0,
             )
-            places = [_of(targets[chunk.key], chunk) for chunk in group] if into else None
-            answers.append((server, len(group), self._links[server].request(frame, priority, places)))
+            answers.append((server, len(group), self._values(server, frame, priority, group, based, targets)))
         return self._sent(answers, seq if unit is None else None, unit, pulled=bool(into))
 
     def _sent(
@@ -357,6 +366,27 @@ class Servers:
             return Sent(duplicates=duplicates, refused=refused)
 
         return Future(finish, lambda: all(answer.done() for *_, answer in answers))
+
+    def _bases(self, group: Sequence[Chunk]) -> Sequence[int]:
+        """What a pull of these chunks names; nothing where they come in full."""
+        if self._copies is None or not group[0].dtype.is_floating_point:
+            return ()
+        return self._copies.bases(group)
+
+    def _values(
+        self,
+        server: int,
+        frame: Frame,
+        priority: int,
+        group: Sequence[Chunk],
+        based: Sequence[int],
+        targets: Mapping[str, memoryview],
+    ) -> Answer[Frame]:
+        """The answer to a request, its values in ``targets``, if there are any."""
+        places = [_of(targets[chunk.key], chunk) for chunk in group] if targets else None
+        if self._copies is None or places is None or not based:
+            return self._links[server].request(frame, priority, places)
+        return self._copies.taken(self._links[server].request(frame, priority), group, based, places)
 
     def _coded(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Every chunk's code, by key and start."""
@@ -387,13 +417,18 @@ class Servers:
         return parts
 
     def _write(
-        self, op: Op, group: Sequence[Chunk], sources: Mapping[str, memoryview], prefix: tuple[float, int] | None = None
+        self,
+        op: Op,
+        group: Sequence[Chunk],
+        sources: Mapping[str, memoryview],
+        prefix: tuple[float, int] | None = None,
+        based: Sequence[int] = (),
     ) -> Frame:
         parts = [
             (chunk.number, sources[_name(chunk)] if _name(chunk) in sources else _of(sources[chunk.key], chunk))
             for chunk in group
         ]
-        return write(op, parts, dtype=_dtype(group[0]), prefix=prefix)
+        return write(op, parts, dtype=_dtype(group[0]), prefix=prefix, based=based)
 
     def _grouped(self, keys: tuple[str, ...]) -> list[tuple[int, list[Chunk]]]:
         """(server, chunks that travel in one frame), in the order of sending: servers take turns."""

@@ -292,7 +292,9 @@ class KVStore:
         """Send ``codec`` ("int8", "2bit:0.5" …; see docs/compression.md; "none": in full) in place of dense floating point
         tensors, what it leaves out being added to the next ones.
 
-        Of gradients with 'dist_sync' and 'dist_async', of how far a worker came in a round with 'dist_local'. May be changed
+        Of gradients with 'dist_sync' and 'dist_async', of how far a worker came in a round with 'dist_local'. With 'dist_async'
+        and a codec that follows the size of what it is given, pulls are coded too: a pull brings a worker near the value, as near
+        as the code of what it lacked, and the next one nearer. The first, and the first after a state, is exact. May be changed
         until something was sent: before the first push, with 'dist_async' before ``init``. Raises ConfigError then, for an
         unknown codec, and where nothing travels; CommError naming the workers that say otherwise.
         """
@@ -303,7 +305,8 @@ class KVStore:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """With compression, by key (by parameters of a dtype with 'dist_local'): ``bytes_in``, the size of what was sent last;
-        ``bytes_out``, of its code; ``residual``, the norm of what is held back over that of the last gradient."""
+        ``bytes_out``, of its code; ``residual``, the norm of what is held back over that of the last gradient. With 'dist_async'
+        and a codec that codes values also ``pull_bytes_in``, ``pull_bytes_out``: of what was pulled last."""
         return self._backend.stats()
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from unisono.train.options import is_due
 from unisono.train.state import RunState
 
 _TOLD_EVERY_UNITS = 100
+_BYTES = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
 
 
 def worker_plan(plan: Plan) -> Plan:
@@ -211,6 +212,13 @@ class Dealt:
         if is_due(_TOLD_EVERY_UNITS, self._units):
             links = [asdict(traffic) for traffic in self._servers.traffic()]
             self._events.emit("links", units=self._units, servers=links)
+            if told := self._servers.compression():
+                self._events.emit(
+                    "compressed",
+                    step=self._state.step,
+                    **{name: sum(each.get(name, 0) for each in told.values()) for name in _BYTES},
+                    residual_norms={name: each["residual"] for name, each in told.items() if "residual" in each},
+                )
 
     def ask_to_stop(self, *, finished: bool = False) -> None:
         """All workers end at the next step that nobody has begun."""
@@ -220,9 +228,9 @@ class Dealt:
 
     @torch.no_grad()
     def join(self) -> None:
-        """Take over all values of now, those that are not trained too, and the step that the servers stand at."""
+        """Take over all values of now, those that are not trained too, exactly, and the step that the servers stand at."""
         got = {name: _host_like(value) for name, value in self._values.items()}
-        self._servers.pull(got).wait()
+        self._servers.pull(got, exact=True).wait()
         for name, value in self._values.items():
             value.copy_(got[name])
         if self.work.kind != "wait":

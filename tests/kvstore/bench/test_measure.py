@@ -104,3 +104,12 @@ def test_servers_end_with_who_started_them() -> None:
 def listens(port: int) -> bool:
     with open("/proc/net/tcp") as table:
         return any(line.split()[1].endswith(f":{port:04X}") and line.split()[3] == "0A" for line in list(table)[1:])
+
+
+@pytest.mark.full
+def test_values_that_came_coded_are_compared_in_full() -> None:
+    found = measure_here(Settings(kinds=("dist_async",), sizes=("1MB",), codecs=("bf16",), servers=1, rounds=1), 2)
+    (row,) = [row for row in found["rows"] if row["kind"] == "dist_async"]
+    assert row["checked"] == "alike"
+    assert row["theory_bytes"] == nbytes_of(keys_of("1MB")) / 2
+    assert row["theory_bytes"] < row["sent_bytes"] < row["theory_bytes"] + 2000

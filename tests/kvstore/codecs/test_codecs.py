@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.errors import CommError
 from unisono.kvstore.codecs import Codec, PowerSgd, find, find_codec
-from unisono.kvstore.codecs.codec import as_bytes, check_length, from_bytes
+from unisono.kvstore.codecs.codec import as_bytes, check_length, codes_values, from_bytes
 
 NAMES = ["2bit:0.5", "2bit:rms*1.5", "1bit", "1bit-mxnet:0.5", "topk:0.01", "int8", "fp16", "bf16", "mine:3"]
 SIZES = [0, 1, 15, 16, 17, 1000, 65537]
@@ -77,6 +77,33 @@ def test_round_trip(name: str, numel: int, dtype: torch.dtype) -> None:
     # from the middle of something that arrived, at an odd byte
     arrived = torch.cat([torch.zeros(3, dtype=torch.uint8), code])
     assert torch.equal(decoded, codec.decode(arrived[3:], numel, dtype))
+
+
+RELATIVE = {"2bit:rms*1.5", "1bit", "topk:0.01", "int8", "fp16", "bf16"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_codes_for_values_follow_the_size_of_a_difference(name: str, scale: float) -> None:
+    """Coding again and again what is left out brings most of it through, however small or large it is."""
+    codec, left = codec_of(name), values(2000) * scale
+    assert codes_values(codec) == (name in RELATIVE)
+    if not codes_values(codec):
+        return
+    before = left.norm()
+    for turn in range(80):
+        left = left - codec.decode(codec.encode(left, seed=turn), 2000, torch.float32)
+    assert left.norm() < 0.2 * before
+
+
+def test_a_plugin_may_say_that_its_codes_are_for_values() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Exact(Whole):
+        relative: bool = True
+
+    assert codes_values(Exact("mine"))
+    assert not codes_values(Exact("mine", relative=False))
+    assert not codes_values(Whole("mine"))
 
 
 # bytes for 0, 1, 17, 1000 and 65537 elements

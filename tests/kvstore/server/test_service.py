@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from procs import wait_until
 from torch import Tensor
 
 from unisono.errors import CommError, UnisonoError
+from unisono.kvstore.codecs import find_codec
+from unisono.kvstore.copies import Copies
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.image import decode, join
-from unisono.kvstore.server.payload import REFUSED, UNIT, WRITE, raw, write
+from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, raw, write
 from unisono.kvstore.server.service import Service
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
@@ -116,6 +119,88 @@ def test_init_push_pull(service: Service) -> None:
     assert (counts["applied"], counts["duplicates"], counts["push"], stats["chunks"]) == (6, 3, 2, 3)
     assert counts["bytes_in"] > 3 * 2567 * 4
     assert Worker(service, worker=0, incarnation=2).greeting["seq"] == 2
+
+
+class Coded(Worker):
+    """A worker that has its pulls coded; bf16, and whole numbers, so that codes are exact."""
+
+    def __init__(self, service: Service, **more: int) -> None:
+        super().__init__(service, agreed=replace(AGREED, codec="bf16"), **more)
+        self.copies = Copies(find_codec("bf16"))
+
+    def asks(self, op: Op = Op.PULL, seq: int = 0) -> Frame:
+        """A pull, or a push of -1 and a pull."""
+        chunks = self.chunks()
+        self.based = self.copies.bases(chunks)
+        if op is Op.PULL:
+            return write(op, [(c.number, memoryview(b"")) for c in chunks], dtype="float32", based=self.based)
+        parts = [(c.number, raw(-torch.ones(c.elements))) for c in chunks]
+        return replace(write(op, parts, dtype="float32", prefix=(float("nan"), 0), based=self.based), seq=seq)
+
+    def takes(self, answer: Frame) -> tuple[int, set[float]]:
+        """Its codec, and what the values are."""
+        into = [torch.empty(c.elements) for c in self.chunks()]
+        self.copies.take(answer, self.chunks(), self.based, [raw(each) for each in into])
+        return answer.codec, {float(each) for value in into for each in value.unique()}
+
+
+PLAIN = Recipe(options=OptimOptions(kind="sgd", lr=1.0, momentum=0.0), roles=dict.fromkeys(TABLE, Role.NO_DECAY))
+
+
+@pytest.fixture
+def timeless() -> Iterator[Service]:
+    """No lease ends, however slow the machine."""
+    service = Service(0, now=lambda: 0.0)
+    yield service
+    service.close()
+
+
+def test_values_come_back_coded(timeless: Service) -> None:
+    service = timeless
+    worker = Coded(service)
+    worker.ask(worker.data(Op.INIT, filled(1.0)))
+    worker.ask(json_frame(Op.OPTIMIZER, PLAIN.json()))
+    assert worker.takes(worker.ask(worker.asks())) == (0, {1.0})
+    assert worker.takes(worker.ask(worker.asks(Op.PUSHPULL))) == (CODED, {2.0})
+    both = worker.asks(Op.PUSHPULL, seq=1)
+    lost = worker.ask(both)
+    late = Worker(service, worker=1, agreed=replace(AGREED, codec="bf16"))
+    late.push(filled(-1.0), seq=0)
+    again = worker.ask(both)
+    assert (bytes(again.payload), again.clock) == (bytes(lost.payload), 2)  # as it was then
+    assert worker.takes(again) == (CODED, {3.0})
+    assert worker.takes(worker.ask(worker.asks())) == (CODED, {4.0})
+    assert set(late.pull()["a"].tolist()) == {4.0}  # who names no base is answered in full
+    refused = worker.asks(Op.PUSHPULL, seq=2)
+    nan = (torch.frombuffer(bytearray(b"".join(buffers(refused))), dtype=torch.uint8)).clone()
+    nan[-4:] = torch.tensor([float("nan")]).view(torch.uint8)
+    answer = worker.ask(replace(refused, payload=memoryview(nan.numpy())))
+    assert answer.flags & REFUSED
+    assert worker.takes(answer) == (CODED, {4.0})
+
+
+@pytest.mark.parametrize("how", ["load", "leave", "die", "replace"])
+def test_shadows_go_with_their_worker_and_with_replaced_values(how: str) -> None:
+    now = [0.0]
+    service = Service(0, now=lambda: now[0])
+    try:
+        worker = Coded(service)
+        worker.ask(worker.data(Op.INIT, filled(1.0)))
+        assert [worker.takes(worker.ask(worker.asks()))[0] for _ in range(2)] == [0, CODED]
+        match how:
+            case "load":
+                worker.ask(replace(worker.state(), op=Op.STATE, flags=WRITE))
+            case "leave":
+                worker.ask(Frame(Op.BYE))
+            case "die":
+                now[0] += 7.0
+                wait_until(lambda: service.live == 0, "the end of a lease")
+            case _:
+                worker.service.hello(replace(worker.peer, incarnation=2), replace(AGREED, codec="bf16").json())
+                worker.peer = replace(worker.peer, incarnation=2)
+        assert [worker.takes(worker.ask(worker.asks()))[0] for _ in range(2)] == [0, CODED]
+    finally:
+        service.close()
 
 
 def test_an_older_incarnation_is_fenced(service: Service) -> None:
@@ -429,7 +514,7 @@ def test_requests_that_are_none(service: Service) -> None:
 def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count: int) -> None:
     """Security row 7: entries, sizes, dtypes, codecs and row numbers are taken from strangers' bytes with care."""
     rng = random.Random(7)
-    worker = Worker(service)
+    worker = Coded(service)
     worker.init(filled(1.0))
     ids = memoryview(raw(torch.tensor([0, 3])).tobytes() + raw(torch.ones(2, 64)).tobytes())
     numbers = struct.pack("<4I", 0, 4, 1, 4)
@@ -439,6 +524,8 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count
         replace(write(Op.ROWS, [(0, ids)], dtype="float32", prefix=(0.1, 0)), flags=WRITE),
         write(Op.ROWS, [(0, raw(torch.tensor([2, 3])))], dtype="float32"),
         Frame(Op.PULL, entries=2, payload=numbers),
+        worker.asks(),
+        worker.asks(Op.PUSHPULL),
         json_frame(Op.OPTIMIZER, RECIPE.json()),
         json_frame(Op.DONE, {"kind": "unit", "number": 1}),
         json_frame(Op.STATE, {"chunks": [0, 1, 2]}),
@@ -455,7 +542,8 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count
             del data[rng.randrange(len(data)) :]
         change = {
             "entries": rng.choice([0, 1, 2, 3, 200, 65535]),
-            "codec": rng.choice([0, 9]),
+            "codec": rng.choice([0, CODED, 9]),
+            "flags": rng.randrange(16),
             "dtype": rng.randrange(len(DTYPES)),
         }
         frame = replace(

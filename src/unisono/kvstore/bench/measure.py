@@ -322,7 +322,7 @@ def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World, sha
 
     def settle() -> None:
         world.barrier()
-        mine.pull(out).wait()
+        mine.pull(out, exact=True).wait()
 
     yield _Side(
         go=go,

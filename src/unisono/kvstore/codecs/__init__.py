@@ -3,6 +3,7 @@
 from unisono.kvstore.codecs.auto import Choice as Choice
 from unisono.kvstore.codecs.auto import auto_codec as auto_codec
 from unisono.kvstore.codecs.codec import Codec as Codec
+from unisono.kvstore.codecs.codec import codes_values as codes_values
 from unisono.kvstore.codecs.exchange import Exchange as Exchange
 from unisono.kvstore.codecs.exchange import exchange as exchange
 from unisono.kvstore.codecs.feedback import Feedback as Feedback

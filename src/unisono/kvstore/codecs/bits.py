@@ -70,6 +70,11 @@ class OneBit:
     threshold: float | None = None
     summable: None = None
 
+    @property
+    def relative(self) -> bool:
+        """See ``codecs.codec``."""
+        return self.threshold is None
+
     def encoded_bytes(self, numel: int) -> int:
         """8 and 4 for every 32 elements begun."""
         return _coded_bytes(numel, per_word=32)

@@ -20,6 +20,7 @@ class Cast:
     name: str
     summable: torch.dtype
     divisor: float = 1.0
+    relative: bool = True
 
     def over(self, workers: int) -> Cast:
         """The same codec for codes that this many workers add."""

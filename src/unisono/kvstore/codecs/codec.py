@@ -2,6 +2,9 @@
 
 Codes of one length for every worker are what an all-gather needs. What a lossy code leaves out is kept by ``feedback``.
 A value that is not finite is never hidden: its code decodes to something not finite, so that every worker skips the step.
+
+A codec may have one more member, ``relative: bool``: whether its code follows the size of what it is given, so that of any
+difference, however small, the larger part gets through in a few codes. Then differences of values travel coded too.
 """
 
 from __future__ import annotations
@@ -47,6 +50,12 @@ class Codec(Protocol):
         ``trusted``: leave out the checks of its content, which wait for the device: for codes of this very program.
         """
         ...
+
+
+def codes_values(codec: Codec) -> bool:
+    """Whether differences of values may travel in its codes: it says that it is ``relative``. One that says nothing may have a
+    threshold in the units of gradients, which a difference of values might never reach."""
+    return bool(getattr(codec, "relative", False))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

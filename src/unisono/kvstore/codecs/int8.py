@@ -23,6 +23,7 @@ class Int8:
 
     name: str = "int8"
     summable: None = None
+    relative: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
         """1 for each element, 4 for every 1024 begun."""

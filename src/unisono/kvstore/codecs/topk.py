@@ -25,6 +25,7 @@ class TopK:
     name: str
     share: float
     summable: None = None
+    relative: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
         """6 for each element kept, 4 for every 65536 begun."""

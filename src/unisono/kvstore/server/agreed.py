@@ -27,8 +27,8 @@ _MOST_SERVERS = 1 << 16
 class Agreed:
     """``table``: shape and dtype by key; ``whole``: keys that are not cut; ``staleness``: clocks a worker may be ahead,
     None for any; ``units``: how much work there is to deal, 0 where workers share it themselves, and of how many units a step
-    and the stretch from one save to the next consist (0: one save, at the end); ``codec``: of pushes, as
-    ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
+    and the stretch from one save to the next consist (0: one save, at the end); ``codec``: of pushes, and of
+    pulls if it codes values, as ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
 
     table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     servers: int

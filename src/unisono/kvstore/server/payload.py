@@ -1,6 +1,6 @@
 """Payloads of chunks: a table of entries, what is said of a push, then the data back to back.
 
-    entries x (chunk u32, nbytes u32), for a push (lr f64, base_version u64), data
+    entries x (chunk u32, nbytes u32), for a push (lr f64, base_version u64), with BASED entries x (base u64), data
 
 Little endian. Nothing is read before every count was compared with the bytes there are. Without a codec the data of an entry
 is the chunk's elements; of rows it is their numbers (i64, from the chunk's first), then, in a push, the rows themselves.
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from unisono.kvstore.wire.frame import DTYPES, Frame, Op, buffers
 UNIT = 1  # flag of a push: seq is the unit of work it belongs to, else the worker's own count
 WRITE = 2  # flag of ROWS and STATE: what is sent replaces or updates, else it is asked for
 REFUSED = 4  # flag of an ACK or DATA: the push held a NaN or an infinity and changed nothing
+BASED = 8  # flag of PULL, PUSHPULL and DATA: it names, for each entry, a base, which ``shadows`` explains
 
 CODED = 1  # the number, in a frame, of the one codec that a run agreed on
 
@@ -32,24 +34,53 @@ Decoder = Callable[[memoryview, int], Tensor]
 # of shared memory for one frame: chunks, the table of their numbers and sizes, and what is said of a push
 SLOT_BYTES = CHUNK_BYTES + (64 << 10)
 
-_ENTRY_BYTES = 8
+_ENTRY_BYTES = _BASE_BYTES = 8
 _PREFIX = struct.Struct("<dQ")
 _ID_BYTES = 8
 
 
 def write(
-    op: Op, parts: Sequence[tuple[int, memoryview]], *, dtype: str, prefix: tuple[float, int] | None = None
+    op: Op,
+    parts: Sequence[tuple[int, memoryview]],
+    *,
+    dtype: str,
+    prefix: tuple[float, int] | None = None,
+    based: Sequence[int] = (),
 ) -> Frame:
-    """A frame of ``(chunk, data)``; ``prefix`` is lr and base_version of a push."""
+    """A frame of ``(chunk, data)``; ``prefix`` is lr and base_version of a push, ``based`` a base for each part."""
     numbers = [number for chunk, data in parts for number in (chunk, data.nbytes)]
     head = struct.pack(f"<{len(numbers)}I", *numbers) + (_PREFIX.pack(*prefix) if prefix is not None else b"")
-    payload = [memoryview(head), *(data for _, data in parts)]
-    return Frame(op, dtype=DTYPES.index(dtype), entries=len(parts), payload=payload)
+    payload = [memoryview(head + struct.pack(f"<{len(based)}Q", *based)), *(data for _, data in parts)]
+    flags = BASED if based else 0
+    return Frame(op, dtype=DTYPES.index(dtype), flags=flags, entries=len(parts), payload=payload)
+
+
+def values(pulled: Sequence[tuple[int, Tensor, int]]) -> Frame:
+    """DATA of chunk, value and version; the frame's ``clock`` is the lowest version."""
+    answer = write(
+        Op.DATA, [(number, raw(value)) for number, value, _ in pulled], dtype=one_dtype(v for _, v, _ in pulled)
+    )
+    return replace(answer, clock=min((version for _, _, version in pulled), default=0))
+
+
+def one_dtype(values: Iterable[Tensor]) -> str:
+    """Of all values of a frame, as it names it. CommError where they differ."""
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in values} or {"float32"}
+    if len(dtypes) > 1:
+        raise CommError(
+            Problem(
+                given=f"chunks of {', '.join(sorted(dtypes))} asked for in one frame",
+                rule="a frame has one dtype",
+                consequence="nothing was sent",
+                nearest="take the groups of the placement",
+            )
+        )
+    return dtypes.pop()
 
 
 def read(frame: Frame, *, prefix: bool) -> tuple[list[tuple[int, memoryview]], float, int]:
     """``(chunk, data)`` of every entry, lr and base_version. CommError unless they fill the payload exactly."""
-    data, head = _whole(frame), frame.entries * _ENTRY_BYTES + prefix * _PREFIX.size
+    data, head = _whole(frame), _head(frame, prefix=prefix)
     if data.nbytes < head:
         raise _torn(frame, data.nbytes, head)
     numbers = struct.unpack_from(f"<{2 * frame.entries}I", data)
@@ -63,11 +94,21 @@ def read(frame: Frame, *, prefix: bool) -> tuple[list[tuple[int, memoryview]], f
     return parts, lr, base_version
 
 
+def bases(frame: Frame, *, prefix: bool) -> tuple[int, ...]:
+    """The base of every entry; none without BASED."""
+    data, head = _whole(frame), _head(frame, prefix=prefix)
+    if not frame.flags & BASED:
+        return ()
+    if data.nbytes < head:
+        raise _torn(frame, data.nbytes, head)
+    return struct.unpack_from(f"<{frame.entries}Q", data, head - frame.entries * _BASE_BYTES)
+
+
 def asked(frame: Frame) -> list[int]:
     """The chunks of a PULL: a table of entries without data, whose nbytes are not read."""
     data = _whole(frame)
-    if data.nbytes != frame.entries * _ENTRY_BYTES:
-        raise _torn(frame, data.nbytes, frame.entries * _ENTRY_BYTES)
+    if data.nbytes != _head(frame, prefix=False):
+        raise _torn(frame, data.nbytes, _head(frame, prefix=False))
     chunks = struct.unpack_from(f"<{2 * frame.entries}I", data)[::2]
     if any(left >= right for left, right in itertools.pairwise(chunks)):
         raise CommError(
@@ -128,6 +169,12 @@ def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
     if not data.nbytes:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=dtype)
+
+
+def _head(frame: Frame, *, prefix: bool) -> int:
+    """Bytes before the data."""
+    per_entry = _ENTRY_BYTES + (_BASE_BYTES if frame.flags & BASED else 0)
+    return frame.entries * per_entry + prefix * _PREFIX.size
 
 
 def _whole(frame: Frame) -> memoryview:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from unisono.errors import CommError, ConfigError, Problem, UnisonoError
-from unisono.kvstore.codecs import Codec, PowerSgd, find_codec
+from unisono.kvstore.codecs import Codec, PowerSgd, codes_values, find_codec
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.clocks import Clocks
@@ -37,13 +37,17 @@ from unisono.kvstore.server.payload import (
     Decoder,
     answer_places,
     asked,
+    bases,
+    one_dtype,
     raw,
     read,
     rows,
     tensor,
+    values,
     write,
 )
 from unisono.kvstore.server.placement import Placement
+from unisono.kvstore.server.shadows import Pulled, Shadows
 from unisono.kvstore.server.table import Entry, Push, Table
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
@@ -67,6 +71,7 @@ class _Run:
     deal: Deal
     barriers: Barriers
     decoders: Mapping[int, Decoder]  # by the number of a codec in frames
+    shadows: Shadows | None  # of workers that pull coded; None where the run's codec is not for values
 
 
 class Service:
@@ -170,7 +175,8 @@ class Service:
             case Op.PUSHPULL:
                 answer = self._push(run, peer, frame)
                 chunks = [number for number, _ in read(frame, prefix=True)[0]]
-                answer = replace(self._pull(run, peer, frame, chunks), flags=answer.flags)
+                pulled = self._pull(run, peer, frame, chunks)
+                answer = replace(pulled, flags=pulled.flags | answer.flags)
             case Op.ROWS:
                 answer = self._rows(run, peer, frame)
             case Op.OPTIMIZER:
@@ -256,10 +262,10 @@ class Service:
 
     def _init(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
         table, (parts, _, _) = run.tables[peer.role], read(frame, prefix=False)
-        values = [(chunk, tensor(replace(frame, codec=0), data, table.chunk(chunk), {})) for chunk, data in parts]
-        kept = sum(table.init(chunk, value) for chunk, value in values)
+        given = [(chunk, tensor(replace(frame, codec=0), data, table.chunk(chunk), {})) for chunk, data in parts]
+        kept = sum(table.init(chunk, value) for chunk, value in given)
         if peer.role == "worker":
-            self._mirror(run, frame, [chunk for chunk, _ in values])
+            self._mirror(run, frame, [chunk for chunk, _ in given])
         return Frame(Op.ACK, entries=kept)
 
     def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[Entry] | None = None) -> Frame:
@@ -282,10 +288,21 @@ class Service:
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
     def _pull(self, run: _Run, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
-        table = run.tables[peer.role]
+        table, based = run.tables[peer.role], bases(frame, prefix=frame.op is Op.PUSHPULL)
+        if based and run.shadows is not None and all(table.chunk(n).dtype.is_floating_point for n in chunks):
+            return self._lacking(run.shadows, table, peer, list(zip(chunks, based, strict=True)))
         places = answer_places(frame, [table.chunk(number) for number in chunks])
         pulled = [(number, *table.pull(number, into=into)) for number, into in zip(chunks, places, strict=True)]
-        return _values(pulled)
+        return values(pulled)
+
+    def _lacking(self, shadows: Shadows, table: Table, peer: Peer, asked: list[tuple[int, int]]) -> Frame:
+        """What a worker that names bases lacks, coded where that is possible."""
+        found = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
+        pulled = [Pulled(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in found]
+        answer = shadows.answer(peer.worker, pulled)
+        parts = [(chunk, raw(data)) for (chunk, _), data in zip(asked, answer.data, strict=True)]
+        frame = write(Op.DATA, parts, dtype=one_dtype(each.value for each in pulled), based=answer.numbers)
+        return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
 
     def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
         table, writes = run.tables[peer.role], bool(frame.flags & WRITE)
@@ -293,12 +310,14 @@ class Service:
         entries = [rows(frame, data, table.chunk(chunk)) for chunk, data in parts]
         if writes:
             return self._push(run, peer, frame, entries)
-        return _values([(entry.chunk, *table.pull(entry.chunk, entry.rows)) for entry in entries])
+        return values([(entry.chunk, *table.pull(entry.chunk, entry.rows)) for entry in entries])
 
     def _state(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
         table = run.tables[peer.role]
         if frame.flags & WRITE:
             self._take(table, *decode(b"".join(buffers(frame))))
+            if peer.role == "worker" and run.shadows is not None:
+                run.shadows.clear()
             return Frame(Op.ACK)
         chunks = read_json(frame).get("chunks")
         if not isinstance(chunks, list) or not all(type(number) is int for number in chunks):
@@ -393,6 +412,7 @@ class Service:
             ),
             barriers=Barriers(lambda: clocks.live.keys()),
             decoders=_decoders(agreed.codec),
+            shadows=_shadows(agreed.codec),
         )
 
     def _image(self, run: _Run, table: Table, numbers: Sequence[int]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -457,6 +477,8 @@ class Service:
         if self._run is not None:
             self._run.deal.give_back(worker)
             self._run.barriers.look_again()
+            if self._run.shadows is not None:
+                self._run.shadows.drop(worker)
 
     def _keep(self) -> None:
         """Look at leases, save now and then, and look whether another server does so in this one's place."""
@@ -498,6 +520,12 @@ def _decoders(codec: str) -> dict[int, Decoder]:
     return {CODED: decoder}
 
 
+def _shadows(codec: str) -> Shadows | None:
+    """Where pulls are coded too."""
+    found = server_codec(codec) if codec != "none" else None
+    return Shadows(found) if found is not None and codes_values(found) else None
+
+
 def server_codec(text: str) -> Codec:
     """The codec of that name, for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
     found = find_codec(text)
@@ -511,22 +539,6 @@ def server_codec(text: str) -> Codec:
             )
         )
     return found
-
-
-def _values(pulled: list[tuple[int, torch.Tensor, int]]) -> Frame:
-    """DATA of chunk, value and version; the frame's ``clock`` is the lowest version."""
-    dtypes = {str(value.dtype).removeprefix("torch.") for _, value, _ in pulled} or {"float32"}
-    if len(dtypes) > 1:
-        raise CommError(
-            Problem(
-                given=f"chunks of {', '.join(sorted(dtypes))} asked for in one frame",
-                rule="a frame has one dtype",
-                consequence="nothing was sent",
-                nearest="take the groups of the placement",
-            )
-        )
-    answer = write(Op.DATA, [(number, raw(value)) for number, value, _ in pulled], dtype=dtypes.pop())
-    return replace(answer, clock=min((version for _, _, version in pulled), default=0))
 
 
 def _whole(frame: Frame, name: str) -> int:
