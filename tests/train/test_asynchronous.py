@@ -16,6 +16,7 @@ import tiny
 import torch
 from parameter_servers import ParameterServers, parameter_servers
 from pool import Pool
+from procs import wait_until
 
 from unisono import Trainer
 from unisono.data.order import Order
@@ -49,13 +50,15 @@ def place(job: JobSpec, addresses: list[str], secret: str, ranks: int = 0) -> Wo
 
 def worker(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks: int, **changes: Any) -> dict[str, Any]:
     changes = {**SHARED, "sync": "dist_async", "world": place(job, addresses, secret, ranks), **changes}
-    stop_at = changes.pop("stop_at", None)
+    stop_at, at_step = changes.pop("stop_at", None), changes.pop("at_step", None)
     samples: list[list[int]] = []
     losses: list[float] = []
     with tiny.trainer(run_dir, **changes) as run:
         for step in run:
             samples.append(step.sample_ids.tolist())
             losses.append(step.loss)
+            if at_step is not None:
+                at_step()
             if step.index == stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
     values = digests(run)
@@ -74,6 +77,17 @@ def worker_that_tells(*given: Any, **changes: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dealt, "_TOLD_EVERY_UNITS", 1)
         return worker(*given, **changes)
+
+
+def worker_in_turn(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:
+    """After its first unit a worker waits until the other one has had one too."""
+    run_dir = Path(given[2])
+
+    def begun() -> None:
+        (run_dir / f"begun.{job.rank}").touch()
+        wait_until(lambda: len(list(run_dir.glob("begun.*"))) == 2, "the other worker has a unit too")
+
+    return worker(job, *given, at_step=begun, **changes)
 
 
 def digests(run: Trainer) -> dict[str, str]:
@@ -136,7 +150,7 @@ def samples_of(first: int, last: int) -> list[int]:
 def test_workers_share_the_work_and_end_with_the_same_values(
     tmp_path: Path, pool: Pool, servers: ParameterServers, changes: dict[str, Any]
 ) -> None:
-    first, second = together(pool, servers, tmp_path / "run", 2, **changes)
+    first, second = together(pool, servers, tmp_path / "run", 2, worker_in_turn, **changes)
     done = [ids for outcome in (first, second) for ids in outcome["samples"]]
     assert sorted(chain.from_iterable(done)) == samples_of(0, STEPS)
     assert first["step"] == second["step"] == STEPS

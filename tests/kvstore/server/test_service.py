@@ -21,6 +21,7 @@ from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.image import decode, join
 from unisono.kvstore.server.payload import CODED, REFUSED, UNIT, WRITE, raw, write
 from unisono.kvstore.server.service import Service
+from unisono.kvstore.server.snapshot import latest
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.frame import DTYPES, Frame, Op, buffers
@@ -429,12 +430,13 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     service = Service(0, snapshots=tmp_path)
     worker = Worker(service)
     worker.init(filled(1.0))
+    wait_until(lambda: latest(tmp_path) == 1, "its own first snapshot, as soon as there are values")
     worker.push(filled(0.25), seq=0)
     worker.ask(Frame(Op.TICK, clock=3))
     begin(worker)
     worker.ask(replace(json_frame(Op.CLAIM, {}), seq=1))
     worker.json(Op.DONE, kind="unit", number=0)
-    assert worker.json(Op.SNAPSHOT) == {"number": 1}
+    assert worker.json(Op.SNAPSHOT) == {"number": 2}
     before = worker.pull()
     worker.push(filled(0.25), seq=1)
     service.close()
@@ -442,7 +444,7 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
     said: list[str] = []
     again = Service(0, snapshots=tmp_path, say=said.append)
     back = Worker(again)
-    assert "goes on from snapshot 1" in said[0]
+    assert "goes on from snapshot 2" in said[0]
     assert (back.greeting["clock"], back.greeting["seq"], back.greeting["optimizer"]) == (3, 1, True)
     assert all(torch.equal(value, before[key]) for key, value in back.pull().items())
     assert back.push(filled(0.25), seq=0).entries == 0
