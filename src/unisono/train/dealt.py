@@ -33,6 +33,7 @@ from unisono.optim.groups import Role
 from unisono.plan.plan import Plan
 from unisono.train.options import is_due
 from unisono.train.state import RunState
+from unisono.train.sync import why_asked
 
 _TOLD_EVERY_UNITS = 100
 
@@ -155,6 +156,8 @@ class Dealt:
             codec=None if plan.compression == "none" else server_codec(plan.compression),
             say=lambda text: events.emit("servers", message=text),
         )
+        if (codec := plan.compression) != "none":
+            events.emit("compression", asked=codec, codec=codec, why=why_asked(codec, options.kind))
         # under a bound, values are as new as what was dealt
         self._bounded = plan.staleness is not None
         self._optimizer = RemoteOptimizer(
