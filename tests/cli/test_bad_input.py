@@ -122,6 +122,26 @@ def test_a_choice_that_would_act_on_nothing(desk: Desk, tmp_path: Path) -> None:
 # --- the data --------------------------------------------------------------------------------------------------------
 
 
+def test_two_copies_need_two_servers(desk: Desk, tmp_path: Path) -> None:
+    settings = ("--set=launch.replicas=2", "--set=plan.sync=dist_async")
+    assert refused(desk, tmp_path, *settings) == problem(
+        "launch.replicas 2 with 1 server",
+        "a replica is on another server than the values it is of",
+        NOTHING,
+        "launch.servers=2, or launch.replicas=1",
+    )
+
+
+@pytest.mark.full
+def test_a_synchronous_run_says_that_it_needs_no_servers(desk: Desk, tmp_path: Path) -> None:
+    settings = ("--set=launch.servers=2", "--set=plan.device=cuda")
+    done = desk.process("train", f"--set=run.dir={tmp_path}/new", *desk.settings, *settings)
+    assert done.code == 2
+    said, _, rest = done.err.partition("\n")
+    assert said == "no servers are started: plan.sync 'auto' all-reduces gradients among the ranks"
+    assert rest.startswith("unisono: plan.device 'cuda'\n")
+
+
 def test_vocabulary_too_small_for_the_data(desk: Desk, tmp_path: Path) -> None:
     assert refused(desk, tmp_path, "--set=model.vocab_size=256") == problem(
         "a model vocabulary of 256 for data with 257 token ids",

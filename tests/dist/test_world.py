@@ -316,6 +316,12 @@ def test_an_address_of_another_host() -> None:
         join(alone(4000, master_addr="no-such-host.invalid"), device_type="cpu", timeout_s=1)
 
 
+def test_workers_of_servers_have_no_meeting_point() -> None:
+    job = replace(alone(0), servers=1, server_addresses=("127.0.0.1:4000",))
+    with pytest.raises(LaunchError, match=r"rank 0 of 2 was to meet the others in a job with parameter servers\n  rule: "):
+        join(job, device_type="cpu", timeout_s=60)
+
+
 def test_a_rank_that_never_comes_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

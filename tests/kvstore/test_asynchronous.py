@@ -205,6 +205,10 @@ def test_refusals() -> None:
         create("dist_async", alone)
     with pytest.raises(ConfigError, match=r"secret=read_secret\(os.environ\)"):
         create("dist_async", alone, servers=[("127.0.0.1", 1)])
+    with pytest.raises(ConfigError, match=r"with a secret of 3 bytes\n  rule: it has 32"):
+        store_of([("127.0.0.1", 1)], secret=b"abc")
+    with pytest.raises(ConfigError, match=r"with staleness -1\n  rule: it is 0 or more, or None"):
+        store_of([("127.0.0.1", 1)], staleness=-1)
     with pytest.raises(ConfigError, match="leave out staleness, damped"):
         create("local", alone, staleness=1, damped=True)
 

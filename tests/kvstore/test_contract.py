@@ -229,6 +229,17 @@ def gradients_stay_the_callers(store: KVStore, kind: Kind) -> None:
         assert not torch.equal(store.pull("w").wait(), torch.ones(2, 2))
 
 
+def may_be_changed_once_pushed(store: KVStore, kind: Kind) -> None:
+    store.init({"w": torch.ones(300_000)})
+    store.set_optimizer("sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
+    gradient = torch.ones(300_000)
+    sent = store.push("w", gradient)
+    gradient.fill_(100.0)
+    sent.wait()
+    store.barrier()
+    assert store.pull("w").wait().unique().tolist() == [0.0 if kind.averages else 1.0 - kind.ranks]
+
+
 def goes_on_exactly(store: KVStore, kind: Kind) -> None:
     if kind.applies_each and kind.ranks > 1:  # nobody knows the order of their pushes
         return
@@ -254,7 +265,16 @@ def goes_on_exactly(store: KVStore, kind: Kind) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_updates(pool: Pool, name: str) -> None:
-    check(pool, name, updates, small_step, matrices_decay, gradients_stay_the_callers, goes_on_exactly)
+    check(
+        pool,
+        name,
+        updates,
+        small_step,
+        matrices_decay,
+        gradients_stay_the_callers,
+        may_be_changed_once_pushed,
+        goes_on_exactly,
+    )
 
 
 # --- init, broadcast, refusals -------------------------------------------------------------------------------------

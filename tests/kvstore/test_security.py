@@ -38,12 +38,11 @@ BANNED_ATTRIBUTES = {
     ("yaml", "unsafe_load"),
     ("os", "system"),
     ("os", "popen"),
-    ("dist", "broadcast_object_list"),
-    ("dist", "all_gather_object"),
-    ("dist", "gather_object"),
-    ("dist", "scatter_object_list"),
-    ("dist", "send_object_list"),
-    ("dist", "recv_object_list"),
+}
+# torch's collectives of objects, which pickle, under whatever name its module goes
+OBJECT_COLLECTIVES = {
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
 }
 ALLOWED = {
     "data/process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
@@ -59,12 +58,16 @@ def unsafe(tree: ast.AST) -> list[str]:
         match node:
             case ast.Import():
                 names = [each.name for each in node.names if each.name.partition(".")[0] in BANNED_MODULES]
+            case ast.ImportFrom() if found_names := OBJECT_COLLECTIVES & {each.name for each in node.names}:
+                names = sorted(found_names)
             case ast.ImportFrom() if (node.module or "").partition(".")[0] in BANNED_MODULES:
                 names = [str(node.module)]
             case ast.Call(func=ast.Name(id=name)) if name in BANNED_NAMES:
                 names = [name]
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if (owner, name) in BANNED_ATTRIBUTES:
                 names = [f"{owner}.{name}"]
+            case ast.Attribute(attr=name) | ast.Name(id=name) if name in OBJECT_COLLECTIVES:
+                names = [name]
             case ast.keyword(arg="shell", value=value) if not (isinstance(value, ast.Constant) and not value.value):
                 names = ["shell="]
             case ast.keyword(arg="weights_only" | "allow_pickle" as arg, value=ast.Constant(value=value)):
@@ -95,6 +98,8 @@ def test_no_source_runs_what_comes_as_data() -> None:
         "torch.load(x, weights_only=False)",
         "np.load(x, allow_pickle=True)",
         "dist.broadcast_object_list(x)",
+        "torch.distributed.all_gather_object(x, y)",
+        "from torch.distributed import scatter_object_list as s",
     ],
 )
 def test_the_search_for_it_finds_it(text: str) -> None:

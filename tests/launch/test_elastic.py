@@ -81,12 +81,14 @@ seen("up")
 while not all((run_dir / f"up.{rank}.0").exists() for rank in (0, 1)):
     time.sleep(0.02)
 if job.rank == 1:
+    print("this must change")
     sys.exit(2)
 time.sleep(600)
 """
     launched = start_job(worker, tmp_path, server=SERVER, servers=1)
     code, said = launched.finish()
     assert code == 2, said
+    assert "this must change" not in said  # it stands above, as the rank has said it
     assert "rank 1 (pid " in said
     assert "restarting" not in said
     assert (launched.run_dir / "saved.0.0").exists()

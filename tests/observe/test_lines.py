@@ -148,6 +148,23 @@ def test_key_value_line_has_units_in_its_names() -> None:
             "resumed at step 7 from /c/7; not bit-exact, because of torch 2.13 -> 2.14; cpu",
         ),
         (
+            {"kind": "resumed", "step": 7, "path": "/c/7", "differences": [f"{name} is new" for name in "abcdefgh"]},
+            "info",
+            "resumed at step 7 from /c/7; not bit-exact, because of a is new; b is new; c is new; d is new; e is new; "
+            "3 more, in the event log",
+        ),
+        (
+            {
+                "kind": "compression",
+                "asked": "auto",
+                "codec": "none",
+                "why": "no compression: 3 s with bf16, 2 without",
+            },
+            "notice",
+            "compression auto: no compression: 3 s with bf16, 2 without",
+        ),
+        ({"kind": "servers", "message": "server 0 has lost 3 pushes"}, "warning", "server 0 has lost 3 pushes"),
+        (
             {"kind": "early_stop", "step": 4, "best_loss": 1.25, "loss": 2.0, "patience": 3},
             "info",
             "stopped early at step 4: no eval loss below 1.25 in 3 evaluations",
@@ -180,6 +197,7 @@ def test_messages_are_printable_and_unknown_kinds_quiet() -> None:
     assert message({"kind": "anything"}) is None
     assert message({"kind": "run_start", "steps_total": 3}) is None
     assert message({"kind": "compiled"}) is None
+    assert message({"kind": "compression", "asked": "int8", "codec": "int8", "why": "as asked"}) is None
     assert message({"kind": "run_end", "step": 3, "reason": "finished"}) is None
 
 

@@ -12,6 +12,7 @@ from pool import Pool
 from unisono.errors import PlanError
 from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
+from unisono.train.sync import why_asked
 
 STEPS = 8
 CODECS = ("bf16", "int8", "1bit", "2bit:rms*1.5", "topk:0.05", "powersgd:2")
@@ -84,6 +85,11 @@ def test_another_codec_goes_on_and_says_what_is_left_behind(tmp_path: Path, pool
 def automatic(world: Any, folder: str) -> list[Any]:
     tiny.complete(folder, steps=2, world=world, compression="auto")
     return [event for event in tiny.events(folder, world.rank) if event["kind"] == "compression"]
+
+
+def test_one_or_two_bits_with_a_second_moment_are_doubted() -> None:
+    assert "the second moment is made of squares of what was sent" in why_asked("2bit:rms*1.5", "adamw")
+    assert {why_asked("2bit", "sgd"), why_asked("1bit", "lars"), why_asked("int8", "adamw")} == {"as asked"}
 
 
 def test_auto_decides_once_for_all_ranks_and_says_why(tmp_path: Path, pool: Pool) -> None:

@@ -53,6 +53,9 @@ def command(
         return 0
     if debug and job.world > 1:
         raise LaunchError(_debug_in_a_job(job))
+    servers = job.servers or resolved.value.launch.servers
+    if sync == "dist_async" and resolved.value.launch.replicas > servers:
+        raise ConfigError(_no_room_for_replicas(servers))
     run_dir = Path(resolved.value.run.dir)
     made = make_folder(run_dir)
     code = 1
@@ -82,9 +85,20 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
     command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
-    if _sync(resolved.value.plan) != "dist_async":
+    if (sync := _sync(resolved.value.plan)) != "dist_async":
+        if options.servers > 1 or options.replicas > 1:
+            LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
         return launch(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
     return run_job(with_servers(command_line, options, run_dir), run_dir)
+
+
+def _no_room_for_replicas(servers: int) -> Problem:
+    return Problem(
+        given=f"launch.replicas 2 with {servers} server",
+        rule="a replica is on another server than the values it is of",
+        consequence="nothing was started",
+        nearest="launch.servers=2, or launch.replicas=1",
+    )
 
 
 def _sync(options: PlanOptions) -> str:

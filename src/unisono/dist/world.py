@@ -243,6 +243,15 @@ def join(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: fl
         return World(job, timeout_s=timeout_s)
     if timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}; a collective needs some time above 0")
+    if job.server_addresses and not job.master_port:
+        raise LaunchError(
+            Problem(
+                given=f"rank {job.rank} of {job.world} was to meet the others in a job with parameter servers",
+                rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
+                consequence="there is nobody to all-reduce with, so nothing was started",
+                nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))",
+            )
+        )
     meet_timeout_s = max(timeout_s, _MEET_S) if meet_timeout_s is None else meet_timeout_s
     store = open_store(job, meet_timeout_s)
     prefix, epoch = fresh_prefix(store, job, meet_timeout_s)

@@ -33,6 +33,7 @@ from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, r
 from unisono.kvstore.local import LocalBackend, LocalGradients
 from unisono.kvstore.periodic import PeriodicBackend, Rounds
 from unisono.kvstore.values import optimizer_options
+from unisono.kvstore.wire.secret import SECRET_BYTES
 from unisono.kvstore.wire.tls import Tls
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
@@ -440,6 +441,12 @@ def create(
                 given = "no servers" if not servers else "no secret"
                 nearest = "servers=server_addresses(os.environ), secret=read_secret(os.environ)"
                 raise _no_store(kind, given, "servers that know the secret hold its values", nearest)
+            if len(secret) != SECRET_BYTES:
+                raise _no_store(
+                    kind, f"a secret of {len(secret)} bytes", f"it has {SECRET_BYTES}", "read_secret(os.environ)"
+                )
+            if staleness is not None and staleness < 0:
+                raise _no_store(kind, f"staleness {staleness}", "it is 0 or more, or None", "staleness=4")
             backend = AsyncBackend(
                 world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation, tls=tls
             )

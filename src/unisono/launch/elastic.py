@@ -103,7 +103,9 @@ def _ended(held: _Held, code: int, options: LaunchOptions, *, stopped: bool) -> 
     held.member, held.code = None, code
     if code in (0, REQUEUE):
         return False
-    say(explain(attempt))
+    # of a mistake of the user's each rank has said all, above; a line tells who ended
+    said = explain(attempt)
+    say(said.partition("\n")[0] if code == USER_ERROR else said)
     if stopped or code in (USER_ERROR, FATAL):
         return False
     repeats = same_crashes(held.history)

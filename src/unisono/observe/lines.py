@@ -239,8 +239,22 @@ def _resumed(event: Fields) -> Message:
     source = event.get("checkpoint") or event.get("path")
     origin = f" from {source}" if source else ""
     differences = cast("list[object]", event.get("differences") or [])
+    if (more := len(differences) - _DIFFERENCES) > 1:  # under another kind of plan.sync there is one for each parameter
+        differences = [*differences[:_DIFFERENCES], f"{more} more, in the event log"]
     weaker = f"; not bit-exact, because of {'; '.join(map(str, differences))}" if differences else ""
     return Message(level="info", text=f"resumed at step {event.get('step', '?')}{origin}{weaker}")
+
+
+def _compression(event: Fields) -> Message | None:
+    """What ``auto`` chose, or what is doubtful about what was asked for."""
+    if event.get("why") == "as asked":
+        return None
+    return Message(level="notice", text=f"compression {event.get('asked')}: {event.get('why')}", code="compression")
+
+
+def _servers(event: Fields) -> Message:
+    """What parameter servers lost, in their words."""
+    return Message(level="warning", text=str(event.get("message") or ""))
 
 
 def _notice(event: Fields) -> Message:
@@ -312,6 +326,8 @@ def _reason(event: Fields) -> str:
     return str(event.get("error") or event.get("reason") or "no reason given")
 
 
+_DIFFERENCES: Final = 5  # of a resumed run, said on the console
+
 _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "run_start": _run_start,
     "rules_inferred": _rules_inferred,
@@ -319,6 +335,8 @@ _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "compiled": _compiled,
     "eval": _eval,
     "resumed": _resumed,
+    "compression": _compression,
+    "servers": _servers,
     "notice": _notice,
     "warning": _warning,
     "sink_failed": _sink_failed,

@@ -34,6 +34,7 @@ from unisono.optim.groups import Role
 from unisono.plan.plan import Plan
 from unisono.train.options import is_due
 from unisono.train.state import RunState
+from unisono.train.sync import why_asked
 
 _TOLD_EVERY_UNITS = 100
 _BYTES = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
@@ -158,6 +159,8 @@ class Dealt:
             tls=read_tls(os.environ),
             say=lambda text: events.emit("servers", message=text),
         )
+        if (codec := plan.compression) != "none":
+            events.emit("compression", asked=codec, codec=codec, why=why_asked(codec, options.kind))
         # under a bound, values are as new as what was dealt
         self._bounded = plan.staleness is not None
         self._optimizer = RemoteOptimizer(

@@ -180,16 +180,20 @@ def keep_in_step(
 
 def _codec(plan: Plan, grid: Grid, device: torch.device, optimizer: str, events: EventLog) -> str:
     """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
-    chosen, why = plan.compression, "as asked"
+    chosen = plan.compression
     if chosen == "none":
         return chosen
+    why = why_asked(chosen, optimizer)
     if chosen == "auto":
         choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.spread else None)
         chosen, why = choice.codec or "none", choice.reason
-    elif chosen.startswith(_COARSE) and optimizer in _ADAPTIVE:
-        why = COARSE_WITH_ADAM
     events.emit("compression", asked=plan.compression, codec=chosen, why=why)
     return chosen
+
+
+def why_asked(codec: str, optimizer: str) -> str:
+    """What the event of a codec that was asked for says: that, or what is doubtful about it with this optimizer."""
+    return COARSE_WITH_ADAM if codec.startswith(_COARSE) and optimizer in _ADAPTIVE else "as asked"
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         assert part in text
     with pytest.raises(ConfigError, match=r"codec 'powersgd:2' for dist_async"):
         Settings(codecs=("powersgd:2",))
+    with pytest.raises(ConfigError, match=r"compression = 'int9'\n(.*\n)*  try:  did you mean 'int8'"):
+        Settings(codecs=("none", "int9"))
 
 
 def test_settings_travel_as_json() -> None:

@@ -57,7 +57,9 @@ class Settings:
                 keys_of(size)
             except ConfigError as error:
                 problems += error.problems
-        if set(self.codecs) - {"none"} and not set(self.kinds) & set(CODED):
+        coded = [codec for codec in self.codecs if codec != "none"]
+        problems += _unknown(coded)
+        if coded and not set(self.kinds) & set(CODED):
             problems.append(
                 Problem(
                     given=f"codecs {', '.join(self.codecs)} for {', '.join(self.kinds)}",
@@ -94,6 +96,17 @@ class Settings:
         """From JSON, which knows no tuples."""
         listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
         return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])
+
+
+def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:
+    if codecs:
+        from unisono.kvstore.codecs import find_codec  # imports torch
+
+        for codec in codecs:
+            try:
+                find_codec(codec)
+            except ConfigError as error:
+                yield from error.problems
 
 
 def keys_of(size: str) -> Shapes:
