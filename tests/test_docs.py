@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -65,3 +66,13 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
+
+
+def test_what_converges_how_is_what_was_measured() -> None:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "kvstore" / "convergence_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    text = table.PAGE.read_text()
+    assert text == table.page(text, table.newest()), "python -m benchmarks.run --table-only writes it"

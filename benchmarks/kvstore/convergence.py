@@ -10,7 +10,9 @@ quarter of its samples, and of local steps each worker makes its own from its ha
 Learning rates are those of the plain sums, found once for each optimizer, but where updates are four times as many: they are
 divided by 4 for SGD and by 2 for AdamW (linear and square root of the batch: Goyal et al. 2017, Malladi et al. 2022). Damping
 divides by 1 + lateness, about 4 by itself, so damped runs keep the rate; one line shows what happens where nothing is divided.
-1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD.
+1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD. They have two lines,
+with the rate of the plain sums and a quarter of it, both compared with the same sums: what they hold back is late by some
+steps, and late gradients bear smaller steps only.
 
 Losses are held-out, after half the steps and all, a number for each seed. The band of an optimizer is two standard deviations
 between seeds of plain sums above their mean. ``over_plain`` is the mean difference to plain sums of the same seed; a way is
@@ -31,10 +33,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from unisono.dist import JobSpec
 
 MODELS = ("gpt", "resnet")
 ASYNC_WORKERS, H = 4, 16
@@ -48,12 +52,13 @@ _LR = {("gpt", "adamw"): 1e-2, ("gpt", "sgd"): 0.5, ("resnet", "sgd"): 0.1}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """One line: what the plan says, with how many workers. ``coarse``: not with AdamW. ``rescaled``: with the learning rate of
-    its smaller updates."""
+    its smaller updates. ``slower``: with that part of the rate."""
 
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     workers: int = 2
     coarse: bool = False
     rescaled: bool = False
+    slower: float = 1.0
 
     def optimizer(self, model: str) -> str:
         """The best one that it goes with."""
@@ -63,23 +68,25 @@ class Way:
         """By the rule above."""
         optimizer = self.optimizer(model)
         fewer = ASYNC_WORKERS if optimizer == "sgd" else math.sqrt(ASYNC_WORKERS)
-        return _LR[model, optimizer] / (fewer if self.rescaled else 1.0)
+        return _LR[model, optimizer] / self.slower / (fewer if self.rescaled else 1.0)
 
 
-def _compressed(codec: str, *, coarse: bool = False) -> Way:
-    return Way(plan={"compression": codec}, coarse=coarse)
+def _compressed(codec: str, *, coarse: bool = False, slower: float = 1.0) -> Way:
+    return Way(plan={"compression": codec}, coarse=coarse, slower=slower)
 
 
 def _asynchronous(*, rescaled: bool = True, **more: Any) -> Way:
     return Way(plan={"sync": "dist_async", **more}, workers=ASYNC_WORKERS, rescaled=rescaled)
 
 
+_COARSE = ("2bit:rms*1.5", "1bit")
 PLAIN, PLAIN_SGD = "dist_sync", "dist_sync with SGD"
 WAYS: Mapping[str, Way] = {
     PLAIN: Way(),
     PLAIN_SGD: Way(coarse=True),
     **{f"dist_sync, {codec}": _compressed(codec) for codec in ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")},
-    **{f"dist_sync, {codec}": _compressed(codec, coarse=True) for codec in ("2bit:rms*1.5", "1bit")},
+    **{f"dist_sync, {codec}": _compressed(codec, coarse=True) for codec in _COARSE},
+    **{f"dist_sync, {codec}, learning rate / 4": _compressed(codec, coarse=True, slower=4.0) for codec in _COARSE},
     "dist_async": _asynchronous(),
     "dist_async, learning rate not divided": _asynchronous(rescaled=False),
     "dist_async, staleness 2": _asynchronous(staleness=2),
@@ -125,6 +132,18 @@ def serve(listener: socket.socket, log: Path, environ: Mapping[str, str]) -> Non
     sys.exit(serve_until_killed())
 
 
+def _job(rank: int, workers: int, port: int) -> JobSpec:
+    return JobSpec(
+        run_id="convergence",
+        rank=rank,
+        local_rank=rank,
+        world=workers,
+        local_world=workers,
+        master_port=port,
+        source="unisono",
+    )
+
+
 class Runs:
     """Starts runs in processes that have torch already."""
 
@@ -138,7 +157,6 @@ class Runs:
         """Held-out loss after half the steps and all. Raises RuntimeError where a run has no such losses."""
         from benchmarks.kvstore.learners import Learning, learn
 
-        from unisono.dist import JobSpec
         from unisono.observe.events import events_path, read_events
 
         with tempfile.TemporaryDirectory(prefix="unisono-bench-") as path:
@@ -154,36 +172,17 @@ class Runs:
             )
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
-            ranks = range(way.workers)
-
-            def run(shared: Mapping[str, str]) -> None:
-                for done in [
-                    self._workers.submit(
-                        learn,
-                        learning,
-                        JobSpec(
-                            run_id="convergence",
-                            rank=rank,
-                            local_rank=rank,
-                            world=way.workers,
-                            local_world=way.workers,
-                            master_port=port,
-                            source="unisono",
-                        ).environ()
-                        | shared,
-                    )
-                    for rank in ranks
-                ]:
-                    done.result(_TIMEOUT_S)
-
-            if way.plan.get("sync") == "dist_async":
-                with _server(self._context, folder) as shared:
-                    run(shared)
-            else:
-                run({})
+            asynchronous = way.plan.get("sync") == "dist_async"
+            with _server(self._context, folder) if asynchronous else nullcontext({}) as servers:
+                ranks = [
+                    self._workers.submit(learn, learning, _job(rank, way.workers, port).environ() | servers)
+                    for rank in range(way.workers)
+                ]
+                for rank in ranks:
+                    rank.result(_TIMEOUT_S)
             found = {
                 event["step"]: float(event["eval/loss"])
-                for rank in ranks
+                for rank in range(way.workers)
                 for event in read_events(events_path(folder / "run", rank)).events
                 if event["kind"] == "eval"
             }

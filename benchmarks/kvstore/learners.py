@@ -119,9 +119,7 @@ def build(model: str) -> torch.nn.Module:
     """GPT or ResNet with group norm, of 0.1 to 0.2 million parameters."""
     if model == "gpt":
         return GPT(ModelOptions(layers=2, dim=64, heads=4, kv_heads=4, vocab_size=SYMBOLS))
-    sizes = ResNetOptions(
-        classes=CLASSES, depths=(1, 1, 1), widths=(16, 32, 64), norm="group", groups=8, stem="small"
-    )
+    sizes = ResNetOptions(classes=CLASSES, depths=(1, 1, 1), widths=(16, 32, 64), norm="group", groups=8, stem="small")
     return ResNet(sizes)
 
 
