@@ -1,6 +1,6 @@
 """Where training ends under every way to keep workers in step, beside plain synchronous sums. Prints JSON.
 
-    python -m benchmarks.kvstore.convergence [--models gpt,resnet] [--ways "int8,dist_local: DiLoCo"] [--seeds 3] [--steps 256]
+    python -m benchmarks.kvstore.convergence [--models gpt,resnet] [--ways int8,DiLoCo] [--seeds 3] [--steps 256]
 
 Real runs of the Trainer in processes of one thread each, two workers for ``dist_sync`` and ``dist_local``, four and a server for
 ``dist_async``. Equal everywhere: samples of a step and of the run, their order, initial values by seed, schedule, optimizer.
@@ -10,9 +10,9 @@ quarter of its samples, and of local steps each worker makes its own from its ha
 Learning rates are those of the plain sums, found once for each optimizer, but where updates are four times as many: they are
 divided by 4 for SGD and by 2 for AdamW (linear and square root of the batch: Goyal et al. 2017, Malladi et al. 2022). Damping
 divides by 1 + lateness, about 4 by itself, so damped runs keep the rate; one line shows what happens where nothing is divided.
-1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD. They have two lines,
-with the rate of the plain sums and a quarter of it, both compared with the same sums: what they hold back is late by some
-steps, and late gradients bear smaller steps only.
+1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD. They and ``topk`` have
+two lines, with the rate of the plain sums and a quarter of it, both compared with the same sums: what a codec holds back is late,
+and late gradients bear small steps only.
 
 Losses are held-out, after half the steps and all, a number for each seed. The band of an optimizer is two standard deviations
 between seeds of plain sums above their mean. ``over_plain`` is the mean difference to plain sums of the same seed; a way is
@@ -86,7 +86,10 @@ WAYS: Mapping[str, Way] = {
     PLAIN_SGD: Way(coarse=True),
     **{f"dist_sync, {codec}": _compressed(codec) for codec in ("fp16", "bf16", "int8", "topk:0.01", "powersgd:4")},
     **{f"dist_sync, {codec}": _compressed(codec, coarse=True) for codec in _COARSE},
-    **{f"dist_sync, {codec}, learning rate / 4": _compressed(codec, coarse=True, slower=4.0) for codec in _COARSE},
+    **{
+        f"dist_sync, {codec}, learning rate / 4": _compressed(codec, coarse=codec in _COARSE, slower=4.0)
+        for codec in ("topk:0.01", *_COARSE)
+    },
     "dist_async": _asynchronous(),
     "dist_async, learning rate not divided": _asynchronous(rescaled=False),
     "dist_async, staleness 2": _asynchronous(staleness=2),
