@@ -8,8 +8,8 @@ What a way does differently it does here too: an asynchronous run makes four upd
 quarter of its samples, and of local steps each worker makes its own from its half.
 
 Learning rates are those of the plain sums, found once for each optimizer, but where updates are four times as many: they are
-divided by 4 for SGD and by 2 for AdamW (linear and square root of the batch: Goyal et al. 2017, Malladi et al. 2022). Damping
-divides by 1 + lateness, about 4 by itself, so damped runs keep the rate; one line shows what happens where nothing is divided.
+divided by 4 for SGD and by 2 for AdamW (linear and square root of the batch: Goyal et al. 2017, Malladi et al. 2022). Two lines
+show what happens where nothing is divided, and whether damping, which divides by 1 + lateness, makes up for it.
 1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD. They and ``topk`` have
 two lines, with the rate of the plain sums and a quarter of it, both compared with the same sums: what a codec holds back is late,
 and late gradients bear small steps only.
@@ -93,7 +93,10 @@ WAYS: Mapping[str, Way] = {
     "dist_async": _asynchronous(),
     "dist_async, learning rate not divided": _asynchronous(rescaled=False),
     "dist_async, staleness 2": _asynchronous(staleness=2),
-    "dist_async, staleness 2, damping": _asynchronous(rescaled=False, staleness=2, damping=True),
+    "dist_async, staleness 2, damping": _asynchronous(staleness=2, damping=True),
+    "dist_async, staleness 2, damping, learning rate not divided": _asynchronous(
+        rescaled=False, staleness=2, damping=True
+    ),
     "dist_async, int8": _asynchronous(compression="int8"),
     f"dist_local, LocalSGD H={H}": Way(
         plan={"sync": "dist_local", "local_steps": H, "outer_lr": 1.0, "outer_momentum": 0.0}
