@@ -261,7 +261,7 @@ def main() -> None:
                 "parameters": sum(p.numel() for p in learners.build(model).parameters()),
                 "batch": learners.BATCH[model],
                 "knowing_nothing": math.log(learners.SYMBOLS if model == "gpt" else learners.CLASSES),
-                "knowing_all": learners.entropy() if model == "gpt" else None,
+                "knowing_all": learners.least_loss(model),
                 "ways": compared(model, losses, ways),
             }
     finally:

@@ -33,10 +33,9 @@ def section(record: dict[str, Any] | None) -> str:
     models: dict[str, Any] = result["models"]
     lines: list[str] = []
     for name, model in models.items():
-        floor = f", the best possible {model['knowing_all']:.3f}" if model["knowing_all"] is not None else ""
         lines += [
             f"**{name}**, {model['parameters']:,} parameters, {result['steps']} steps of {model['batch']} samples; held-out loss "
-            f"before training {model['knowing_nothing']:.3f}{floor}:",
+            f"before training {model['knowing_nothing']:.3f}, the best possible {model['knowing_all']:.3f}:",
             "",
             "| way | optimizer | loss | beside plain sums | in the band |",
             "|---|---|---|---|---|",

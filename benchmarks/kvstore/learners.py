@@ -1,11 +1,12 @@
 """Two small models with something to learn, trained by the Trainer as one rank of a run: what ``convergence`` compares.
 
 ``gpt``: text of a Markov chain of order two over 64 symbols; the best that can be reached is its entropy. ``resnet``: one of ten
-smooth patterns, shifted, under noise. Every sample of a run is seen once, so held-out loss is what was learned, not remembered.
+patterns, shifted, under noise, a fifth of them with a class drawn at random, so that here too the best is known. Every sample of a run is seen once, so held-out loss is what was learned, not remembered.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.train.objectives import cross_entropy, next_token
 
 SYMBOLS, LENGTH, _KINDS = 64, 64, 2
-CLASSES, SIDE, _NOISE = 10, 16, 1.25
+CLASSES, SIDE, _NOISE, _WRONG = 10, 16, 0.75, 0.2
 HELD_OUT = 512
 BATCH: Mapping[str, int] = {"gpt": 16, "resnet": 32}
 WARMUP_STEPS = 16
@@ -74,8 +75,13 @@ def chain() -> NDArray[np.float64]:
     return likely / likely.sum(-1, keepdims=True)
 
 
-def entropy() -> float:
-    """Nats of a symbol of ``chain``, given those before: no model's loss is lower."""
+def least_loss(model: str) -> float:
+    """What no model can be better than, in nats: the entropy of a symbol of ``chain`` given those before, or that of a class
+    where the pattern is known."""
+    if model == "resnet":
+        wrong = _WRONG / CLASSES
+        right = 1 - _WRONG + wrong
+        return -right * math.log(right) - (CLASSES - 1) * wrong * math.log(wrong)
     rows = chain().reshape(-1, SYMBOLS)
     nats = -(rows * np.log(rows)).sum(-1)  # [kind x symbol]
     follows = np.zeros((_KINDS, SYMBOLS, _KINDS, SYMBOLS))  # a context comes after another, by the symbol between
@@ -112,6 +118,7 @@ def images(samples: int, seed: int) -> Held:
     shown = draws.standard_normal((samples, 3, SIDE, SIDE), np.float32) * _NOISE
     for image, (down, right), target in zip(shown, draws.integers(SIDE, size=(samples, 2)), targets, strict=True):
         image += np.roll(patterns[target], (down, right), (1, 2))
+    targets = np.where(draws.random(samples) < _WRONG, draws.integers(CLASSES, size=samples), targets)
     return Held({"image": shown, "targets": targets}, f"patterns-{seed}")
 
 
