@@ -1,7 +1,8 @@
 """Two small models with something to learn, trained by the Trainer as one rank of a run: what ``convergence`` compares.
 
 ``gpt``: text of a Markov chain of order two over 64 symbols; the best that can be reached is its entropy. ``resnet``: one of ten
-patterns, shifted, under noise, a fifth of them with a class drawn at random, so that here too the best is known. Every sample of a run is seen once, so held-out loss is what was learned, not remembered.
+patterns, shifted, under noise; every fifth has a class drawn at random, so that here too the best is known. Every sample of a
+run is seen once, so held-out loss is what was learned, not remembered.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from unisono.train.objectives import cross_entropy, next_token
 
 SYMBOLS, LENGTH, _KINDS = 64, 64, 2
 CLASSES, SIDE, _NOISE, _WRONG = 10, 16, 0.75, 0.2
-HELD_OUT = 512
+HELD_OUT = 1024
 BATCH: Mapping[str, int] = {"gpt": 16, "resnet": 32}
 WARMUP_STEPS = 16
 
