@@ -93,8 +93,8 @@ def test_what_converges_worse_is_named() -> None:
         "dist_sync": {**plain, "within_band": True},
         "1bit": {**plain, "mean": 2.3, "over_plain": 0.3, "ratio": 1.15, "within_band": False},
     }
-    model = {"parameters": 1000, "batch": 16, "knowing_nothing": 4.159, "knowing_all": 1.9, "ways": ways}
-    record = {"result": {"steps": 256, "models": {"gpt": model}}}
+    model = {"parameters": 1000, "steps": 256, "batch": 16, "knowing_nothing": 4.159, "knowing_all": 1.9, "ways": ways}
+    record = {"result": {"models": {"gpt": model}}}
     section = convergence_table().section(record)
     assert "| dist_sync | sgd, 0.5 | 2.000 ± 0.010 | +0.000, +0.0 % | yes, ≤ 0.020 |" in section
     assert "| 1bit | sgd, 0.5 | 2.300 ± 0.010 | +0.300, +15.0 % | no, > 0.020 |" in section

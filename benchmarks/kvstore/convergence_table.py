@@ -29,12 +29,11 @@ def section(record: dict[str, Any] | None) -> str:
     """What stands between the marks."""
     if record is None:
         return "Not measured yet.\n"
-    result = record["result"]
-    models: dict[str, Any] = result["models"]
+    models: dict[str, Any] = record["result"]["models"]
     lines: list[str] = []
     for name, model in models.items():
         lines += [
-            f"**{name}**, {model['parameters']:,} parameters, {result['steps']} steps of {model['batch']} samples; held-out loss "
+            f"**{name}**, {model['parameters']:,} parameters, {model['steps']} steps of {model['batch']} samples; held-out loss "
             f"before training {model['knowing_nothing']:.3f}, the best possible {model['knowing_all']:.3f}:",
             "",
             "| way | optimizer | loss | beside plain sums | in the band |",

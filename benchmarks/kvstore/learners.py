@@ -33,7 +33,7 @@ from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.train.objectives import cross_entropy, next_token
 
 SYMBOLS, LENGTH, _KINDS = 64, 64, 2
-CLASSES, SIDE, _NOISE, _WRONG = 10, 16, 0.75, 0.2
+CLASSES, SIDE, _NOISE, _WRONG = 10, 8, 0.4, 0.2
 HELD_OUT = 1024
 BATCH: Mapping[str, int] = {"gpt": 16, "resnet": 32}
 WARMUP_STEPS = 16
@@ -111,7 +111,7 @@ def text(samples: int, seed: int) -> Held:
 
 @cache
 def images(samples: int, seed: int) -> Held:
-    """``samples`` images [samples, 3, 16, 16] of ten classes."""
+    """``samples`` images [samples, 3, 8, 8] of ten classes."""
     coarse = np.random.default_rng(12).standard_normal((CLASSES, 3, 4, 4))
     patterns = coarse.repeat(SIDE // 4, 2).repeat(SIDE // 4, 3)
     draws = np.random.default_rng(seed)
