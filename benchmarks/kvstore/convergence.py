@@ -12,7 +12,7 @@ divided by 4 for SGD and by 2 for AdamW (linear and square root of the batch: Go
 show what happens where nothing is divided, and whether damping, which divides by 1 + lateness, makes up for it.
 1 and 2 bits do not go with AdamW (docs/compression.md): on the GPT they are compared with sums under SGD. They and ``topk`` have
 two lines, with the rate of the plain sums and a quarter of it, both compared with the same sums: what a codec holds back is late,
-and late gradients bear small steps only.
+and late gradients may want small steps.
 
 Losses are held-out, after half the steps and all, a number for each seed. The band of an optimizer is two standard deviations
 between seeds of plain sums above their mean. ``over_plain`` is the mean difference to plain sums of the same seed; a way is
