@@ -31,6 +31,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -134,10 +135,23 @@ def serve(listener: socket.socket, log: Path, environ: Mapping[str, str]) -> Non
     """Be the server."""
     from unisono.kvstore.server.__main__ import main as serve_until_killed
 
+    end_with_starter()
     sys.stderr = log.open("w")
     own = {"UNISONO_SERVER": "0", "UNISONO_EPOCH": "0", "UNISONO_LISTEN_FD": str(listener.detach())}
     os.environ.update({**environ, **own})
     sys.exit(serve_until_killed())
+
+
+def end_with_starter() -> None:
+    """However the benchmark ends, this process does not stay."""
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def watch() -> None:
+        starter.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _job(rank: int, workers: int, port: int) -> JobSpec:
@@ -159,7 +173,7 @@ class Runs:
         os.environ["OMP_NUM_THREADS"] = "1"
         self._steps, self._context = steps, multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(_WARM))
-        self._workers = ProcessPoolExecutor(ASYNC_WORKERS, mp_context=self._context)
+        self._workers = ProcessPoolExecutor(ASYNC_WORKERS, self._context, end_with_starter)
 
     def losses(self, model: str, way: Way, seed: int) -> tuple[float, float]:
         """Held-out loss after half the steps and all. Raises RuntimeError where a run has no such losses."""
