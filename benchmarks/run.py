@@ -3,7 +3,8 @@
     python -m benchmarks.run [NAME ...] [--quick] [--table-only]
 
 Each is a script that prints JSON; ``results/<name>.json`` holds that with machine, versions, commit, date and command beside
-it, and ``README.md`` is the table of all results. ``--quick`` takes a tenth of the repeats: to see that they run, not to measure.
+it, and ``README.md`` is the table of all results; docs/kvstore.md has one of them too. ``--quick`` takes a tenth of the
+repeats: to see that they run, not to measure.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from benchmarks.kvstore import convergence_table
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -319,6 +322,13 @@ def _kvstore_links(result: dict[str, Any]) -> Iterator[Row]:
     yield from _not_run(result)
 
 
+def _kvstore_convergence(result: dict[str, Any]) -> Iterator[Row]:
+    for name, model in result["models"].items():
+        for way, row in model["ways"].items():
+            value = f"{convergence_table.loss(row)}; beside plain sums {convergence_table.apart(row)}"
+            yield f"{name}: {way} ({row['optimizer']}, {row['lr']:g})", value, f"≤ {row['band']:+.3f}"
+
+
 def _kvstore_faults(result: dict[str, Any]) -> Iterator[Row]:
     for killed, times in result["killed"].items():
         for what, found in times.items():
@@ -506,6 +516,16 @@ BENCHMARKS = (
         rows=_kvstore_links,
     ),
     Benchmark(
+        name="kvstore_convergence",
+        script="kvstore.convergence",
+        title="What converges how",
+        quick=("--seeds", "1", "--steps", "32"),
+        text="Held-out loss of small models after the same samples, under every way to keep workers in step: the mean and the "
+        "standard deviation over seeds, and the mean difference to plain sums of the same seed and optimizer. The target is two "
+        "standard deviations between seeds of plain sums. docs/kvstore.md says what is equal.",
+        rows=_kvstore_convergence,
+    ),
+    Benchmark(
         name="kvstore_faults",
         script="kvstore.faults",
         title="Killed workers and servers",
@@ -659,6 +679,7 @@ def main() -> None:
             print(f"{benchmark.name}: {error}", file=sys.stderr)
             failed.append(benchmark.name)
     (HERE / "README.md").write_text(table())
+    convergence_table.write()
     sys.exit(1 if failed else 0)
 
 
