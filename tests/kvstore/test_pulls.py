@@ -33,7 +33,9 @@ def received(worker: Servers) -> int:
     return sum(link.received_bytes for link in worker.traffic())
 
 
-@pytest.mark.parametrize(("name", "coded"), [("bf16", True), ("int8", True), ("2bit:0.5", False)])
+@pytest.mark.parametrize(
+    ("name", "coded"), [("int8", True), ("2bit:0.5", False), pytest.param("bf16", True, marks=pytest.mark.full)]
+)
 def test_a_pull_is_as_small_as_its_codes(nursery: Nursery, tmp_path: Path, name: str, coded: bool) -> None:
     codec = codec_of(name)
     table = numbers((1500, 1024), (5, 7)) | {"double": torch.randn(40, dtype=torch.float64), "ids": torch.arange(9)}
@@ -103,9 +105,8 @@ def test_many_pulls_under_way_and_through_memory(nursery: Nursery, tmp_path: Pat
         far.close()
 
 
-@pytest.mark.parametrize(
-    ("steps", "kills"), [(8, ()), pytest.param(60, (15, 30, 45), marks=pytest.mark.full)], ids=["network", "kills"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("steps", "kills"), [(8, ()), (60, (15, 30, 45))], ids=["network", "kills"])
 def test_codes_add_up_over_a_bad_network_and_killed_servers(
     nursery: Nursery, tmp_path: Path, steps: int, kills: tuple[int, ...]
 ) -> None:
