@@ -46,6 +46,26 @@ def test_tls_that_would_act_on_nothing_is_refused(desk: Desk, folder: Path, tmp_
     assert "--tls without --servers" in done.err
 
 
+def test_two_folders_of_certificates_for_one_process_are_refused(
+    desk: Desk, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNISONO_TLS", str(tmp_path))
+    settings = {**ASYNCHRONOUS, "run.dir": tmp_path / "run", "launch.tls": folder}
+    done = desk.here(*train(desk, **settings), "--debug")
+    assert done.code == 2
+    assert f"launch.tls '{folder}' where UNISONO_TLS is '{tmp_path}'" in done.err
+    assert f"try:  launch.tls={tmp_path}, or leave one out" in done.err
+    launch = ("launch", "-n", "1", "--servers", "1", "--tls", str(folder), f"--dir={tmp_path / 'launch'}")
+    for more in ((), ("--dry-run",)):
+        done = desk.here(*launch, *more, "--", "true")
+        assert done.code == 2
+        assert f"launch.tls '{folder}' where UNISONO_TLS is '{tmp_path}'" in done.err
+    assert not (tmp_path / "launch").exists()
+    monkeypatch.delenv("UNISONO_TLS")
+    done = desk.here(*launch, f"--env=UNISONO_TLS={tmp_path}", "--", "true")
+    assert (done.code, done.err.count("a process has one folder of certificates")) == (2, 1)
+
+
 def test_a_launch_tells_all_its_processes_the_folder(desk: Desk, folder: Path) -> None:
     shown = desk.here("launch", "-n", "2", "--servers", "1", "--tls", str(folder), "--dry-run", "--", "true")
     assert shown.code == 0, shown.err

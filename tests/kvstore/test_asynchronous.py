@@ -205,6 +205,12 @@ def test_refusals() -> None:
         create("dist_async", alone)
     with pytest.raises(ConfigError, match=r"secret=read_secret\(os.environ\)"):
         create("dist_async", alone, servers=[("127.0.0.1", 1)])
+    for wrong in ("127.0.0.1:1", ("127.0.0.1", "1"), ("127.0.0.1", 0), ("", 1), ("127.0.0.1", 65536)):
+        with pytest.raises(
+            ConfigError, match=r"with server .*\n  rule: each server is a pair of its host and its port"
+        ) as e:
+            create("dist_async", alone, servers=[wrong], secret=bytes(32))  # pyright: ignore[reportArgumentType]
+        assert repr(wrong) in str(e.value)
     with pytest.raises(ConfigError, match=r"with a secret of 3 bytes\n  rule: it has 32"):
         store_of([("127.0.0.1", 1)], secret=b"abc")
     with pytest.raises(ConfigError, match=r"with staleness -1\n  rule: it is 0 or more, or None"):

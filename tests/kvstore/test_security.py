@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from faults_worker import table
+from hostile import Hostile
 from nursery import Nursery
 from parameter_servers import ParameterServers, numbers, parameter_servers, recipe
 from procs import command_lines, is_running, listening, wait_until
@@ -24,10 +25,11 @@ from unisono.errors import CommError
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.image import encode
-from unisono.kvstore.server.payload import WRITE
+from unisono.kvstore.server.payload import WRITE, write
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection
-from unisono.kvstore.wire.frame import LARGE, Frame, Op
+from unisono.kvstore.wire.frame import LARGE, VERSION, Frame, Op
+from unisono.kvstore.wire.message import json_frame
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 # what runs code that comes as data, or hands a text to a shell
@@ -245,6 +247,48 @@ def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, ch
 
 
 @pytest.mark.full
+def test_a_hundred_thousand_hostile_frames_change_nothing(nursery: Nursery, tmp_path: Path) -> None:
+    """From peers that hold the secret, most with a digest that is right. Their values are zeros, so what they may legally do
+    changes nothing either: every other number that turns up was made up by the server."""
+    small = {"a": torch.zeros(10, 3), "b": torch.zeros(15)}
+    with parameter_servers(tmp_path, 1, nursery=nursery, environ={"UNISONO_SNAPSHOTS": ""}) as servers:
+        good = servers.connect(small, worker=50_000)
+        good.init(small)
+        chosen = recipe(small)
+        good.set_recipe(chosen)
+        agreed = Agreed(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, servers=1)
+        me = Peer("worker", 7, 0, agreed.job, "")
+        asker = Connection(servers.addresses[0], servers.secret, me, agreed.json(), limits=LARGE, deadline_s=20.0)
+        image = asker.request(json_frame(Op.STATE, {"chunks": [0, 1]})).result(20).payload
+        asker.close()
+        parts = [(chunk.number, memoryview(bytes(chunk.nbytes))) for chunk in agreed.placement().chunks]
+        seeds = [write(op, parts, dtype="float32", prefix=(0.5, 0)) for op in (Op.PUSH, Op.PUSHPULL)]
+        seeds += [write(op, parts, dtype="float32") for op in (Op.INIT, Op.PULL, Op.ROWS)]
+        seeds += [Frame(Op.STATE, flags=WRITE, payload=image), json_frame(Op.STATE, {"chunks": [0, 1]})]
+        seeds += [json_frame(Op.OPTIMIZER, chosen.json()), json_frame(Op.DONE, {"kind": "unit", "number": 0})]
+        seeds += [json_frame(Op.MEMORY, {"fd": 3, "slots": 8, "bytes": 4096}), Frame(Op.HEARTBEAT), Frame(Op.STATS)]
+        enemy = Hostile(servers.addresses[0], servers.secret, agreed.job, agreed.json(), seeds)
+        enemy.send(1000)
+        before = resident_bytes(servers)
+        enemy.send(99_000)
+        assert resident_bytes(servers) - before < 64 << 20
+        into = {key: torch.ones_like(value) for key, value in small.items()}
+        good.pull(into).wait()
+        assert not any(value.any() for value in into.values())
+        gradients = {key: torch.full_like(value, 3.0) for key, value in small.items()}
+        good.push(gradients, lr=0.5).wait()
+        good.pull(into).wait()
+        assert all(value.eq(-1.5).all() for value in into.values())
+        good.close()
+        # it answered nearly all of them, refused most, and none of them was news to it
+        assert min(enemy.seen["ACK"], enemy.seen["DATA"]) > 2000, enemy.seen
+        assert enemy.seen["ERROR"] > 30_000, enemy.seen
+        assert enemy.seen["connections"] > 500, enemy.seen
+        assert "Traceback" not in servers.log(0)
+        assert "failed at" not in servers.log(0)
+
+
+@pytest.mark.full
 def test_a_thousand_strangers_do_not_keep_a_worker_out(servers: ParameterServers) -> None:
     pid, strangers = servers.processes[0].pid, []
     try:
@@ -260,6 +304,15 @@ def test_a_thousand_strangers_do_not_keep_a_worker_out(servers: ParameterServers
         for stranger in strangers:
             stranger.close()
     wait_until(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) < 60, "the strangers are gone")
+
+
+@pytest.mark.full
+def test_another_version_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    with parameter_servers(tmp_path, 1, nursery=nursery, program="other_version:serve") as servers:
+        said = rf"has not answered for .* \(a frame whose version is {VERSION + 1}\)"
+        with pytest.raises(CommError, match=said):
+            servers.connect(table(), deadline_s=1.0)
+        assert is_running(servers.processes[0].pid)
 
 
 def test_another_secret_opens_nothing(servers: ParameterServers) -> None:

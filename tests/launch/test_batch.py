@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from slurm import cluster
+from tools import missing
 
 from unisono.errors import LaunchError
 from unisono.launch import LaunchOptions
@@ -48,7 +48,7 @@ def _script(folder: Path) -> str:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="openmpi-bin is not installed")
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
 def test_two_ranks_by_mpirun(tmp_path: Path) -> None:
     ended = _launch(["--mpirun", "-n", "2", "--env", "CHOSEN=it's", "--", sys.executable, _script(tmp_path)], AS_ROOT)
     assert ended.returncode == 0, ended.stderr
@@ -58,7 +58,7 @@ def test_two_ranks_by_mpirun(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="openmpi-bin is not installed")
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
 def test_a_rank_that_fails_under_mpirun_fails_the_job(tmp_path: Path) -> None:
     (tmp_path / "fail.py").write_text(
         "import os, sys; sys.exit(76 if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else 0)"
@@ -135,7 +135,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.full
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="openmpi-bin is not installed")
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
 def test_a_dry_run_of_mpirun_is_a_command_that_does_the_same(tmp_path: Path) -> None:
     arguments = ["--mpirun", "-n", "2", "--env", "CHOSEN=it's", "--dry-run"]
     (tmp_path / "show.py").write_text("import os; print(os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ['CHOSEN'])")

@@ -163,11 +163,12 @@ def test_only_what_is_named_travels_and_never_a_credential() -> None:
 def test_settings() -> None:
     assert parse_settings(["A=1=2", "B", "C="], {"B": "b"}) == {"A": "1=2", "B": "b", "C": ""}
     with pytest.raises(LaunchError) as caught:
-        parse_settings(["HF_TOKEN=canary", "A;x=1", "ABSENT"], {})
+        parse_settings(["HF_TOKEN=canary", "A;x=1", "ABSENT", "B=1", "B=canary"], {})
     text = str(caught.value)
     assert "--env 'HF_TOKEN'\n  rule: credentials do not travel with a launch" in text
     assert "--env 'A;x'\n  rule: a variable's name has letters, digits and _" in text
     assert "--env 'ABSENT'\n  rule: without a value the launcher's own is sent, and it has none" in text
+    assert "--env 'B'\n  rule: each variable is given once" in text
     assert "canary" not in text
 
 

@@ -17,6 +17,7 @@ from procs import command_lines, is_running, listening, marked, wait_until
 
 from unisono.errors import LaunchError
 from unisono.launch import LaunchOptions, launch
+from unisono.launch.workers import open_log
 
 # --- how it ends -----------------------------------------------------------------------------------------------------
 
@@ -386,6 +387,29 @@ def test_secrets_stay_out_of_argument_vectors_and_files(tmp_path: Path) -> None:
     launched.finish()
     for path in launched.run_dir.rglob("*"):
         assert path.is_dir() or canary not in path.read_text()
+
+
+def test_links_that_wait_in_the_folder_lead_nowhere(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    for link in (logs / "rank-1.attempt-3.log", logs.parent / "launch.json", logs.parent / ".launch.json.partial"):
+        link.symlink_to(precious)
+    code, _, launched = run("print('here')", tmp_path)
+    assert code == 0
+    # a name that was taken counts as an earlier attempt
+    assert launched.record()["attempts"][0]["attempt"] == 4
+    assert (logs / "rank-1.attempt-4.log").read_text() == "here\n"
+    assert precious.read_text() == "mine"
+    for taken in (logs / "rank-1.attempt-3.log", logs / "rank-1.attempt-4.log"):
+        with pytest.raises(LaunchError, match=r"cannot be written \(File exists\)"):
+            open_log(taken)
+    dangling = logs / "dangling.log"
+    dangling.symlink_to(tmp_path / "not yet there")
+    with pytest.raises(LaunchError, match=r"cannot be written"):
+        open_log(dangling)
+    assert not (tmp_path / "not yet there").exists()
 
 
 # --- what cannot be started ------------------------------------------------------------------------------------------

@@ -67,6 +67,37 @@ def test_two_hosts_of_two_ranks_add_up(sshd: Sshd, tmp_path: Path) -> None:
     launched.assert_gone([launched.process.pid])
 
 
+WILD = r"""
+sys.stdout.buffer.write(b"\x1b[31mred\x1b[0m \x1b]0;title\x07\x9b2Jgone \xe2\x80\xae\xff\n 10%\r 20%\rdone\r\n\ttab\n")
+sys.stdout.flush()
+if job.rank == 1:
+    os.write(2, b"\x1b[2Jfrom standard error\n")
+    try:
+        raise ValueError("bad \x1b[8msample")
+    except ValueError as error:
+        record_failure(Path(os.environ["UNISONO_LOGS"]), job, error, step=12)
+    sys.exit(1)
+"""
+
+
+def test_what_another_host_prints_cannot_drive_this_terminal(sshd: Sshd, tmp_path: Path) -> None:
+    launched = start_job(WILD, tmp_path, hosts=sshd.hosts(1), environ=sshd.environ, max_restarts=0)
+    out, said = launched.process.communicate(timeout=60)
+    assert launched.process.returncode == 1
+    for name in ("rank 0 127.0.0.1", "rank 1 127.0.0.2"):
+        lines = [line.partition("] ")[2] for line in out.splitlines() if line.startswith(f"[{name}] ")]
+        assert lines[:3] == ["red \ufffd2Jgone \ufffd\ufffd", "done", " tab"]
+    assert "[rank 1 127.0.0.2] from standard error\n" in out
+    assert "launch: ValueError: bad sample\n" in said
+    assert "launch: 127.0.0.1: Welcome back\n" in said
+    assert "launch: 127.0.0.1: a complaint\n" in said
+    assert not [char for char in out + said if char != "\n" and not char.isprintable()]
+    # the log has it as it came, but for bytes that are no text
+    log = launched.run_dir / "logs" / "rank-1.attempt-0.log"
+    assert log.read_bytes().startswith(b"\x1b[31mred\x1b[0m \x1b]0;title\x07")
+    launched.assert_gone([launched.process.pid])
+
+
 def _of(out: str, rank: int) -> str:
     return "".join(line for line in out.splitlines(keepends=True) if line.startswith(f"[rank {rank} "))
 

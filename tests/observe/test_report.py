@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools import missing
 
 from unisono.errors import DataError
 from unisono.observe.events import EventLog, events_path
@@ -214,7 +215,10 @@ def in_browser(path: Path, profile: Path) -> tuple[str, list[str]]:
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine: the report is NOT tested in a browser")
+@pytest.mark.skipif(
+    CHROMIUM is None and bool(missing("chromium")),
+    reason="no chromium on this machine: the report is NOT tested in a browser",
+)
 def test_report_in_a_browser(tmp_path: Path) -> None:
     """All charts draw; what the run says stays text; script that got in unescaped would still be stopped by the policy."""
     path = write_report(make_run(tmp_path / "run", evil=EVIL))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from procs import wait_until
+from tools import missing
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
@@ -48,7 +49,7 @@ def serve(folder: Path) -> Iterator[Sshd]:
     server = shutil.which("sshd", path=f"{os.environ['PATH']}{os.pathsep}/usr/sbin")
     client = shutil.which("ssh")
     if server is None or client is None:
-        pytest.skip("openssh-server is not installed")
+        pytest.skip(f"openssh is not installed: no {' and no '.join(missing('sshd', 'ssh'))}")
     if os.geteuid() == 0:
         # where a server started by root separates its privileges
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
@@ -64,7 +65,9 @@ def serve(folder: Path) -> Iterator[Sshd]:
                 f"AuthorizedKeysFile {folder / 'user.pub'}",
                 "PidFile none\nStrictModes no\nUsePAM no\nPasswordAuthentication no\nPermitRootLogin yes\nPrintMotd no",
                 # login shells that talk are common, and must not be taken for the agent
-                'ForceCommand echo Welcome back; eval "$SSH_ORIGINAL_COMMAND"\n',
+                # or drive this terminal
+                r"ForceCommand printf 'Wel\033[2Jcome back\n'; printf '\033[8ma complaint\n' >&2;"
+                ' eval "$SSH_ORIGINAL_COMMAND"\n',
             ]
         )
     )

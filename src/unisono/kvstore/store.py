@@ -441,6 +441,10 @@ def create(
                 given = "no servers" if not servers else "no secret"
                 nearest = "servers=server_addresses(os.environ), secret=read_secret(os.environ)"
                 raise _no_store(kind, given, "servers that know the secret hold its values", nearest)
+            for each in servers:
+                if not _is_address(each):
+                    rule = "each server is a pair of its host and its port, 1 to 65535"
+                    raise _no_store(kind, f"server {each!r}", rule, 'servers=[("127.0.0.1", 4000)]')
             if len(secret) != SECRET_BYTES:
                 raise _no_store(
                     kind, f"a secret of {len(secret)} bytes", f"it has {SECRET_BYTES}", "read_secret(os.environ)"
@@ -459,6 +463,15 @@ def create(
             kinds = get_args(Kind)
             given, rule = f"{world.world} workers", f"kinds are {', '.join(kinds)}"
             raise _no_store(kind, given, rule, nearest_name(kind, kinds))
+
+
+def _is_address(given: Any) -> bool:
+    """A pair of host and port; a text such as "host:1" is none, though it has a length too."""
+    match given:
+        case (str(host), int(port)) if host and not isinstance(port, bool):
+            return 1 <= port <= 65535
+        case _:
+            return False
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

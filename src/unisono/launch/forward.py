@@ -49,6 +49,8 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
                     name, "credentials do not travel with a launch", "a file on every host that its owner alone reads"
                 )
             )
+        elif name in found:
+            problems.append(_wrong(name, "each variable is given once", f"one --env {name}=VALUE"))
         elif not separator and name not in environ:
             problems.append(
                 _wrong(name, "without a value the launcher's own is sent, and it has none", f"--env {name}=VALUE")

@@ -4,6 +4,8 @@ ssh gets a fixed argument vector: the host's name after ``--``, and a shell that
 neither names nor values of variables, nor the job's secret, can be seen in ``ps`` or be taken for an option. Checking of host
 keys stays as the user's ssh is configured, and a question for a password is an error (BatchMode): nobody sits in front of a
 launch. A line that ends is a host that is gone, with all that ran there.
+
+What a host prints, colours included, reaches this terminal as plain text; its log keeps every byte.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from unisono.errors import LaunchError, Problem
 from unisono.files import write_atomically
 from unisono.launch.hosts import Host
 from unisono.launch.workers import open_log
+from unisono.observe.clean import printable
 
 # starting Python there and answering takes seconds; this bounds a host that does not answer at all
 _ANSWER_S = 60.0
@@ -109,6 +112,7 @@ class Link:
         self._process: subprocess.Popen[bytes] | None = None
         self._selector = selectors.DefaultSelector()
         self._pending = b""
+        self._complaint = b""
         self._answers: list[dict[str, Any]] = []
         self._workers: dict[int, RemoteWorker] = {}
         self._logs: dict[int, IO[bytes]] = {}
@@ -122,6 +126,8 @@ class Link:
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                # what ssh and the shell over there complain about is another host's text too
+                stderr=None if self.host.here else subprocess.PIPE,
                 env={**os.environ, **environ} if self.host.here else None,
                 # a Ctrl-C in the terminal reaches the launcher alone
                 start_new_session=True,
@@ -132,6 +138,9 @@ class Link:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._selector.register(self._process.stdout, selectors.EVENT_READ)
+        if self._process.stderr is not None:
+            os.set_blocking(self._process.stderr.fileno(), False)
+            self._selector.register(self._process.stderr, selectors.EVENT_READ)
         if not self.host.here:
             self._write(agent_script(environ).encode())
         # some shells read ahead: nothing follows the script before the agent itself has spoken
@@ -168,10 +177,14 @@ class Link:
 
     def pump(self, wait_s: float = 0.0) -> None:
         """Takes what has come."""
-        if self.lost is not None or not self._selector.select(wait_s):
+        if self.lost is not None:
             return
+        ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
         assert self._process is not None
-        assert self._process.stdout is not None
+        if self._process.stderr in ready:
+            self._hear()
+        if self._process.stdout not in ready:
+            return
         data = os.read(self._process.stdout.fileno(), _READ_BYTES)
         if not data:
             self._lose()
@@ -180,7 +193,7 @@ class Link:
         for line in lines:
             if not self._greeted and line != _HELLO:
                 # what the login shell over there has to say comes before the agent
-                self._say(f"{self.host.name}: {line.decode(errors='replace')}")
+                self._say(f"{self.host.name}: {_shown(line.decode(errors='replace'))}")
                 continue
             self._greeted = True
             self._take(json.loads(line))
@@ -207,9 +220,12 @@ class Link:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._hear()
         self.lost = self.lost or "the launcher has cut the line"
         self._selector.close()
         self._process.stdout.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
         for log in self._logs.values():
             log.close()
         self._process = None
@@ -226,9 +242,25 @@ class Link:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
+        self._hear()
         self.lost = f"{self._process.args[0]} ended with exit code {self._process.returncode}"  # pyright: ignore[reportIndexIssue]
         if self._workers and any(worker.ended is None for worker in self._workers.values()):
             self._say(f"host {self.host.name} is lost, with all that ran there: {self.lost}")
+
+    def _hear(self) -> None:
+        """Says what has come on standard error; its end is no news, standard output has one too."""
+        assert self._process is not None
+        if self._process.stderr is None or self._process.stderr.fileno() not in self._selector.get_map():
+            return
+        with contextlib.suppress(BlockingIOError):
+            ended = False
+            while not ended:
+                data = os.read(self._process.stderr.fileno(), _READ_BYTES)
+                ended = not data
+                *lines, self._complaint = (self._complaint + (data or b"\n")).split(b"\n")
+                for line in filter(None, lines):
+                    self._say(f"{self.host.name}: {_shown(line.decode(errors='replace'))}")
+            self._selector.unregister(self._process.stderr)
 
     def _answer(self, event: str) -> dict[str, Any]:
         if not self.pump_until(lambda: bool(self._answers) or self.lost is not None, _ANSWER_S):
@@ -237,7 +269,7 @@ class Link:
             raise self._unreachable(str(self.lost))
         answer = self._answers.pop(0)
         if answer["event"] == "refused":
-            problem = answer["problem"]
+            problem = {name: printable(text) for name, text in answer["problem"].items()}
             raise LaunchError(Problem(**problem | {"given": f"{self.host.name}: {problem['given']}"}))
         assert answer["event"] == event, f"{answer['event']} in place of {event}"
         return answer
@@ -256,7 +288,7 @@ class Link:
     def _print(self, number: int, text: str) -> None:
         self._logs[number].write(f"{text}\n".encode())
         self._logs[number].flush()
-        print(f"[{self._workers[number].name}] {text}", file=self._terminal, flush=True)
+        print(f"[{self._workers[number].name}] {_shown(text)}", file=self._terminal, flush=True)
 
     def _keep(self, failure: Failure, age_s: float) -> None:
         here = {name: getattr(failure, name) for name in Failure.__slots__} | {
@@ -277,3 +309,8 @@ class Link:
                 else f"try by hand: {sys.executable} -m unisono.launch.agent",
             )
         )
+
+
+def _shown(line: str) -> str:
+    """What a terminal would show of ``line`` in the end, without what drives it. A progress bar goes back to the line's start."""
+    return printable(line.rstrip("\r").rpartition("\r")[2])

@@ -26,9 +26,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from unisono.errors import LaunchError, Problem
+from unisono.files import write_atomically
 from unisono.launch.options import LaunchOptions
 from unisono.launch.outcome import FATAL, REQUEUE, USER_ERROR, Attempt, explain
 from unisono.launch.workers import Member, unwritable
+from unisono.observe.clean import printable
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives; this long they get to say so themselves, and then to end on SIGTERM
@@ -255,11 +257,10 @@ def _next_attempt(run_dir: Path) -> int:
 def write_record(run_dir: Path, record: Mapping[str, Any], epoch: int, history: Sequence[Attempt]) -> None:
     """``launch.json``, replaced in one piece."""
     whole = {**record, "attempt": epoch, "attempts": [attempt.record() for attempt in history]}
-    partial = run_dir / ".launch.json.partial"
-    partial.write_text(json.dumps(whole, indent=1) + "\n")
-    partial.replace(run_dir / "launch.json")
+    write_atomically(run_dir / "launch.json", json.dumps(whole, indent=1).encode() + b"\n")
 
 
 def say(text: str) -> None:
-    """To people, on standard error."""
-    print("\n".join(f"launch: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    """To people, on standard error. Nothing in ``text``, which may be another host's, drives the terminal."""
+    lines = printable(text, newlines=True).splitlines()
+    print("\n".join(f"launch: {line}" for line in lines), file=sys.stderr, flush=True)

@@ -89,6 +89,28 @@ with servers_beside(World(JobSpec()), 1) as (addresses, _):
 """
 
 
+CANNOT_BEGIN = """
+import sys
+from unisono.dist import JobSpec, World
+from unisono.errors import LaunchError
+from unisono.kvstore.server.beside import servers_beside
+
+try:
+    with servers_beside(World(JobSpec()), 1, restarts=3, more={"UNISONO_REPLICAS": "2"}):
+        sys.exit("it began")
+except LaunchError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.full
+def test_a_server_that_cannot_begin_is_said_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", CANNOT_BEGIN], capture_output=True, text=True, check=False, timeout=50)
+    assert "UNISONO_REPLICAS is 2 with 1 servers" in done.stderr
+    assert "server 0 with exit code 2 ended before it listened" in done.stderr
+    assert "is started again" not in done.stderr
+
+
 @pytest.mark.full
 def test_servers_end_with_who_started_them() -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_A_WORD]

@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -23,8 +24,8 @@ from unisono.kvstore.wire.tls import Tls, read_tls
 _OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
 
 
-def main() -> int:
-    """Serve until told to stop; the exit code."""
+def main(listening: Callable[[], None] = lambda: None) -> int:
+    """Serve until told to stop; the exit code. ``listening`` is called once the socket answers."""
     try:
         allow_files(Admission().connections + _OTHER_FILES)
         seat, secret, tls = seat_from_environ(os.environ), read_secret(os.environ), read_tls(os.environ)
@@ -40,7 +41,7 @@ def main() -> int:
             say=say,
         )
         warm_up()
-        run(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls))
+        run(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls, listening))
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -72,7 +73,14 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
-def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None, tls: Tls | None) -> Server:
+def serve(
+    seat: Seat,
+    service: Service,
+    secret: bytes,
+    replica: Replica | None,
+    tls: Tls | None,
+    listening: Callable[[], None],
+) -> Server:
     """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody.
 
     Workers are let in when what a replica keeps was taken over. Servers are let in before, as they may all be starting.
@@ -95,6 +103,7 @@ def serve(seat: Seat, service: Service, secret: bytes, replica: Replica | None, 
     host, port = serving.addresses[0]
     how = " under TLS" if tls is not None else ""
     say(f"server {seat.server} of {len(seat.addresses)}, epoch {seat.epoch}, listens at {host}:{port}{how}")
+    listening()
     if replica is not None:
         replica.restore(service)
         service.release()

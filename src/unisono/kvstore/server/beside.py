@@ -18,6 +18,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from unisono.errors import LaunchError, Problem
 from unisono.launch.outcome import FATAL, USER_ERROR
 from unisono.launch.secret import secret_pipe
 from unisono.launch.share import TUNED_ALLOCATOR
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 DRAIN = "UNISONO_DRAIN"  # set: on SIGTERM a server stays until its last worker has left
 
 _MODULE = "unisono.kvstore.server.beside"
+_WORD = "UNISONO_WORD_FD"  # a pipe on which a server tells its worker that it listens
 
 
 @contextmanager
@@ -38,7 +40,8 @@ def servers_beside(
 
     The secret is new and reaches the other ranks by the job's own collectives; who has overheard it there gets nowhere without a
     certificate, where ``tls`` names a folder of those. A server that dies is started again ``restarts`` times. ``more`` is for
-    the servers' environment. Left in order, it waits until no worker is connected; left by an error, it does not.
+    the servers' environment. Entered, all listen; raises LaunchError on every rank where one ended instead. Left in order, it
+    waits until no worker is connected; left by an error, it does not.
     """
     from unisono.kvstore.wire.serving import listen
 
@@ -55,6 +58,9 @@ def servers_beside(
         for server, listener in listeners.items():
             children.append(_Child(server, listener, secret, restarts, common))
             stack.callback(children[-1].end)
+        ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
+        if wrong := [f"server {server} with exit code {code}" for each in ended for server, code in each.items()]:
+            raise _not_there(", ".join(wrong))
         yield addresses, secret
         for child in children:
             child.drain()
@@ -99,13 +105,19 @@ class _Child:
     def __init__(
         self, server: int, listener: socket.socket, secret: bytes, restarts: int, environ: Mapping[str, str]
     ) -> None:
-        self._server, self._listener, self._secret = server, listener, secret
+        self.server, self._listener, self._secret = server, listener, secret
         self._restarts, self._environ = restarts, environ
         self._epoch, self._leaves = 0, False
         self._changing = threading.Lock()
+        self._known, self._ended = threading.Event(), None
         self._process = self._start()
         self._nurse = threading.Thread(target=self._look_after, name="unisono-server-beside", daemon=True)
         self._nurse.start()
+
+    def begun(self) -> int | None:
+        """Waits until it listens, then None, or has ended without, then how."""
+        self._known.wait()
+        return self._ended
 
     def drain(self) -> None:
         """From here on it ends when its last worker has left, and is not started again."""
@@ -126,14 +138,20 @@ class _Child:
 
     def _look_after(self) -> None:
         while True:
+            if os.read(self._word, 1):
+                self._known.set()
+            os.close(self._word)
             code = self._process.wait()
             with self._changing:
                 if self._leaves or code in (0, USER_ERROR, FATAL) or self._epoch == self._restarts:
                     self._listener.close()  # nobody waits there for an answer
+                    if not self._known.is_set():
+                        self._ended = code
+                        self._known.set()
                     return
                 self._epoch += 1
                 told = (
-                    f"server {self._server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
+                    f"server {self.server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
                 )
                 print(told, file=sys.stderr, flush=True)
                 end(self._process)
@@ -141,18 +159,20 @@ class _Child:
 
     def _start(self) -> subprocess.Popen[str]:
         secret, listener = secret_pipe(self._secret), self._listener.fileno()
-        seat = {"UNISONO_SERVER": str(self._server), "UNISONO_EPOCH": str(self._epoch)}
-        passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret)}
+        self._word, word = os.pipe()
+        seat = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._epoch)}
+        passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
         process = subprocess.Popen(
             [sys.executable, "-m", _MODULE],
             env=environ_of_a_child() | seat | passed | dict(self._environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            pass_fds=[listener, secret],
+            pass_fds=[listener, secret, word],
             text=True,
             start_new_session=True,  # a signal to the worker's group is for the worker, which needs its server to stop in order
         )
         os.close(secret)
+        os.close(word)
         return process
 
 
@@ -165,8 +185,25 @@ def _address(world: World) -> str:
         return str(probe.getsockname()[0])
 
 
+def _not_there(given: str) -> LaunchError:
+    return LaunchError(
+        Problem(
+            given=f"{given} ended before it listened",
+            rule="servers beside workers are there before the first worker asks for them",
+            consequence="no worker of this job began",
+            nearest="see above what that server said",
+        )
+    )
+
+
+def _tell_starter() -> None:
+    word = int(os.environ.pop(_WORD))
+    os.write(word, b"!")
+    os.close(word)
+
+
 if __name__ == "__main__":
     end_with_starter()
     from unisono.kvstore.server.__main__ import main
 
-    sys.exit(main())
+    sys.exit(main(_tell_starter))

@@ -134,8 +134,15 @@ def require_private(host: str, *, tls: bool) -> None:
 
 
 def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:
-    frame = channel.receive(wait_s=limits.handshake_s)
-    if frame is None or frame.op not in (Op.HELLO, Op.ERROR):
+    try:
+        frame = channel.receive(wait_s=limits.handshake_s)
+    except Lost as error:
+        if channel.received_bytes or error.__cause__ is not None:
+            raise
+        frame = None
+    if frame is None:
+        raise _silent()
+    if frame.op not in (Op.HELLO, Op.ERROR):
         raise _nonsense("the other side")
     if frame.op is Op.ERROR:
         raise AuthError(*read_error(frame).problems)
@@ -149,6 +156,17 @@ def _proof(secret: bytes, direction: str, bound: list[Any]) -> str:
 
 def _is_nonce(text: object) -> bool:
     return isinstance(text, str) and _NONCE.fullmatch(text) is not None
+
+
+def _silent() -> Lost:
+    return Lost(
+        Problem(
+            given="the other side gave no sign of itself: it has no time, has ended, or waits for TLS",
+            rule="a server says hello first, unless it is under TLS",
+            consequence="the connection is closed",
+            nearest="the same launch.tls for servers and workers",
+        )
+    )
 
 
 def _nonsense(who: str) -> Lost:

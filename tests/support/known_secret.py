@@ -1,0 +1,17 @@
+"""``python known_secret.py FILE ARGUMENTS…``: ``unisono ARGUMENTS`` whose job has the secret in FILE, for a test to look for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from unisono.cli.main import entry
+from unisono.kvstore.server import beside
+from unisono.launch import fleet
+
+if __name__ == "__main__":
+    secret = Path(sys.argv.pop(1)).read_bytes()
+    fleet.new_secret = lambda: secret
+    beside.secrets = SimpleNamespace(token_hex=lambda nbytes: secret.hex())
+    entry()
