@@ -95,7 +95,7 @@ def units(worker: Servers, facts: Mapping[str, Any]) -> None:
         if work.kind == "unit":
             tell(claimed=work.number)
             time.sleep(facts.get("pause_s", 0.0))
-            sent = worker.push(gradients(work.number), unit=work.number).wait()
+            sent = worker.push(gradients(work.number, facts.get("elements", 3000)), unit=work.number).wait()
             tell(acknowledged=work.number, duplicates=sent.duplicates)
         if work.kind != "wait":
             worker.done(work)

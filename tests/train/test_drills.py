@@ -147,10 +147,10 @@ def test_a_run_cut_along_any_axis_survives_a_kill_bit_for_bit(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", ["dp", *AXES])
 def test_the_others_end_within_seconds_and_name_the_rank(tmp_path: Path, axis: str) -> None:
     run_dir = tmp_path / "run"
-    settings = {**SETTINGS, "max_restarts": 0, **AXES[axis]}
+    settings = {**SETTINGS, "max_restarts": 0, **AXES.get(axis, {})}
     run = start(run_dir, 2, settings, UNISONO_FAULT="backward@3:1")
     _, err = run.communicate(timeout=150)
     assert run.returncode not in (0, 75)
@@ -160,7 +160,7 @@ def test_the_others_end_within_seconds_and_name_the_rank(tmp_path: Path, axis: s
     assert "rank 1" in end["message"]
     assert ends[1] == [], "rank 1 was killed"
     last = max(e["t"] for e in tiny.events(run_dir, 1))
-    assert end["t"] - last < 20
+    assert end["t"] - last < 6  # its last event is older than its death
     assert "rank 1" in err
 
 
