@@ -137,6 +137,20 @@ def cramped_server() -> int:
     return server.main()
 
 
+def crowded_server() -> int:
+    """A server that can start no thread for a connection while the file FAULTS_CROWD is there, as after ``ulimit -u``."""
+    start = threading.Thread.start
+
+    def start_unless_crowded(thread: threading.Thread) -> None:
+        if thread.name == "unisono-wire-peer" and Path(os.environ["FAULTS_CROWD"]).exists():
+            print("no thread", flush=True)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = start_unless_crowded  # type: ignore[method-assign]
+    return server.main()
+
+
 def tell(**what: Any) -> None:
     """A line."""
     with contextlib.suppress(BrokenPipeError):
