@@ -209,6 +209,33 @@ def test_attempts_of_one_process_are_counted_too(tmp_path: Path) -> None:
     assert launched.record()["attempt"] == 1
 
 
+@pytest.mark.full
+def test_a_rank_that_hangs_with_the_interpreters_lock_held_leaves_its_stack(tmp_path: Path) -> None:
+    """No Python code of it can run again, so neither SIGTERM nor a thread of ours ends it."""
+    script = """
+import ctypes
+def hold_the_lock():
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)
+with StopNotice():
+    seen("ready")
+    if job.rank == 1:
+        hold_the_lock()
+    while not (run_dir / "ready.1.0").exists():
+        time.sleep(0.02)
+    record_failure(Path(os.environ["UNISONO_LOGS"]), job, TimeoutError("rank 1 waits in no collective"), step=3)
+    sys.exit(1)
+"""
+    code, said, launched = run(script, tmp_path, max_restarts=0)
+    assert code == 1
+    assert "TimeoutError: rank 1 waits in no collective" in said
+    log = (launched.run_dir / "logs" / "rank-1.attempt-0.log").read_text()
+    assert log.startswith("Fatal Python error: Aborted")
+    assert " in hold_the_lock\n" in log
+    assert launched.record()["attempts"][0]["exit_codes"] == [1, -signal.SIGABRT]
+
+
 @pytest.fixture
 def small_memory() -> Iterator[Path]:
     """A control group with 48 MiB of memory."""
