@@ -8,11 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import run, start
+from little_memory import small_memory
 from procs import command_lines, is_running, listening, marked, wait_until
 
 from unisono.errors import LaunchError
@@ -236,31 +236,15 @@ with StopNotice():
     assert launched.record()["attempts"][0]["exit_codes"] == [1, -signal.SIGABRT]
 
 
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A control group with 48 MiB of memory."""
-    root = Path("/sys/fs/cgroup/memory")
-    limit = "memory.limit_in_bytes"
-    if not root.is_dir():
-        root, limit = Path("/sys/fs/cgroup"), "memory.max"
-    group = root / f"unisono-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(48 * 2**20))
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    group.rmdir()
-
-
-def test_a_kill_for_lack_of_memory_is_told_from_other_kills(tmp_path: Path, small_memory: Path) -> None:
-    script = f"""
+def test_a_kill_for_lack_of_memory_is_told_from_other_kills(tmp_path: Path) -> None:
+    with small_memory(48) as members:
+        script = f"""
 if job.rank == 1:
-    Path({str(small_memory / "cgroup.procs")!r}).write_text(str(os.getpid()))
+    Path({str(members)!r}).write_text(str(os.getpid()))
     hoard = [bytearray(b"x") * 2**20 for _ in range(400)]
 time.sleep(600)
 """
-    code, said, _ = run(script, tmp_path, max_restarts=0)
+        code, said, _ = run(script, tmp_path, max_restarts=0)
     assert code == 1
     assert "was killed by signal 9 (SIGKILL), which this launcher did not send; the kernel ended" in said
     assert "most likely out of memory (smaller micro_batch, recompute, or fewer processes)" in said

@@ -8,7 +8,8 @@
 
 A restart always takes the whole group: peers of a dead rank cannot go on, as gloo closes their connections for good.
 SIGTERM and SIGINT go to the workers once; what has not ended after the grace period is killed, and a second SIGINT kills
-at once. A peer of a dead rank that does not end on SIGTERM, as it hangs, leaves its stacks in its log. Does not watch for hangs beyond what a collective's timeout reports. Imports no torch.
+at once. A peer of a dead rank that does not end on SIGTERM, as it hangs, leaves its stacks in its log. Does not watch for
+hangs beyond what a collective's timeout reports. Imports no torch.
 """
 
 from __future__ import annotations
