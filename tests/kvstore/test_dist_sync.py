@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,11 @@ def gone(world, folder: str) -> None:
     sync.arm()
     model(torch.ones(1, WIDTH)).sum().backward()
     if world.rank == 1:
+        Path(folder, "killed").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommError) as caught:
         sync.finish(torch.zeros(1))
+    Path(folder, "noticed").write_text(str(time.monotonic()))
     sync.close()
     Path(folder, "said").write_text(str(caught.value))
 
@@ -144,3 +147,5 @@ def test_a_killed_rank_is_named_long_before_the_time_out(pool: Pool, tmp_path: P
     said = (tmp_path / "said").read_text()
     assert "rank 1 (pid " in said
     assert "has ended" in said
+    killed_s, noticed_s = (float((tmp_path / name).read_text()) for name in ("killed", "noticed"))
+    assert noticed_s - killed_s < 6

@@ -121,6 +121,25 @@ time.sleep(600)
     assert said.count("restarting rank 1 alone") == 2
 
 
+@pytest.mark.full
+def test_a_server_that_crashes_each_time_ends_the_job_in_order(tmp_path: Path) -> None:
+    worker = 'signal.signal(15, lambda *_: (seen("saved"), sys.exit(75))); seen("up")\nwhile True: time.sleep(0.05)'
+    server = """
+while not all((run_dir / f"up.{rank}.0").exists() for rank in (0, 1)):
+    time.sleep(0.02)
+raise ValueError("no such table")
+"""
+    launched = start_job(worker, tmp_path, server=server, servers=1, max_restarts=2)
+    code, said = launched.finish()
+    assert code == 1, said
+    assert said.count("ValueError: no such table") == 3
+    assert said.count("restarting server 0 alone") == 2
+    assert "no restart of server 0 left of 2 (launch.max_restarts)" in said
+    assert "a process that is given up: asking 2 workers to save and end" in said
+    assert [(launched.run_dir / f"saved.{rank}.0").exists() for rank in (0, 1)] == [True, True]
+    assert [each["exit_codes"] for each in launched.record()["ended"] if each["process"] == "server 0"] == [[1]] * 3
+
+
 def test_a_killed_launcher_takes_servers_and_workers_along(tmp_path: Path) -> None:
     launched = start_job('seen("up"); time.sleep(600)', tmp_path, server=SERVER, servers=1)
     launched.wait_for("up.0.0", "up.1.0", "server-0.0.0")

@@ -8,11 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launching import run, start
+from little_memory import small_memory
 from procs import command_lines, is_running, listening, marked, wait_until
 
 from unisono.errors import LaunchError
@@ -210,31 +210,42 @@ def test_attempts_of_one_process_are_counted_too(tmp_path: Path) -> None:
     assert launched.record()["attempt"] == 1
 
 
-@pytest.fixture
-def small_memory() -> Iterator[Path]:
-    """A control group with 48 MiB of memory."""
-    root = Path("/sys/fs/cgroup/memory")
-    limit = "memory.limit_in_bytes"
-    if not root.is_dir():
-        root, limit = Path("/sys/fs/cgroup"), "memory.max"
-    group = root / f"unisono-test-{os.getpid()}"
-    try:
-        group.mkdir()
-        (group / limit).write_text(str(48 * 2**20))
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    group.rmdir()
+@pytest.mark.full
+def test_a_rank_that_hangs_with_the_interpreters_lock_held_leaves_its_stack(tmp_path: Path) -> None:
+    """No Python code of it can run again, so neither SIGTERM nor a thread of ours ends it."""
+    script = """
+import ctypes
+def hold_the_lock():
+    c, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    c.pthread_mutex_lock(mutex)
+    c.pthread_mutex_lock(mutex)
+with StopNotice():
+    seen("ready")
+    if job.rank == 1:
+        hold_the_lock()
+    while not (run_dir / "ready.1.0").exists():
+        time.sleep(0.02)
+    record_failure(Path(os.environ["UNISONO_LOGS"]), job, TimeoutError("rank 1 waits in no collective"), step=3)
+    sys.exit(1)
+"""
+    code, said, launched = run(script, tmp_path, max_restarts=0)
+    assert code == 1
+    assert "TimeoutError: rank 1 waits in no collective" in said
+    log = (launched.run_dir / "logs" / "rank-1.attempt-0.log").read_text()
+    assert log.startswith("Fatal Python error: Aborted")
+    assert " in hold_the_lock\n" in log
+    assert launched.record()["attempts"][0]["exit_codes"] == [1, -signal.SIGABRT]
 
 
-def test_a_kill_for_lack_of_memory_is_told_from_other_kills(tmp_path: Path, small_memory: Path) -> None:
-    script = f"""
+def test_a_kill_for_lack_of_memory_is_told_from_other_kills(tmp_path: Path) -> None:
+    with small_memory(48) as members:
+        script = f"""
 if job.rank == 1:
-    Path({str(small_memory / "cgroup.procs")!r}).write_text(str(os.getpid()))
+    Path({str(members)!r}).write_text(str(os.getpid()))
     hoard = [bytearray(b"x") * 2**20 for _ in range(400)]
 time.sleep(600)
 """
-    code, said, _ = run(script, tmp_path, max_restarts=0)
+        code, said, _ = run(script, tmp_path, max_restarts=0)
     assert code == 1
     assert "was killed by signal 9 (SIGKILL), which this launcher did not send; the kernel ended" in said
     assert "most likely out of memory (smaller micro_batch, recompute, or fewer processes)" in said

@@ -32,7 +32,8 @@ class Chaos:
     """Each rate is a probability per frame; ``delay_s`` is the longest, drawn anew for each frame.
 
     ``drop`` closes the connection in the middle of a frame. ``duplicate`` sends a frame twice, ``reorder`` after the next
-    one, ``corrupt`` with one byte changed. ``bytes_per_s`` limits each direction. ``done`` counts what was harmed how.
+    one, ``corrupt`` with one byte changed. ``bytes_per_s`` limits each direction; ``under_way`` then holds, for each
+    connection it sends on, how many bytes of its newest frame are through, of how many. ``done`` counts what was harmed how.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Chaos:
         self._delay_s, self._bytes_per_s = delay_s, bytes_per_s
         self.half_open = threading.Event()
         self.done: Counter[str] = Counter()
+        self.under_way: dict[socket.socket, tuple[int, int]] = {}
         self._ended = threading.Event()
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -150,6 +152,7 @@ class Chaos:
         for start in range(0, len(frame), _PIECE_BYTES):
             piece = frame[start : start + _PIECE_BYTES]
             sink.sendall(piece)
+            self.under_way[sink] = start + len(piece), len(frame)
             time.sleep(len(piece) / self._bytes_per_s)
 
 

@@ -95,7 +95,7 @@ def units(worker: Servers, facts: Mapping[str, Any]) -> None:
         if work.kind == "unit":
             tell(claimed=work.number)
             time.sleep(facts.get("pause_s", 0.0))
-            sent = worker.push(gradients(work.number), unit=work.number).wait()
+            sent = worker.push(gradients(work.number, facts.get("elements", 3000)), unit=work.number).wait()
             tell(acknowledged=work.number, duplicates=sent.duplicates)
         if work.kind != "wait":
             worker.done(work)
@@ -134,6 +134,20 @@ def jumping_server() -> int:
 def cramped_server() -> int:
     """A server after ``ulimit -n 64``."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    return server.main()
+
+
+def crowded_server() -> int:
+    """A server that can start no thread for a connection while the file FAULTS_CROWD is there, as after ``ulimit -u``."""
+    start = threading.Thread.start
+
+    def start_unless_crowded(thread: threading.Thread) -> None:
+        if thread.name == "unisono-wire-peer" and Path(os.environ["FAULTS_CROWD"]).exists():
+            print("no thread", flush=True)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = start_unless_crowded  # type: ignore[method-assign]
     return server.main()
 
 

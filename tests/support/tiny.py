@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,8 @@ def main(arguments: str) -> int:
     """For drills in processes of their own: prints the outcome as one line of JSON; the exit code is the run's."""
     given = json.loads(arguments)
     first_bad = given.pop("poison_from", None)
+    hoard_from, group = given.pop("hoard_from", (None, ""))
+    slow_disk(given.pop("fsync_s", 0.0))
     losses: list[float] = []
     samples: list[list[int]] = []
     if first_bad is not None:
@@ -142,11 +146,31 @@ def main(arguments: str) -> int:
         for step in run:
             losses.append(step.loss)
             samples.append(step.sample_ids.tolist())
+            if step.index == hoard_from and run.world.rank and os.environ["UNISONO_EPOCH"] == "0":
+                hoard(Path(group))
         rank = run.world.rank
         outcome = {"digest": digest(run), "losses": losses, "samples": samples, "step": run.state.step}
     if rank == 0:
         print(json.dumps(outcome), flush=True)
     return 75 if run.preempted else 0
+
+
+def hoard(group: Path) -> None:
+    """Take more memory than that control group has."""
+    group.write_text(str(os.getpid()))
+    taken = [bytearray(b"x") * 2**20 for _ in range(400)]
+    raise AssertionError(f"{len(taken)} MiB could be had")
+
+
+def slow_disk(fsync_s: float) -> None:
+    """From now on each file takes that much longer to be written through."""
+    fsync = os.fsync
+
+    def slowly(fd: int) -> None:
+        time.sleep(fsync_s)
+        fsync(fd)
+
+    os.fsync = slowly
 
 
 class PoisonedFrom(RaggedTokens):

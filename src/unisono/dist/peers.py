@@ -47,7 +47,7 @@ def suspects(peers: Sequence[Mapping[str, Any]], rank: int, *, settle: bool) -> 
 
 
 def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]:
-    """Who is not waiting in the same collective as this rank; empty where nobody can tell.
+    """Who is not waiting in the same collective as this rank; empty where nobody can tell. Who is cut off from the store says that.
 
     Every rank whose collective timed out says where it waits. The store's host may be the very process that hangs, so
     the questions are asked from a thread that is given up after a few seconds.
@@ -67,7 +67,7 @@ def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]
     asker.start()
     asker.join(_ROLL_CALL_S + 1)
     if rank not in answers:
-        return []
+        return ["the store on rank 0's host does not answer"] if rank else []
     elsewhere = [f"rank {other} waits in {op}" for other, op in sorted(answers.items()) if op != waiting_in]
     absent = [f"rank {other} waits in no collective" for other in range(world) if other not in answers]
     return elsewhere + absent

@@ -8,7 +8,8 @@
 
 A restart always takes the whole group: peers of a dead rank cannot go on, as gloo closes their connections for good.
 SIGTERM and SIGINT go to the workers once; what has not ended after the grace period is killed, and a second SIGINT kills
-at once. Does not watch for hangs beyond what a collective's timeout reports. Imports no torch.
+at once. A peer of a dead rank that does not end on SIGTERM, as it hangs, leaves its stacks in its log. Does not watch for
+hangs beyond what a collective's timeout reports. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _POLL_S = 0.05
 # a failing rank ends its peers' collectives; this long they get to say so themselves, and then to end on SIGTERM
 _SETTLE_S = 0.5
 _FAILED_GRACE_S = 5.0
+# one that does not end is aborted first: Python's fault handler then writes where each thread stands into the rank's log
+_DUMP_S = 1.0
 # the same crash this often in a row is not bad luck
 SAME_CRASH_LIMIT = 3
 
@@ -175,9 +178,10 @@ def _see_through(
 
 @dataclass(slots=True)
 class _Deadlines:
-    """Monotonic times at which the workers still running get SIGTERM and SIGKILL; None while nothing is due."""
+    """Monotonic times at which the workers still running get SIGTERM, SIGABRT and SIGKILL; None while nothing is due."""
 
     terminate_at_s: float | None = None
+    abort_at_s: float | None = None
     kill_at_s: float | None = None
 
 
@@ -201,7 +205,8 @@ def _end_when_due(
             # what a user must change, the other ranks find too: rank 0 gets to say it on the terminal and to end by itself
             settle_s = _FAILED_GRACE_S if USER_ERROR in codes else _SETTLE_S
             deadlines.terminate_at_s = now + settle_s
-            deadlines.kill_at_s = now + settle_s + _FAILED_GRACE_S
+            deadlines.abort_at_s = deadlines.terminate_at_s + _FAILED_GRACE_S
+            deadlines.kill_at_s = deadlines.abort_at_s + _DUMP_S
         elif REQUEUE in codes:
             # one rank has saved and left: the others have the same notice and the same last step
             deadlines.kill_at_s = now + options.grace_s
@@ -209,6 +214,10 @@ def _end_when_due(
         deadlines.terminate_at_s = None
         for worker in running:
             worker.end_by(signal.SIGTERM)
+    if deadlines.abort_at_s is not None and now >= deadlines.abort_at_s:
+        deadlines.abort_at_s = None
+        for worker in running:
+            worker.end_by(signal.SIGABRT)
     if deadlines.kill_at_s is not None and now >= deadlines.kill_at_s:
         for worker in running:
             worker.kill_group()

@@ -218,6 +218,8 @@ def start_worker(
     if restarted:
         inherited.pop("UNISONO_FAULT", None)
     cpus = share.affinity[job.local_rank] if share.affinity is not None and job.role == "worker" else None
+    # where the threads stand at SIGSEGV, or at the SIGABRT of a launcher that ends a hung rank, goes to the log
+    inherited.setdefault("PYTHONFAULTHANDLER", "1")
     inherited |= {**environ, **job.environ(), **share.environ()}
     inherited["UNISONO_LAUNCH"] = json.dumps(share.record() | {"affinity": cpus, "restarted": restarted})
     inherited["UNISONO_LOGS"] = str(logs)

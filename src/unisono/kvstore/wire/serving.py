@@ -157,11 +157,16 @@ class Server:
                 self.refused += 1
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+            thread = threading.Thread(target=self._serve, args=(sock, address), name="unisono-wire-peer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the machine has no thread left: this one comes again, and the others are served
+                self.refused += 1
+                sock.close()
+                return
             self.accepted += 1
             self._strangers[sock] = None
-            thread = threading.Thread(target=self._serve, args=(sock, address), name="unisono-wire-peer", daemon=True)
             self._threads[sock] = thread
-            thread.start()
 
     def _serve(self, sock: socket.socket, address: str) -> None:
         try:
