@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from asynchronous import SHARED, STEPS, one_process, samples_of, together, worker
+from asynchronous import SHARED, STEPS, digests, one_process, place, samples_of, together, worker
 from parameter_servers import ParameterServers, parameter_servers
 from pool import Pool
 from procs import wait_until
@@ -148,3 +149,40 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
     with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
         tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
+
+
+def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> dict[str, Any]:
+    """Rank 2 of a job of two. It comes when both have made a unit, and they make a second one when it has made one."""
+    folder, began = Path(run_dir), 2 if job.rank == 2 else 0
+    names = {"RUN_ID": "run", "EPOCH": 0, "RANK": job.rank, "WORLD": 2, "LOCAL_RANK": 0, "LOCAL_WORLD": 1}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "SERVERS": 2, "SERVER_ADDRESSES": ",".join(addresses)}
+    os.environ.update({f"UNISONO_{name}": str(value) for name, value in names.items()})
+    place(job, addresses, secret)
+
+    def begun(ranks: int) -> None:
+        wait_until(lambda: len(list(folder.glob("begun.*"))) >= ranks, f"{ranks} workers have made a unit", 60)
+
+    begun(began)
+    samples: list[list[int]] = []
+    # under a bound nobody takes units ahead, so there are some left
+    with tiny.trainer(run_dir, **SHARED, sync="dist_async", staleness=2) as run:
+        for step in run:
+            samples.append(step.sample_ids.tolist())
+            (folder / f"begun.{job.rank}").touch()
+            begun(3)
+    return {"samples": samples, "values": digests(run), "world": run.plan.world}
+
+
+@pytest.mark.full
+def test_one_that_was_not_there_at_the_start_joins(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    addresses = [f"{host}:{port}" for host, port in servers.addresses]
+    outcomes = pool.run(
+        joining, addresses, str(servers.secret_file), str(run_dir), ranks=3, joined=False, timeout_s=150
+    )
+    assert all(outcome["samples"] for outcome in outcomes)
+    done = [ids for outcome in outcomes for ids in outcome["samples"]]
+    assert sorted(chain.from_iterable(done)) == samples_of(0, STEPS)
+    assert {outcome["world"] for outcome in outcomes} == {2}
+    assert outcomes[0]["values"] == outcomes[1]["values"] == outcomes[2]["values"]
+    assert [event["kind"] for event in tiny.events(run_dir, 2)].count("run_start") == 1
