@@ -183,6 +183,14 @@ def test_own_servers_round_trip_and_have_no_rank_of_torchs() -> None:
         job_from_environ(server.environ() | DMLC)
 
 
+def test_a_worker_of_servers_may_come_on_top_of_the_world() -> None:
+    joins = replace(OWN, rank=2, servers=1, server_addresses=("a:1",))
+    environ = {name: value for name, value in joins.environ().items() if name.startswith("UNISONO_")}
+    assert job_from_environ(environ) == joins
+    with pytest.raises(LaunchError, match="unisono gives rank 2 of world 2"):
+        job_from_environ(environ | {"UNISONO_SERVERS": "0", "UNISONO_SERVER_ADDRESSES": ""})
+
+
 def test_two_launchers_that_disagree_are_both_named() -> None:
     with pytest.raises(LaunchError) as caught:
         job_from_environ(OWN.environ() | {"RANK": "0"})

@@ -255,6 +255,13 @@ def test_summary_rows() -> None:
     ]
 
 
+def test_summary_names_links_and_their_speed() -> None:
+    link = {"peer": "n1:4711", "sent_bytes_per_s": 41.2e6, "received_bytes_per_s": 999.0}
+    told = {"kind": "links", "step": 4, "links": [link], "run": "r", "rank": 0, "attempt": 1, "m": 104.5}
+    rows = summary_lines(summarise([*history(reason="finished"), told]), EndFacts(), 80)
+    assert ("link", "n1:4711: sent 41.2MB/s, received 999B/s") in rows
+
+
 @pytest.mark.parametrize(
     ("events", "state"),
     [

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import signal
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,11 +11,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from asynchronous import SHARED, STEPS, digests, one_process, place, samples_of, together, worker
 from parameter_servers import ParameterServers, parameter_servers
 from pool import Pool
 from procs import wait_until
 
-from unisono import Trainer
 from unisono.data.order import Order
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
@@ -27,49 +24,11 @@ from unisono.plan.options import PlanOptions
 from unisono.train import dealt
 from unisono.train.checkpoint import verify
 
-STEPS = 6
-# adamw's kernels on the servers are those of one process
-SHARED = {"steps": STEPS, "every_steps": 2, "dropout": 0.0}
-
 
 @pytest.fixture
 def servers(tmp_path: Path) -> Iterator[ParameterServers]:
     with parameter_servers(tmp_path, 2) as made:
         yield made
-
-
-def place(job: JobSpec, addresses: list[str], secret: str, ranks: int = 0) -> World:
-    os.environ["UNISONO_SECRET_FILE"] = secret
-    if job.listen_fd is not None:
-        os.close(job.listen_fd)  # for a meeting that does not take place
-    world = ranks or job.world
-    return World.alone(
-        replace(job, server_addresses=tuple(addresses), world=world, local_world=world, listen_fd=None, epoch=0)
-    )
-
-
-def worker(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks: int, **changes: Any) -> dict[str, Any]:
-    changes = {**SHARED, "sync": "dist_async", "world": place(job, addresses, secret, ranks), **changes}
-    stop_at, at_step = changes.pop("stop_at", None), changes.pop("at_step", None)
-    samples: list[list[int]] = []
-    losses: list[float] = []
-    with tiny.trainer(run_dir, **changes) as run:
-        for step in run:
-            samples.append(step.sample_ids.tolist())
-            losses.append(step.loss)
-            if at_step is not None:
-                at_step()
-            if step.index == stop_at:
-                os.kill(os.getpid(), signal.SIGTERM)
-    values = digests(run)
-    return {
-        "samples": samples,
-        "losses": losses,
-        "values": values,
-        "step": run.state.step,
-        "weight": float(run.state.weight_total),
-        "preempted": run.preempted,
-    }
 
 
 def worker_that_tells(*given: Any, **changes: Any) -> dict[str, Any]:
@@ -90,28 +49,6 @@ def worker_in_turn(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:
     return worker(job, *given, at_step=begun, **changes)
 
 
-def digests(run: Trainer) -> dict[str, str]:
-    parameters = run.state.pieces.parameters.items()
-    return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
-
-
-def together(
-    pool: Pool, servers: ParameterServers, run_dir: Path, ranks: int, does: Callable[..., Any] = worker, **changes: Any
-) -> list[dict[str, Any]]:
-    addresses = [f"{host}:{port}" for host, port in servers.addresses]
-    return pool.run(
-        does,
-        addresses,
-        str(servers.secret_file),
-        str(run_dir),
-        ranks,
-        ranks=ranks,
-        joined=False,
-        timeout_s=90,
-        **changes,
-    )
-
-
 @pytest.mark.parametrize("optim", [{}, pytest.param({"kind": "lamb", "lr": 1e-2}, marks=pytest.mark.full)])
 def test_one_worker_is_one_process_bit_for_bit(
     tmp_path: Path, pool: Pool, servers: ParameterServers, optim: dict[str, Any]
@@ -122,21 +59,6 @@ def test_one_worker_is_one_process_bit_for_bit(
     assert outcome["samples"] == alone["samples"]
     assert outcome["weight"] == alone["weight"]
     assert outcome["values"] == alone["values"]
-
-
-def one_process(world: World, run_dir: str, **changes: Any) -> dict[str, Any]:
-    samples: list[list[int]] = []
-    losses: list[float] = []
-    with tiny.trainer(run_dir, world=world, **{**SHARED, **changes}) as run:
-        for step in run:
-            samples.append(step.sample_ids.tolist())
-            losses.append(step.loss)
-    values = digests(run)
-    return {"samples": samples, "losses": losses, "values": values, "weight": float(run.state.weight_total)}
-
-
-def samples_of(first: int, last: int) -> list[int]:
-    return sorted(Order(tiny.SAMPLES, seed=0)(torch.arange(8 * first, 8 * last).numpy()).tolist())
 
 
 @pytest.mark.parametrize(
@@ -227,3 +149,40 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
     with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
         tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
+
+
+def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> dict[str, Any]:
+    """Rank 2 of a job of two. It comes when both have made a unit, and they make a second one when it has made one."""
+    folder, began = Path(run_dir), 2 if job.rank == 2 else 0
+    names = {"RUN_ID": "run", "EPOCH": 0, "RANK": job.rank, "WORLD": 2, "LOCAL_RANK": 0, "LOCAL_WORLD": 1}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "SERVERS": 2, "SERVER_ADDRESSES": ",".join(addresses)}
+    os.environ.update({f"UNISONO_{name}": str(value) for name, value in names.items()})
+    place(job, addresses, secret)
+
+    def begun(ranks: int) -> None:
+        wait_until(lambda: len(list(folder.glob("begun.*"))) >= ranks, f"{ranks} workers have made a unit", 60)
+
+    begun(began)
+    samples: list[list[int]] = []
+    # under a bound nobody takes units ahead, so there are some left
+    with tiny.trainer(run_dir, **SHARED, sync="dist_async", staleness=2) as run:
+        for step in run:
+            samples.append(step.sample_ids.tolist())
+            (folder / f"begun.{job.rank}").touch()
+            begun(3)
+    return {"samples": samples, "values": digests(run), "world": run.plan.world}
+
+
+@pytest.mark.full
+def test_one_that_was_not_there_at_the_start_joins(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    addresses = [f"{host}:{port}" for host, port in servers.addresses]
+    outcomes = pool.run(
+        joining, addresses, str(servers.secret_file), str(run_dir), ranks=3, joined=False, timeout_s=150
+    )
+    assert all(outcome["samples"] for outcome in outcomes)
+    done = [ids for outcome in outcomes for ids in outcome["samples"]]
+    assert sorted(chain.from_iterable(done)) == samples_of(0, STEPS)
+    assert {outcome["world"] for outcome in outcomes} == {2}
+    assert outcomes[0]["values"] == outcomes[1]["values"] == outcomes[2]["values"]
+    assert [event["kind"] for event in tiny.events(run_dir, 2)].count("run_start") == 1

@@ -42,7 +42,8 @@ class JobSpec:
     ``rank`` and ``world`` count workers only. A parameter server has a ``server_index`` instead (None where its launcher
     numbers no servers), and listens on ``listen_fd``; ``server_addresses`` are ``host:port`` by index, or empty where the
     launcher does not know them. A scheduler is DMLC's word for the process that keeps the store. ``interface`` is
-    the one this process was told to use.
+    the one this process was told to use. A worker that knows servers may have a rank of ``world`` or above: it was not there
+    when the job began, whose plan is one of ``world`` ranks, and joins it.
     """
 
     run_id: str = "single"
@@ -339,7 +340,8 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
 
 def _checked(job: JobSpec) -> JobSpec:
     def wrong() -> Iterator[tuple[str, str]]:
-        if job.world < 1 or not 0 <= job.rank < job.world:
+        joins = bool(job.server_addresses) and job.role == "worker"  # to servers one worker more is welcome at any time
+        if job.world < 1 or not (0 <= job.rank < job.world or joins):
             yield f"rank {job.rank} of world {job.world}", "0 <= rank < world"
         if not 1 <= job.local_world <= max(job.world, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"

@@ -66,8 +66,9 @@ class BucketedAllReduce:
     issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
     all ranks if there is none. ``travels`` names dtypes other than the gradients' own to send and add in; ``codec`` compresses
     instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank. ``path`` says
-    how gradients travel: "shared memory", or by which transport and why. The constructor is a collective of all ranks of
-    ``world``.
+    how gradients travel: "shared memory", or by which transport and why. ``sent_bytes`` and ``received_bytes`` count what this
+    rank gave to sums and got of them, not what a transport makes of it (a ring sends 2 (n - 1) / n of it). The constructor is a
+    collective of all ranks of ``world``.
 
     Raises ConfigError for a codec beside ``travels``.
     """
@@ -95,7 +96,8 @@ class BucketedAllReduce:
         self._exchange = None if codec is None else exchange(codec, views, self._group)
         self._memory: SharedSum | None = None
         self._sum: Callable[[Tensor], Any] = self._plain_sum
-        self.path = self._way() if codec is None else f"{_transport(self._group)}: compressed"
+        self.path = self._way() if codec is None else f"{transport(self._group)}: compressed"
+        self.sent_bytes = self.received_bytes = 0
         self._armed = False
         self._next = 0
         self._works: list[Any] = []
@@ -123,19 +125,19 @@ class BucketedAllReduce:
 
     def _way(self) -> str:
         """How to sum, and why; the same answer on all ranks."""
-        transport = _transport(self._group)
+        by = transport(self._group)
         if self._group is None or self._group.size() < self._world.world:
-            return f"{transport}: a group of some of the workers"
+            return f"{by}: a group of some of the workers"
         hosts: list[str] = self._world.gather_json(this_host())
         if worth_a_hierarchy(hosts):
             self._sum = by_host(self._world, hosts)
-            return f"{transport}: over the workers of each host, then across {len(set(hosts))} hosts"
+            return f"{by}: over the workers of each host, then across {len(set(hosts))} hosts"
         if not all(self._world.gather_json(all(p.device.type == "cpu" for p in self._parameters.values()))):
-            return f"{transport}: gradients on devices"
+            return f"{by}: gradients on devices"
         try:
             self._memory = SharedSum(self._world)
         except ConfigError as refusal:
-            return f"{transport}: {refusal.problems[0].given}"
+            return f"{by}: {refusal.problems[0].given}"
         self._sum = self._memory.all_reduce
         return "shared memory"
 
@@ -162,10 +164,18 @@ class BucketedAllReduce:
                 return
             with self._world.guard("gradient all-reduce"):
                 if self._exchange is not None:
-                    self._works.append(self._exchange.launch(bucket.views))
+                    pending = self._exchange.launch(bucket.views)
+                    self._count(pending.sent_bytes, pending.received_bytes)
+                    self._works.append(pending)
                 else:
-                    self._works.append(self._sum(bucket.pack()))
+                    sent = bucket.pack()
+                    self._count(sent.nbytes, sent.nbytes)
+                    self._works.append(self._sum(sent))
             self._next += 1
+
+    def _count(self, sent_bytes: int, received_bytes: int) -> None:
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
 
     def finish(self, totals: Tensor) -> None:
         """Send what never became complete (parameters no sample of this rank used), then wait for everything."""
@@ -246,7 +256,8 @@ def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
     )
 
 
-def _transport(group: ProcessGroup | None) -> str:
+def transport(group: ProcessGroup | None) -> str:
+    """The name of torch's backend that carries its collectives."""
     return "alone" if group is None else dist.get_backend(group)
 
 

@@ -130,6 +130,7 @@ class LocalSteps:
 
     All workers call it alike. Deterministic, and exact on resume from ``state_dict`` and the worker's own parameters.
     With ``codec`` w - x_i travels coded, and what the code leaves out is added at the fragment's next boundary.
+    ``sent_bytes`` and ``received_bytes`` count what this worker gave to sums and got of them.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class LocalSteps:
             for number, run in enumerate(fragments(parameters, rounds.fragments))
         ]
         self._pending: dict[int, list[Any]] = {}
+        self.sent_bytes = self.received_bytes = 0
         # one for each fragment, as several may be under way
         self._exchanges = [
             exchange(codec, {piece.name: piece.delta for piece in pieces}, world.group)
@@ -246,13 +248,20 @@ class LocalSteps:
         for piece in self._fragments[fragment]:
             torch.sub(piece.outer, piece.flat(), out=piece.delta)
             if self._world.group is not None and not self._exchanges:
+                self._count(piece.delta.nbytes, piece.delta.nbytes)
                 with self._world.guard(f"average of fragment {fragment}"):
                     works.append(dist.all_reduce(piece.delta, group=self._world.group, async_op=True))
         if self._exchanges:
             deltas = {piece.name: piece.delta for piece in self._fragments[fragment]}
             with self._world.guard(f"average of fragment {fragment}"):
-                works.append(self._exchanges[fragment].launch(deltas))
+                pending = self._exchanges[fragment].launch(deltas)
+            self._count(pending.sent_bytes, pending.received_bytes)
+            works.append(pending)
         self._pending[fragment] = works
+
+    def _count(self, sent_bytes: int, received_bytes: int) -> None:
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
 
     def _wait(self, fragment: int) -> None:
         works = self._pending.get(fragment, [])

@@ -394,6 +394,7 @@ def summary_lines(
 ) -> list[tuple[str, str]]:
     """The end of a run as (label, text) rows. Only the loss curve is fitted to ``width``; text may wrap."""
     rows = [("result", verdict(summary)), ("speed", _speed(summary)), ("time", _time(summary.time_frac))]
+    rows += [("link", _link(link)) for link in summary.links]
     if summary.losses:
         values = [loss for _, loss in summary.losses]
         ends = f"  {values[0]:.4g} -> {values[-1]:.4g}"
@@ -421,6 +422,12 @@ def _speed(summary: RunSummary) -> str:
     if summary.peak_bytes is not None:
         parts.append(f"peak memory {gib(summary.peak_bytes)}")
     return ", ".join(parts)
+
+
+def _link(link: Fields) -> str:
+    """``127.0.0.1:4711: sent 41.2MB/s, received 41.2MB/s``."""
+    sent, received = (short(link[f"{way}_bytes_per_s"]) for way in ("sent", "received"))
+    return f"{printable(str(link['peer']))}: sent {sent}B/s, received {received}B/s"
 
 
 def _time(time_frac: Mapping[str, float]) -> str:

@@ -21,7 +21,8 @@ class RunSummary:
     """A run as its events tell it; None where they do not say.
 
     ``losses`` are (step, train loss) of every logged step, without those repeated after a crash. ``time_frac`` is the
-    share of each phase in the wall time of the logged steps. Rates are medians over the logged steps.
+    share of each phase in the wall time of the logged steps. Rates are medians over the logged steps. ``links`` are
+    those of the last ``links`` event.
     """
 
     state: str  # finished | stopped early | preempted | failed | interrupted
@@ -40,6 +41,7 @@ class RunSummary:
     wall_s: float
     time_frac: Mapping[str, float]
     losses: Sequence[tuple[int, float]]
+    links: Sequence[Mapping[str, Any]]
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -73,6 +75,7 @@ def summarise(events: Sequence[Event]) -> RunSummary:
         wall_s=_wall_s(events),
         time_frac=_time_frac(steps),
         losses=losses,
+        links=_last_of(events, "links", "links") or (),
     )
 
 

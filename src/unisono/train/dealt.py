@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -32,6 +32,7 @@ from unisono.observe.meters import StepTimers
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 from unisono.plan.plan import Plan
+from unisono.train.links import Link
 from unisono.train.options import is_due
 from unisono.train.state import RunState
 from unisono.train.sync import why_asked
@@ -149,6 +150,7 @@ class Dealt:
             codec=plan.compression,
             about={"run": job.run_id, **about},
         )
+        self._addresses = job.server_addresses
         self._servers = Servers(
             _addresses(job),
             read_secret(os.environ),
@@ -212,16 +214,28 @@ class Dealt:
         """Its gradients are applied, or it did not count."""
         self._servers.done(Work("unit", unit), weight)
         self._units += 1
-        if is_due(_TOLD_EVERY_UNITS, self._units):
-            links = [asdict(traffic) for traffic in self._servers.traffic()]
-            self._events.emit("links", units=self._units, servers=links)
-            if told := self._servers.compression():
-                self._events.emit(
-                    "compressed",
-                    step=self._state.step,
-                    **{name: sum(each.get(name, 0) for each in told.values()) for name in _BYTES},
-                    residual_norms={name: each["residual"] for name, each in told.items() if "residual" in each},
-                )
+        if is_due(_TOLD_EVERY_UNITS, self._units) and (told := self._servers.compression()):
+            self._events.emit(
+                "compressed",
+                step=self._state.step,
+                **{name: sum(each.get(name, 0) for each in told.values()) for name in _BYTES},
+                residual_norms={name: each["residual"] for name, each in told.items() if "residual" in each},
+            )
+
+    def links(self) -> list[Link]:
+        """One to each server; ``apart`` says why nothing goes through memory, empty where it does."""
+        return [
+            Link(
+                peer=peer,
+                sent_bytes=each.sent_bytes + each.memory_bytes,
+                received_bytes=each.received_bytes + each.taken_bytes,
+                facts={
+                    "apart": each.apart,
+                    "reconnects": each.reconnects,
+                },
+            )
+            for peer, each in zip(self._addresses, self._servers.traffic(), strict=True)
+        ]
 
     def ask_to_stop(self, *, finished: bool = False) -> None:
         """All workers end at the next step that nobody has begun."""

@@ -18,6 +18,7 @@ from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel.device import memory_bytes
 from unisono.train.engine import GOOD, LOSS, NORM, STOP, WEIGHT, Step
+from unisono.train.links import Links
 
 
 @dataclass(kw_only=True, slots=True)
@@ -34,6 +35,7 @@ class Readout:
     memory_limit_bytes: int
     flops_per_token: float
     peak: Peak | None
+    links: Links | None
     weight_total: float
     skipped_total: int
     compiling: bool = False  # the next reading contains a step that compiled
@@ -57,7 +59,10 @@ class Readout:
         tokens = round(sum(row[WEIGHT] for row in rows))
         self.rates.step_done(steps[-1].index, tokens=tokens, steps=len(steps), exclude=self.compiling)
         self.compiling = False
-        measured = self._measured()
+        split = self.timers.take()
+        measured = split.fields() | self._measured()
+        if self.links is not None:
+            self.links.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):
             self.weight_total += row[WEIGHT]
             self.stop_requested |= row[STOP] > 0
@@ -78,6 +83,12 @@ class Readout:
             self.events.emit("step", **fields, **(measured if step is steps[-1] else {}))
         if self._skips_in_a_row >= self.max_skips:
             self._give_up(steps[-1], rows[-1])
+
+    def end(self) -> None:
+        """No step follows: read what is pending, and tell of links what was not told."""
+        self.read()
+        if self.links is not None:
+            self.links.tell()
 
     def _skip(self, step: Step, row: list[float]) -> None:
         self.skipped_total += 1
@@ -103,8 +114,8 @@ class Readout:
         )
 
     def _measured(self) -> dict[str, float]:
-        """Speed, time split and memory since the last reading."""
-        fields: dict[str, float] = self.timers.take().fields()
+        """Speed and memory since the last reading."""
+        fields: dict[str, float] = {}
         rates = self.rates.rates()
         if rates is not None:
             fields |= rates.fields()

@@ -18,7 +18,7 @@ from unisono.dist import JobSpec, World, join
 from unisono.errors import ConfigError, Problem
 from unisono.kvstore import GradientSync, KVStore, LocalSteps, Rounds, create
 from unisono.kvstore.codecs import COARSE_WITH_ADAM, Codec, auto_codec, find_codec
-from unisono.kvstore.dist_sync import BucketedAllReduce
+from unisono.kvstore.dist_sync import BucketedAllReduce, transport
 from unisono.kvstore.local import LocalGradients
 from unisono.kvstore.server.beside import servers_beside
 from unisono.kvstore.wire.tls import VARIABLE, read_tls
@@ -29,6 +29,7 @@ from unisono.parallel.pieces import Pieces
 from unisono.parallel.shard import PlacedGradients
 from unisono.parallel.sharded import ShardedGradients
 from unisono.plan.plan import Plan
+from unisono.train.links import Counts, Link, Links
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.state import Memory
 
@@ -231,6 +232,25 @@ class Compressed:
             self.sync.load_state_dict(own)
 
 
+@dataclass(frozen=True, slots=True)
+class _Summed:
+    """What ``sync`` counts, for the one link to all other ranks."""
+
+    sync: BucketedAllReduce
+
+    def links(self) -> list[Link]:
+        """See ``Counts``."""
+        sync = self.sync
+        return [Link(peer=sync.path, sent_bytes=sync.sent_bytes, received_bytes=sync.received_bytes)]
+
+
+def open_links(events: EventLog, keeps: GradientSync | Counts) -> Links | None:
+    """The events of what ``keeps`` this rank in step; None where torch sends the gradients, or nothing is sent."""
+    if isinstance(keeps, BucketedAllReduce):
+        keeps = _Summed(keeps)
+    return Links(events, keeps.links) if isinstance(keeps, Counts) else None
+
+
 class LocalRounds:
     """``dist_local``: every rank makes steps of its own, and what they come to is averaged (see ``kvstore.periodic``).
 
@@ -265,6 +285,11 @@ class LocalRounds:
     def settle(self, step: int, good: Tensor) -> None:
         """Average what is due behind ``step``, also where this rank's own step did not count."""
         self._rounds.after_step(step - 1)
+
+    def links(self) -> list[Link]:
+        """One, to all other ranks."""
+        sent_bytes, received_bytes = self._rounds.sent_bytes, self._rounds.received_bytes
+        return [Link(peer=transport(self._world.group), sent_bytes=sent_bytes, received_bytes=received_bytes)]
 
     def shared(self) -> dict[str, Tensor]:
         """What ranks agree on, in place of their own parameters, and the outer momentum."""

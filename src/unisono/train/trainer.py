@@ -74,7 +74,7 @@ from unisono.train.options import TrainOptions, is_due
 from unisono.train.passes import Passes
 from unisono.train.readout import Readout
 from unisono.train.state import RunState, StageTables, seed_generators
-from unisono.train.sync import LocalRounds, check_options, keep_in_step, open_store, open_world
+from unisono.train.sync import LocalRounds, check_options, keep_in_step, open_links, open_store, open_world
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -324,6 +324,7 @@ class Trainer:
             device=self.device,
             memory_limit_bytes=host_memory_limit_bytes(),
             flops_per_token=flops,
+            links=open_links(self.events, self._dealt or self._sync),
             peak=find_peak(self.device, self.plan, self.world) if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
@@ -479,6 +480,7 @@ class Trainer:
                     self.checkpointer.poll()
                     if self._dealt is None and is_due(self._checkpoint.every_steps, step.index):
                         self.save()
+            self._readout.end()
         finally:
             batches.close()
         if self.preempted:

@@ -25,10 +25,12 @@ from unisono.kvstore.codecs.powersgd import PowerSgd, orthonormal
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A collective under way, and what makes gradients of its result."""
+    """A collective under way, and what makes gradients of its result; how many bytes this rank gives to it and gets of it."""
 
     work: Any
     then: Callable[[], None]
+    sent_bytes: int
+    received_bytes: int
 
     def wait(self) -> None:
         """Return when the gradients hold the sums."""
@@ -83,11 +85,13 @@ class CodedSum:
         code = torch.cat([self._feedback.encode(self._codec, name, g) for name, g in gradients.items()])
         if self._codec.summable is not None:
             rows = code[None]
+            received_bytes = code.nbytes
             work = dist.all_reduce(code.view(self._codec.summable), group=self._group, async_op=True)
         else:
             rows = code.new_empty(self._ranks, code.numel())  # [ranks, bytes]
+            received_bytes = rows.nbytes - code.nbytes
             work = dist.all_gather(list(rows.unbind()), code, group=self._group, async_op=True)
-        return Pending(work, lambda: self._add(rows, gradients))
+        return Pending(work, lambda: self._add(rows, gradients), code.nbytes, received_bytes)
 
     @torch.no_grad()
     def _add(self, rows: Tensor, gradients: Mapping[str, Tensor]) -> None:
@@ -133,7 +137,10 @@ class LowRankSum:
             bases = dict(zip(matrices, map(orthonormal, parts[len(whole) :]), strict=True))
             self._second(gradients, matrices, bases)
 
-        return Pending(work, then)
+        both = sent.nbytes + sum(
+            self._factors[name].nbytes for name in matrices
+        )  # the second factors are of the first's shape
+        return Pending(work, then, both, both)
 
     @torch.no_grad()
     def _second(self, gradients: Mapping[str, Tensor], matrices: dict[str, Tensor], bases: dict[str, Tensor]) -> None:

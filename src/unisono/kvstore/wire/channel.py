@@ -57,7 +57,7 @@ class Channel:
         self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
-        self.sent_bytes = self.received_bytes = self.memory_bytes = 0
+        self.sent_bytes = self.received_bytes = self.memory_bytes = self.taken_bytes = 0
         # when a byte last moved in either direction, signs of life of this side aside: they would pass for the other's
         self.moved = time.monotonic()
 
@@ -111,6 +111,8 @@ class Channel:
             slot = self._slot(announced)
         except CommError as error:
             raise Lost(*error.problems) from None
+        if slot is not None:
+            self.taken_bytes += announced.nbytes
         found = xxhash.xxh3_64(seed=announced.seed)
         given = place(announced) if place else None
         if slot is not None and place is None:

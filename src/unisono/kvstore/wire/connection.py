@@ -51,13 +51,14 @@ class _Request:
 class Traffic:
     """What a connection has done so far; ``queued`` and ``flying`` are requests not yet sent and not yet answered.
 
-    ``memory_bytes`` were put into shared memory by this side, instead of being sent through the socket like the others. ``apart``
-    says why there is no such memory; empty where there is.
+    ``memory_bytes`` were put into shared memory by this side, instead of being sent through the socket like the others, and
+    ``taken_bytes`` lay there for it. ``apart`` says why there is no such memory; empty where there is.
     """
 
     sent_bytes: int
     received_bytes: int
     memory_bytes: int
+    taken_bytes: int
     apart: str
     reconnects: int
     strays: int
@@ -100,7 +101,8 @@ class Connection:
         self._again: deque[tuple[int, _Request]] = deque()
         self._flying: dict[int, _Request] = {}
         self._tickets = itertools.count(1)
-        self._epoch = self._credits = self._reconnects = self._strays = self._sent = self._received = self._shared = 0
+        self._epoch = self._credits = self._reconnects = self._strays = 0
+        self._sent = self._received = self._shared = self._taken = 0
         self._apart = ""
         self._free: list[Slot] = []
         self._lost: Channel | None = None
@@ -160,6 +162,7 @@ class Connection:
                 self._sent + channel.sent_bytes,
                 self._received + channel.received_bytes,
                 self._shared + channel.memory_bytes,
+                self._taken + channel.taken_bytes,
                 self._apart,
                 self._reconnects,
                 self._strays,
@@ -307,6 +310,7 @@ class Connection:
             self._sent += self._channel.sent_bytes
             self._received += self._channel.received_bytes
             self._shared += self._channel.memory_bytes
+            self._taken += self._channel.taken_bytes
             self._channel, self._lost = new, None
             self._reconnects += 1
             if not self._again and not self._queue:
