@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -21,7 +22,7 @@ from unisono.cli.common import LOG, RESOLVED, every_verb, load_config, log_level
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
-from unisono.errors import ConfigError, LaunchError, Problem, UnisonoError
+from unisono.errors import CommError, ConfigError, LaunchError, Problem, UnisonoError
 from unisono.plan.derive import read_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.config import RunConfig
@@ -69,6 +70,8 @@ def command(
         return code
     except UnisonoError as error:
         code = error.exit_code
+        if isinstance(error, CommError) and code != USER_ERROR and job.world > 1:
+            _leave(error)
         raise
     finally:
         # the configuration is kept once the first step can be made: without it there is no run here
@@ -90,6 +93,16 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
         return launch(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
     return run_job(with_servers(command_line, options, run_dir), run_dir)
+
+
+def _leave(error: CommError) -> NoReturn:
+    """Says it and ends at once: at the interpreter's end gloo waits, a time-out long again, for what is left in its queue."""
+    from unisono.cli.main import show_error
+
+    show_error(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
 
 
 def _no_room_for_replicas(servers: int) -> Problem:
