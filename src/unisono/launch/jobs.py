@@ -16,9 +16,9 @@ from unisono.launch.fleet import Fleet
 from unisono.launch.host import count_accelerators
 from unisono.launch.hosts import Host
 from unisono.launch.interface import named, towards
-from unisono.launch.layout import Job, deal, one_tls
+from unisono.launch.layout import Job, deal
 from unisono.launch.local import launch, refuse_inside_a_job
-from unisono.launch.options import LaunchOptions
+from unisono.launch.options import LaunchOptions, tls_folder
 from unisono.launch.supervise import make_folders, say, supervise
 
 SERVER = (sys.executable, "-m", "unisono.kvstore.server")
@@ -56,7 +56,7 @@ def run_job(job: Job, run_dir: Path) -> int:
         options = replace(job.options, processes=len(job.workers))
         return launch(job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=way)
     refuse_inside_a_job(run_dir)
-    one_tls(job, os.environ)
+    tls_folder(job.options, {**os.environ, **job.environ})
     make_folders(run_dir)
     if job.snapshots:  # they are for restarts of a server within one launch; a later launch begins from a checkpoint
         shutil.rmtree(job.snapshots, ignore_errors=True)

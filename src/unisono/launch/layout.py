@@ -102,20 +102,6 @@ class Job:
         )
 
 
-def one_tls(job: Job, environ: Mapping[str, str]) -> None:
-    """Raises LaunchError where the launcher's own ``environ`` names another folder of certificates than the options do."""
-    told = {**environ, **job.environ}.get("UNISONO_TLS", "")
-    if job.options.tls and told not in ("", job.options.tls):
-        raise LaunchError(
-            Problem(
-                given=f"launch.tls {job.options.tls!r} where UNISONO_TLS is {told!r}",
-                rule="a process has one folder of certificates",
-                consequence="nothing was started",
-                nearest=f"launch.tls={told}, or leave one out",
-            )
-        )
-
-
 def deal(hosts: Sequence[Host], processes: int | None, servers: int) -> tuple[Seat, ...]:
     """Workers fill the slots of hosts in order; servers go round the hosts with role=server, or else those with workers.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unisono.config import option
+from unisono.errors import LaunchError, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,3 +30,18 @@ class LaunchOptions:
     max_restarts: int = option(3, "Restarts from the newest checkpoint after a crash.", ge=0)
     timeout_s: float = option(300.0, "Seconds a rank waits for its peers in one collective.", gt=0)
     grace_s: float = option(30.0, "Seconds a stopped run gets to save and end before it is killed.", ge=0)
+
+
+def tls_folder(options: LaunchOptions, environ: Mapping[str, str]) -> str:
+    """The folder of certificates that the setting or UNISONO_TLS names; empty for none. Raises LaunchError where they differ."""
+    told = environ.get("UNISONO_TLS", "")
+    if options.tls and told not in ("", options.tls):
+        raise LaunchError(
+            Problem(
+                given=f"launch.tls {options.tls!r} where UNISONO_TLS is {told!r}",
+                rule="a process has one folder of certificates",
+                consequence="nothing was started",
+                nearest=f"launch.tls={told}, or leave one out",
+            )
+        )
+    return options.tls or told

@@ -14,14 +14,15 @@ from typing import Any
 
 from unisono.dist.jobspec import LOOPBACK
 from unisono.launch.interface import named, towards
-from unisono.launch.layout import Job, one_tls
+from unisono.launch.layout import Job
 from unisono.launch.link import agent_command, agent_script
+from unisono.launch.options import tls_folder
 from unisono.launch.share import divide_host
 
 
 def show(job: Job) -> dict[str, Any]:
     """JSON types: ``hosts`` with the command that is run here for each, ``processes`` in the order they are started."""
-    one_tls(job, os.environ)
+    tls_folder(job.options, {**os.environ, **job.environ})
     addresses = [f"{job.meeting_host(seat)}:{_free_port()}" for seat in job.servers]
     workers = job.workers
     if job.servers or len(workers) == 1:

@@ -22,7 +22,7 @@ from unisono.kvstore.dist_sync import BucketedAllReduce, transport
 from unisono.kvstore.local import LocalGradients
 from unisono.kvstore.server.beside import servers_beside
 from unisono.kvstore.wire.tls import VARIABLE, read_tls
-from unisono.launch.options import LaunchOptions
+from unisono.launch.options import LaunchOptions, tls_folder
 from unisono.observe.events import EventLog
 from unisono.parallel.grid import Grid
 from unisono.parallel.pieces import Pieces
@@ -101,22 +101,13 @@ def with_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path)
 def _known_tls(launch: LaunchOptions) -> Generator[str]:
     """Inside, UNISONO_TLS is the folder of the setting or of this process's launcher, if there is one; tried here, before
     anything is started."""
-    told = os.environ.get(VARIABLE, "")
-    if launch.tls and told not in ("", launch.tls):
-        raise ConfigError(
-            Problem(
-                given=f"launch.tls {launch.tls!r} where {VARIABLE} is {told!r}",
-                rule="a process has one folder of certificates",
-                consequence="nothing was started",
-                nearest=f"launch.tls={told}, or leave one out",
-            )
-        )
+    folder = tls_folder(launch, os.environ)
     with ExitStack() as stack:
-        if launch.tls and not told:
-            os.environ[VARIABLE] = launch.tls
+        if folder and not os.environ.get(VARIABLE):
+            os.environ[VARIABLE] = folder
             stack.callback(os.environ.pop, VARIABLE, None)
         read_tls(os.environ)
-        yield launch.tls or told
+        yield folder
 
 
 def _inert_tls(plan: Plan, launch: LaunchOptions) -> ConfigError:
