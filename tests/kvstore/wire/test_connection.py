@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from procs import wait_until
 
 from unisono.errors import CommError
 from unisono.kvstore.wire.frame import Frame, Limits, Op
@@ -62,11 +63,10 @@ def test_no_more_requests_fly_than_credits_were_granted(wires: Any, counting: An
     connection = wires.connect(server.addresses[0])
     counting.gate.clear()
     futures = [connection.request(Frame(Op.BARRIER)) for _ in range(10)]
-    most = 0
-    deadline = time.monotonic() + 0.4
+    wait_until(lambda: connection.traffic().flying == 3, "as many as were granted are under way")
+    deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
-        most = max(most, connection.traffic().flying)
-    assert most == 3
+        assert connection.traffic().flying == 3
     counting.gate.set()
     for future in futures:
         future.result(10)
