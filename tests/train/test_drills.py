@@ -248,6 +248,7 @@ def saving(run_dir: Path) -> list[str]:
     return [path.name for path in (run_dir / "checkpoints").iterdir() if ".tmp-" in path.name]
 
 
+@pytest.mark.full
 def test_a_signal_to_one_worker_during_a_blocked_collective_stops_all(tmp_path: Path) -> None:
     """Rank 1 stands still, so rank 0 hangs in the all-reduce when SIGTERM comes; both save once rank 1 goes on."""
     run_dir = tmp_path / "run"

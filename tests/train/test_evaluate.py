@@ -149,6 +149,7 @@ def test_early_stop_ends_saves_and_says_so(tmp_path: Path) -> None:
     assert event["best_loss"] < event["loss"]
 
 
+@pytest.mark.full
 def test_early_stop_counts_on_after_a_resume(tmp_path: Path) -> None:
     settings = {"eval_every": 1, "early_stop_patience": 5, "eval_data": tiny.RaggedTokens(HELD_OUT), "lr": 3.0,
                 "clip_norm": 0.0, "max_skips": 50, "steps": 20}  # fmt: skip

@@ -79,6 +79,7 @@ def test_one_process_has_no_link(tmp_path: Path, pool: Pool) -> None:
     assert outcome["events"] == []
 
 
+@pytest.mark.full
 def test_asynchronous_workers_tell_of_each_server(tmp_path: Path, pool: Pool) -> None:
     with parameter_servers(tmp_path, 2) as servers:
         outcomes = together(pool, servers, tmp_path / "run", 2, worker, every_steps=0)
