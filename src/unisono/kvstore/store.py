@@ -33,8 +33,8 @@ from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, r
 from unisono.kvstore.local import LocalBackend, LocalGradients
 from unisono.kvstore.periodic import PeriodicBackend, Rounds
 from unisono.kvstore.values import optimizer_options
-from unisono.kvstore.wire.secret import SECRET_BYTES
 from unisono.kvstore.wire.tls import Tls
+from unisono.launch.secret import SECRET_BYTES
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 

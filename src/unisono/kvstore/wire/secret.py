@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.errors import LaunchError, Problem
-
-SECRET_BYTES = 32
+from unisono.launch.secret import SECRET_BYTES, new_secret
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
@@ -103,7 +102,7 @@ def _make(path: Path) -> None:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.write(fd, secrets.token_bytes(SECRET_BYTES))
+        os.write(fd, new_secret())
         os.fsync(fd)
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
