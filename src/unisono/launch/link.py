@@ -279,9 +279,11 @@ class Link:
             case "line":
                 self._print(message["id"], message["text"])
             case "ended":
+                worker = self._workers[message["id"]]
                 if message["failure"] is not None:
-                    self._keep(Failure(**message["failure"]), message["age_s"])
-                self._workers[message["id"]].ended = message["code"]
+                    # whose it is becomes part of a file's name: this side's own number
+                    self._keep(Failure(**{**message["failure"], "rank": worker.rank}), message["age_s"])
+                worker.ended = message["code"]
             case _:
                 self._answers.append(message)
 
