@@ -282,7 +282,8 @@ class Link:
                 worker = self._workers[message["id"]]
                 if message["failure"] is not None:
                     # whose it is becomes part of a file's name: this side's own number
-                    self._keep(Failure(**{**message["failure"], "rank": worker.rank}), message["age_s"])
+                    told: dict[str, Any] = {**message["failure"], "rank": worker.rank}
+                    self._keep(Failure(**told), message["age_s"])
                 worker.ended = message["code"]
             case _:
                 self._answers.append(message)
