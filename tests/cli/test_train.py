@@ -18,7 +18,9 @@ def test_a_model_that_no_process_holds_is_the_same_model(desk: Desk, trained: Pa
     assert done.code == 0, done.err
     assert losses_of(run_dir) == pytest.approx(losses_of(trained), rel=1e-5)
     assert done.json["sample"].startswith("def ")
-    start, alone = (events_of(each)[0] for each in (run_dir, trained))
+    start, alone = (
+        next(event for event in events_of(each) if event["kind"] == "run_start") for each in (run_dir, trained)
+    )
     assert start["parameters"] == alone["parameters"]
     assert start["held_bytes"]["parameters"] < alone["held_bytes"]["parameters"] == 4 * alone["parameters"]
     assert "perf/matmul_ceiling_frac" in steps_of(run_dir)[-1]

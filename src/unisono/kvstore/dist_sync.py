@@ -66,9 +66,9 @@ class BucketedAllReduce:
     issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
     all ranks if there is none. ``travels`` names dtypes other than the gradients' own to send and add in; ``codec`` compresses
     instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank. ``path`` says
-    how gradients travel: "shared memory", or by which transport and why. ``sent_bytes`` and ``received_bytes`` count what this
-    rank gave to sums and got of them, not what a transport makes of it (a ring sends 2 (n - 1) / n of it). The constructor is a
-    collective of all ranks of ``world``.
+    how gradients travel: "shared memory", or by which transport and why; ``workers`` between how many. ``sent_bytes`` and
+    ``received_bytes`` count what this rank gave to sums and got of them, not what a transport makes of it (a ring sends
+    2 (n - 1) / n of it). The constructor is a collective of all ranks of ``world``.
 
     Raises ConfigError for a codec beside ``travels``.
     """
@@ -86,6 +86,7 @@ class BucketedAllReduce:
         if codec is not None and travels:
             raise _two_ways(codec, travels)
         self._world, self._group = world, group or world.group
+        self.workers = self._group.size() if self._group is not None else 1
         self._parameters = dict(parameters)
         sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
@@ -126,6 +127,8 @@ class BucketedAllReduce:
     def _way(self) -> str:
         """How to sum, and why; the same answer on all ranks."""
         by = transport(self._group)
+        if self.workers == 1:
+            return "nothing travels: no other rank has these parameters"
         if self._group is None or self._group.size() < self._world.world:
             return f"{by}: a group of some of the workers"
         hosts: list[str] = self._world.gather_json(this_host())

@@ -238,6 +238,8 @@ class _Summed:
 def open_links(events: EventLog, keeps: GradientSync | Counts) -> Links | None:
     """The events of what ``keeps`` this rank in step; None where torch sends the gradients, or nothing is sent."""
     if isinstance(keeps, BucketedAllReduce):
+        if keeps.workers == 1:
+            return None
         keeps = _Summed(keeps)
     return Links(events, keeps.links) if isinstance(keeps, Counts) else None
 
