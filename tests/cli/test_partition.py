@@ -24,7 +24,7 @@ from procs import wait_until
 from unisono.observe.events import events_path, read_events
 from unisono.train.checkpoint import open_checkpoint
 
-STEPS, EVERY, TIMEOUT_S = 80, 20, 8.0
+STEPS, EVERY, TIMEOUT_S = 80, 20, 12.0
 SETTINGS = {
     "plan.sync": "dist_sync",
     "train.steps": STEPS,
@@ -110,7 +110,7 @@ def test_a_partition_ends_both_and_the_next_attempt_has_the_same_bits(desk: Desk
                 assert process.returncode == 1, said
                 assert other in said
             # the time-out, a roll call of three seconds, and a busy machine; not a second time-out
-            assert TIMEOUT_S < time.monotonic() - pulled_s < TIMEOUT_S + 3 + 4.5
+            assert TIMEOUT_S < time.monotonic() - pulled_s < 2 * TIMEOUT_S
         line.plug()
         before = steps(cut)
         assert len(before) < STEPS
