@@ -97,12 +97,17 @@ def test_a_partition_ends_both_and_the_next_attempt_has_the_same_bits(desk: Desk
         pytest.skip("process tables of their own are not permitted here")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     with cable(100) as line:
-        with ranks(desk, line, whole, 0) as both:
+        with ranks(desk, line, whole, 7) as both:
             for process in both:
                 _, said = process.communicate(timeout=120)
                 assert process.returncode == 0, said
         with ranks(desk, line, cut, 0, TIMEOUT_S) as both:
-            wait_until(lambda: "checkpoint_saved" in kinds(cut), "a checkpoint is there", 60)
+            wait_until(
+                lambda: "checkpoint_saved" in kinds(cut) or any(process.poll() is not None for process in both),
+                "a checkpoint is there",
+                60,
+            )
+            assert [process.poll() for process in both] == [None, None]
             line.pull()
             pulled_s = time.monotonic()
             for process, other in zip(both, ("rank 1 waits in no", "the store on rank 0's host does not"), strict=True):

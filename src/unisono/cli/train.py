@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -75,7 +76,7 @@ def command(
         raise
     finally:
         # the configuration is kept once the first step can be made: without it there is no run here
-        if code == USER_ERROR and made and not (run_dir / RESOLVED).exists():
+        if code == USER_ERROR and made and job.rank == 0 and not (run_dir / RESOLVED).exists():
             _unmake(made)
 
 
@@ -170,7 +171,8 @@ def make_folder(run_dir: Path) -> list[Path]:
     made = list(reversed(missing))
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        probe = run_dir / f".writable-{os.getpid()}"
+        # ranks of several hosts make it at once, and in containers of their own all may be process 1
+        probe = run_dir / f".writable-{secrets.token_hex(8)}"
         probe.touch()
         probe.unlink()
     except OSError as error:

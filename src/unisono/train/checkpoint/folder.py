@@ -15,6 +15,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def open_root(root: Path) -> None:
                     nearest="remove it, or choose another run.dir (which may itself be a link)",
                 )
             )
-        probe = root / f".probe-{os.getpid()}"
+        probe = root / f".probe-{secrets.token_hex(8)}"
         os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600))
         probe.unlink()
     except OSError as error:
