@@ -55,8 +55,8 @@ class _Server:
 
     def _start(self) -> subprocess.Popen[bytes]:
         given = {
-            "SERVER_INDEX": "0",
-            "SERVERS": "{}:{}".format(*self.address),
+            "SERVER": "0",
+            "SERVER_ADDRESSES": "{}:{}".format(*self.address),
             "EPOCH": str(self._epoch),
             "LISTEN_FD": str(self.listener.fileno()),
             "SECRET_FILE": str(self.file),

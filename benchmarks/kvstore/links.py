@@ -2,9 +2,10 @@
 
     python -m benchmarks.kvstore.links [--rates 100mbit,1gbit,10gbit] [--rounds 5] [--steps 3] [--local-steps 16]
 
-Two processes of one thread in network namespaces of their own, joined by interfaces whose rate ``tc tbf`` limits in both
-directions: on Linux, as root. All ways take turns in the same two processes; a ratio is of neighbouring blocks. Bytes are what
-the interface counted, so with headers and acknowledgements, beside what the gradients' own bytes come to in theory.
+Two processes of one thread in network namespaces and process tables of their own, so that they share no memory, joined by
+interfaces whose rate ``tc tbf`` limits in both directions: on Linux, as root. All ways take turns in the same two processes;
+a ratio is of neighbouring blocks. Bytes are what the interface counted, so with headers and acknowledgements, beside what the
+gradients' own bytes come to in theory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from unisono.launch.share import TUNED_ALLOCATOR
 
 CODECS = ("fp16", "bf16", "int8", "2bit", "1bit", "topk:0.01", "powersgd:2")
 _NETWORK = "10.77.0"
+_APART = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _BURST_S = 0.002  # what may leave at once, as time at the link's rate
 _LEAST_BURST_BYTES = 128 << 10  # segments leave the host in pieces of 64 KiB
 
@@ -156,7 +158,7 @@ def measured(hosts: list[tuple[str, str]], counts: list[str]) -> list[dict[str, 
     script = [sys.executable, "-m", "benchmarks.kvstore.links", *counts, "--interface"]
     processes = [
         subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *script, interface],
+            ["ip", "netns", "exec", namespace, *_APART, *script, interface],
             env=os.environ | TUNED_ALLOCATOR | given | {"RANK": str(rank), "GLOO_SOCKET_IFNAME": interface},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
