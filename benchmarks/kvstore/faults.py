@@ -28,6 +28,7 @@ import torch
 from benchmarks.paired import spread
 
 from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.deal import Work
 from unisono.kvstore.server.updates import Recipe
 from unisono.kvstore.servers import Servers
 from unisono.optim import OptimOptions
@@ -102,7 +103,7 @@ def holds_a_unit(address: str, secret_file: str) -> None:
     """A worker that claims a unit of work, says so, and never does it."""
     host, _, port = address.rpartition(":")
     worker = _worker((host, int(port)), Path(secret_file).read_bytes(), 1)
-    print(worker.claim(wait=True), flush=True)
+    print(worker.claim(wait=True).work.number, flush=True)
     time.sleep(600)
 
 
@@ -111,6 +112,7 @@ def killed_worker() -> dict[str, float]:
     with _server() as server:
         other = _worker(server.address, server.secret, 0)
         try:
+            other.done(other.claim(wait=True).work)  # the beginning, before there are units
             command = [sys.executable, "-m", _MODULE, "--holder", "{}:{}".format(*server.address), str(server.file)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
                 assert holder.stdout is not None
@@ -118,11 +120,11 @@ def killed_worker() -> dict[str, float]:
                 holder.send_signal(signal.SIGKILL)
                 begin_s = time.monotonic()
             for unit in set(range(UNITS)) - {held}:
-                assert other.claim(wait=True) == unit
-                other.done(unit)
+                assert other.claim(wait=True).work == Work("unit", unit)
+                other.done(Work("unit", unit))
             other.barrier(1)
             past_s = time.monotonic() - begin_s
-            while other.claim(wait=True) != held:
+            while other.claim(wait=True).work != Work("unit", held):
                 pass
             return {"others pass the barrier": past_s, "its unit is another's": time.monotonic() - begin_s}
         finally:
