@@ -42,15 +42,16 @@ def build(kind: str, **changes: Any) -> nn.Module:
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **changes,
         )  # fmt: skip
         model: nn.Module = transformers.GPT2LMHeadModel(config)
-    elif kind == "bert":
-        config = transformers.BertConfig(
+    elif kind in ("bert", "roberta"):
+        of = {"bert": "Bert", "roberta": "Roberta"}[kind]
+        config = getattr(transformers, f"{of}Config")(
             intermediate_size=48, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **common, **changes
         )
-        model = transformers.BertForMaskedLM(config)
+        model = getattr(transformers, f"{of}ForMaskedLM")(config)
     else:
-        of = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+        of = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma"}[kind]
         config = getattr(transformers, f"{of}Config")(
-            intermediate_size=48, **common, **{"num_key_value_heads": 2, "tie_word_embeddings": False, **changes}
+            intermediate_size=48, **common, **{"num_key_value_heads": 2, "tie_word_embeddings": kind == "gemma", **changes}
         )
         model = getattr(transformers, f"{of}ForCausalLM")(config)
     for name, parameter in model.named_parameters():
@@ -88,6 +89,8 @@ SEQUENCE = {"sequence_parallel": True}
         pytest.param(2, "gpt2", {}, SEQUENCE, marks=pytest.mark.full),
         pytest.param(4, "bert", {}, {}, marks=pytest.mark.full),
         (2, "bert", {}, SEQUENCE),
+        pytest.param(2, "roberta", {}, {}, marks=pytest.mark.full),
+        pytest.param(2, "gemma", {"head_dim": 8}, {}, marks=pytest.mark.full),
     ],
 )
 def test_every_gradient_is_that_of_the_whole_model(
@@ -152,12 +155,19 @@ def plan_with(rules: tuple[Rule, ...], **options: Any) -> Plan:
     return replace(made, rules=rules)
 
 
+class Scaled(nn.Embedding):
+    """As Gemma has it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 3
+
+
 class Odd(nn.Module):
     """What no built-in rule knows: a pair with a bias and a norm inside, a table and an output under other names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = nn.Embedding(VOCAB, 8)
+        self.words = Scaled(VOCAB, 8, padding_idx=5)
         self.steps = nn.ModuleList(nn.ModuleDict({"one": nn.Linear(8, 12), "two": nn.Linear(12, 8)}) for _ in range(2))
         self.last = nn.Linear(8, VOCAB)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -62,11 +61,11 @@ def cut_embedding(layer: Any, cutter: Cutter) -> VocabularyPart:
         place, here = part.place(torch.tensor(padding))
         padding = int(place) if here else None
     cutter.keep(layer, "weight", 0)
+    inner = layer.forward  # a subclass may scale what it looks up
 
     def forward(tokens: Tensor) -> Tensor:
         places, here = part.place(tokens)
-        rows = F.embedding(places, layer.weight, padding)
-        return leave(rows.where(here[..., None], 0), part.group)
+        return leave(inner(places).where(here[..., None], 0), part.group)
 
     layer.forward = forward
     layer.num_embeddings, layer.padding_idx = part.sizes[cutter.index], padding

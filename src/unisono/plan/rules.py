@@ -168,6 +168,7 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
         Pair(module="**.encoder.layer.*", column=("intermediate.dense",), row="output.dense", enter="intermediate"),
         Embedding(module="**.embeddings.word_embeddings"),
         Output(module="**.cls.predictions.decoder"),
+        Output(module="**.lm_head.decoder"),  # RoBERTa's
         Sequence(modules=("**.encoder.layer.*",)),
     ),
 }
