@@ -12,8 +12,12 @@ from stacks import TOKENS, VOCAB, Stack
 from torch import Tensor, nn
 
 from unisono.models.bert import BERT, BertOptions
+from unisono.plan.derive import derive
 from unisono.plan.infer import infer
+from unisono.plan.options import PlanOptions
 from unisono.plan.rules import BUILT_IN, Embedding, Output, Pair
+from unisono.plan.rules import built_in as built_in_rules
+from unisono.train.opening import with_rules
 
 BATCH = torch.zeros(2, TOKENS, dtype=torch.long)
 
@@ -65,7 +69,8 @@ def test_models_of_transformers_get_the_rules_of_their_set(kind: str) -> None:
     else:
         model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
     found = [rule for rule in infer(model, {"input_ids": BATCH}).rules if isinstance(rule, (Pair, Embedding, Output))]
-    built_in = [rule for rule in BUILT_IN[kind] if isinstance(rule, (Pair, Embedding, Output))]
+    names = [name for name, _ in model.named_modules()]
+    built_in = [rule for rule in built_in_rules(names) if isinstance(rule, (Pair, Embedding, Output))]
     root = "bert." if kind == "bert" else "model."
     # sizes that older versions of transformers read in a forward pass
     built_in = [replace(rule, divided=()) if isinstance(rule, Pair) else rule for rule in built_in]
@@ -127,3 +132,45 @@ def test_what_is_left_has_a_reason() -> None:
     assert left["plain"] == left["added"]
     assert left["counted.inside"] == "no attribute of Counted holds its number of heads, 4"
     assert left["last"] == "its result is what the model returns"
+
+
+class Events:
+    """An event log that keeps what is emitted."""
+
+    def __init__(self) -> None:
+        self.emitted: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.emitted.append((kind, fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "looked", "pairs_found"),
+    [("Llama", 0, None), ("Qwen3", 1, None), ("Olmo2", 1, ["model.layers.*.mlp"])],
+)
+def test_a_built_in_set_must_run_on_parts(kind: str, looked: int, pairs_found: list[str] | None) -> None:
+    """The names of these models are alike; Qwen3 norms single heads, OLMo 2 all heads together, which no rank has."""
+    transformers = pytest.importorskip("transformers", reason="NOT CHECKED: the extra 'hf' is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, intermediate_size=48, pad_token_id=0, eos_token_id=1, **sizes
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    plan = derive(PlanOptions(tp=2), world=2, device="cpu", native_bf16=False)
+    asked: list[int] = []
+    events = Events()
+
+    def first() -> dict[str, Tensor]:
+        asked.append(1)
+        return {"input_ids": BATCH}
+
+    made = with_rules(plan, model, first, events)  # type: ignore[arg-type]
+    assert len(asked) == looked
+    if pairs_found is None:
+        assert (made, events.emitted) == (plan, [])
+        return
+    assert [pair.module for pair in pairs(made.rules)] == pairs_found
+    ((said, fields),) = events.emitted
+    assert said == "rules_inferred"
+    why = fields["left"]["model.layers.*.self_attn.q_proj"]
+    assert why == "its result goes through mean along the dim that is cut"

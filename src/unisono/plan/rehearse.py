@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import gcd
 from operator import attrgetter
@@ -21,10 +21,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from unisono.plan.rules import Pair
+from unisono.plan.rules import Pair, Rule, matching
 from unisono.plan.trace import Op, Trace, trace
 
 _MOST_TRIES = 64
+# whatever a forward pass says to sizes that do not fit
+_MISFITS = (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, AssertionError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,36 @@ def as_rule(group: Group, model: nn.Module, inputs: Mapping[str, Tensor], seen: 
         if all(_works(pair, count, few, group, model, inputs, seen) for count in counts):
             return pair
     return f"its forward pass has sizes that no attribute of {type(module).__name__} holds"
+
+
+def holding_more(rules: Iterable[Rule], model: nn.Module) -> list[tuple[Pair, nn.Module]]:
+    """The pairs of ``rules``, with the modules they name, that are entered by a submodule with parameters of none of their
+    layers."""
+    modules = dict(model.named_modules())
+    pairs = [
+        (rule, modules[path]) for rule in rules if isinstance(rule, Pair) for path in matching(rule.module, modules)
+    ]
+    found: list[tuple[Pair, nn.Module]] = []
+    for pair, module in pairs:
+        layers = {id(p) for name in pair.layers for p in module.get_submodule(name).parameters()}
+        entered = () if pair.enter == "*" else module.get_submodule(pair.enter).parameters()
+        if any(id(parameter) not in layers for parameter in entered):
+            found.append((pair, module))
+    return found
+
+
+def runs_on_parts(rules: Iterable[Rule], count: int, model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether ``model`` runs with such pairs as one of ``count`` ranks has them: what lies between stays whole, and a norm of
+    all heads together (OLMo 2), other than one of single heads (Qwen3), does not fit to some of them."""
+    with ExitStack() as parts:
+        for pair, module in holding_more(rules, model):
+            few = attrgetter(pair.shared_units)(module) if pair.shared_units else 0
+            parts.enter_context(_as_one_of(count, few, pair, module))
+        try:
+            trace(model, inputs)
+        except _MISFITS:
+            return False
+    return True
 
 
 class Lacking(str):
@@ -188,8 +220,8 @@ def _works(
     with _as_one_of(count, few, pair, model.get_submodule(pair.module)):
         try:
             again = trace(model, inputs)
-        except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, AssertionError):
-            return False  # whatever a forward pass says to sizes that do not fit
+        except _MISFITS:
+            return False
     if few and few % count:  # a branch for fewer key/value heads than query heads may be taken no more
         rows = [[op.shapes for op in each.ops if op.module == group.row] for each in (seen, again)]
         return rows[0] == rows[1] and _same_scales(pair, seen, again) and not any(map(_lopsided, again.ops))

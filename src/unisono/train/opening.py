@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from unisono.plan.derive import derive, read_plan
 from unisono.plan.infer import infer, pairs_of
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.rehearse import holding_more, runs_on_parts
+from unisono.plan.rules import built_in
 
 
 def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
@@ -43,9 +45,16 @@ def open_events(run_dir: Path, world: World) -> EventLog:
     return EventLog(path, rank=rank, run_id=run_dir.absolute().name, attempt=attempt)
 
 
-def with_inferred_rules(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor], events: EventLog) -> Plan:
-    """The plan with rules that are read from a micro-batch of the first step."""
-    found = infer(model, dict(inputs))
+def with_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Tensor]], events: EventLog) -> Plan:
+    """The plan as it is where built-in rules fit the model, else with rules that are read from a micro-batch of the ``first``
+    step."""
+    known = built_in(dict(model.named_modules()))
+    if known and not holding_more(known, model):
+        return plan
+    inputs = dict(first())
+    if known and runs_on_parts(known, plan.tp, model, inputs):
+        return plan
+    found = infer(model, inputs)
     plan = replace(plan, rules=pairs_of(found, type(model).__name__, plan.tp))
     events.emit("rules_inferred", rules=plan.to_json()["rules"], left=dict(found.left))
     return plan

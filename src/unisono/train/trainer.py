@@ -57,7 +57,6 @@ from unisono.parallel.shared import SharedGradients
 from unisono.plan.check import check
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, why_precision
-from unisono.plan.rules import built_in
 from unisono.train import resume as resuming
 from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 from unisono.train.dealt import Dealt, check_dealt, worker_plan
@@ -69,7 +68,7 @@ from unisono.train.gradient_stats import GradientStats
 from unisono.train.guard import Guard
 from unisono.train.metrics import Metric
 from unisono.train.objectives import Objective
-from unisono.train.opening import find_peak, not_saved, open_events, plan_for, with_inferred_rules, with_splits
+from unisono.train.opening import find_peak, not_saved, open_events, plan_for, with_rules, with_splits
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.passes import Passes
 from unisono.train.readout import Readout
@@ -204,10 +203,8 @@ class Trainer:
             shuffle_block=self._shuffle_block,
             batch_statistics=bool(batch_norms(model)),
         )
-        if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements or built_in(dict(model.named_modules()))):
-            self.plan = grid.plan = with_inferred_rules(
-                self.plan, model, inputs(self._first_micro_batch()), self.events
-            )
+        if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements):
+            self.plan = grid.plan = with_rules(self.plan, model, lambda: inputs(self._first_micro_batch()), self.events)
             agree(self.world, "inferred rules", self.plan.decisions())
             mine = self.plan
         layout = None
