@@ -231,21 +231,21 @@ def test_a_function_is_told_at_once() -> None:
     ("modules", "text"),
     [
         (
-            ["block.*"],
+            {"block.*": "weight"},
             "a placement in 'block.*'\n"
             "  rule: it names modules of the model, by pattern\n"
             "  so:   it would act on nothing\n"
             "  try:  did you mean 'blocks.1'?",
         ),
         (
-            ["blocks.0", "blocks.*.up"],
+            {"blocks.0": "up.weight", "blocks.*.up": "weight"},
             "placements in 'blocks.0' beside blocks.0.up\n"
             "  rule: modules with placements hold no others, and share no parameter with the rest of the model\n"
             "  so:   a value would be asked for both as a DTensor and as a plain tensor\n"
             "  try:  placements in one module that holds both",
         ),
         (
-            ["head"],
+            {"head": "weight"},
             "placements in 'head' beside table.weight\n"
             "  rule: modules with placements hold no others, and share no parameter with the rest of the model\n"
             "  so:   a value would be asked for both as a DTensor and as a plain tensor\n"
@@ -253,13 +253,38 @@ def test_a_function_is_told_at_once() -> None:
         ),
     ],
 )
-def test_where_placements_cannot_be(modules: list[str], text: str) -> None:
+def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     """Known before any rank is asked for anything, so one process stands for two."""
     plan = derive(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
-    placed = tuple(Placement(module=each, parameter="weight", dims=("tp", None)) for each in modules)
+    placed = tuple(Placement(module=each, parameter=name, dims=("tp", None)) for each, name in modules.items())
     grid: Any = SimpleNamespace(plan=replace(plan, placements=placed))
     net = Net()
     with pytest.raises(PlanError) as caught:
         place(net, grid)
     assert str(caught.value) == text
+    assert not any(isinstance(p, DTensor) for p in net.parameters())
+
+
+def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
+    plan = derive(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
+    rows, columns = ("tp", None), (None, "tp")
+    placed = (
+        Placement(module="block.*", parameter="up.weight", dims=rows),
+        Placement(module="blocks.*", parameter="up.weight", dims=rows),
+        Placement(module="blocks.0", parameter="up.weight", dims=columns),
+        Placement(module="blocks.*", parameter="down.wait", dims=columns),
+        Placement(module="blocks.*.down", inputs=((None, None, "tp"),)),
+        Placement(module="blocks.1.down", outputs=(None, None, None)),
+        Placement(module="head", outputs=(None, None, None)),
+    )
+    net, grid = Net(), SimpleNamespace(plan=replace(plan, placements=placed))
+    with pytest.raises(PlanError) as caught:
+        place(net, grid)  # type: ignore[arg-type]
+    assert [problem.given for problem in caught.value.problems] == [
+        "a placement in 'block.*'",
+        "two placements of 'up.weight' of 'blocks.0'",
+        "two placements of what goes into or comes out of 'blocks.1.down'",
+        "a placement of what goes into or comes out of 'head'",
+        "a placement of 'down.wait'",
+    ]
     assert not any(isinstance(p, DTensor) for p in net.parameters())

@@ -11,7 +11,8 @@ are replicated; what each operation makes of its inputs' placements, and which s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -41,9 +42,7 @@ def shard(model: nn.Module, placements: Mapping[str, Dims], grid: Grid) -> None:
     are equal on the ranks, and returns plain ones; inside all are DTensors. All ranks call it, with equal models. Raises
     PlanError before anything is changed; an operation for which DTensor has no rule raises it when it runs.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = _names(model)
     chosen, problems = _match(names, placements)
     if grid.plan.tp == 1:
         problems.append(_inert())
@@ -79,53 +78,82 @@ def place(model: nn.Module, grid: Grid) -> None:
     modules = dict(model.named_modules())
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.Placement] = {}
+    problems: list[Problem] = []
     for each in grid.plan.placements:
         found = matching(each.module, modules)
         if not found:
-            raise PlanError(
-                Problem(
-                    given=f"a placement in {each.module!r}",
-                    rule="it names modules of the model, by pattern",
-                    consequence="it would act on nothing",
-                    nearest=nearest_name(each.module, modules),
-                )
-            )
+            problems.append(_no_module(each.module, modules))
         for path in found:
             if each.parameter:
-                wanted.setdefault(path, {})[each.parameter] = each.dims
+                twice = wanted.setdefault(path, {}).setdefault(each.parameter, each.dims) != each.dims
             else:
-                moved[path] = each
-    holders: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(parameter, []).append(name)
-    for path in wanted:
-        inside = [other for other in wanted if other != path and (not path or other.startswith(path + "."))]
-        outside = [n for names in holders.values() if any(_within(n, path) for n in names) for n in names]
-        outside = [name for name in outside if not _within(name, path)]
-        if inside or outside:
-            raise PlanError(
-                Problem(
-                    given=f"placements in {path or 'the model'!r} beside {', '.join(inside + outside)}",
-                    rule="modules with placements hold no others, and share no parameter with the rest of the model",
-                    consequence="a value would be asked for both as a DTensor and as a plain tensor",
-                    nearest="placements in one module that holds both",
-                )
-            )
-    for path in moved:
-        if not any(_within(path, outer) and path != outer for outer in wanted):
-            raise PlanError(
-                Problem(
-                    given=f"a placement of what goes into or comes out of {path or 'the model'!r}",
-                    rule="it is of a module inside one whose parameters are placed: outside values are plain tensors",
-                    consequence="there would be nothing to move",
-                    nearest="a placement of parameters in a module around it",
-                )
-            )
+                twice = moved.setdefault(path, each) is not each
+            if twice:
+                what = repr(each.parameter) if each.parameter else "what goes into or comes out"
+                problems.append(_placed_twice(f"{what} of {path or 'the model'!r}"))
+    problems += [*_not_apart(model, wanted), *_outside(moved, wanted)]
+    problems += [problem for path, own in wanted.items() for problem in _match(_names(modules[path]), own)[1]]
+    if problems:
+        alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
+        raise PlanError(*reversed(alike.values()))  # of repeated blocks those of the first
     for path, placements in wanted.items():
         shard(modules[path], placements, grid)
     for path, each in moved.items():
         module = modules[path]
         module.forward = shard_function(module.forward, inputs=each.inputs, outputs=each.outputs)
+
+
+def _no_module(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
+    return Problem(
+        given=f"a placement in {pattern!r}",
+        rule="it names modules of the model, by pattern",
+        consequence="it would act on nothing",
+        nearest=nearest_name(pattern, modules),
+    )
+
+
+def _placed_twice(what: str) -> Problem:
+    return Problem(
+        given=f"two placements of {what}",
+        rule="a parameter has one placement, and so has what a module takes and gives",
+        consequence="it is unclear which counts",
+        nearest="one of them, or patterns that do not overlap",
+    )
+
+
+def _not_apart(model: nn.Module, wanted: Collection[str]) -> Iterator[Problem]:
+    """Modules with placements that lie in each other, or share a parameter with what is outside."""
+    holders = _names(model)
+    for path in wanted:
+        inside = [other for other in wanted if other != path and (not path or other.startswith(path + "."))]
+        outside = [n for names in holders.values() if any(_within(n, path) for n in names) for n in names]
+        outside = [name for name in outside if not _within(name, path)]
+        if inside or outside:
+            yield Problem(
+                given=f"placements in {path or 'the model'!r} beside {', '.join(inside + outside)}",
+                rule="modules with placements hold no others, and share no parameter with the rest of the model",
+                consequence="a value would be asked for both as a DTensor and as a plain tensor",
+                nearest="placements in one module that holds both",
+            )
+
+
+def _outside(moved: Collection[str], wanted: Collection[str]) -> Iterator[Problem]:
+    for path in moved:
+        if not any(_within(path, outer) and path != outer for outer in wanted):
+            yield Problem(
+                given=f"a placement of what goes into or comes out of {path or 'the model'!r}",
+                rule="it is of a module inside one whose parameters are placed: outside values are plain tensors",
+                consequence="there would be nothing to move",
+                nearest="a placement of parameters in a module around it",
+            )
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
 
 
 def _within(name: str, path: str) -> bool:
