@@ -236,9 +236,28 @@ def test_rules_that_cannot_be_followed() -> None:
     bounded = Odd()
     bounded.words = nn.Embedding(VOCAB, 8, max_norm=1.0)
     assert "words, a Embedding, as vocabulary" in problem(OWN, bounded)
+    text = problem((Pair(module="steps.*", row="two"), Pair(module="steps.*", column=("one",), row="two", ratio="n")))
+    assert "1. a pair for 'steps.*' with row 'two' alone\n" in text
+    assert "2. a pair for 'steps.*' with ratio 'n'\n" in text
     narrow = Odd()
     narrow.steps[1] = nn.ModuleDict({"one": nn.Linear(8, 7), "two": nn.Linear(7, 8)})
     assert "plan.tp=2 for steps.1, whose width of two is 7" in problem(OWN, narrow)
+    narrow.steps[1] = nn.ModuleDict({"first": nn.Linear(8, 12), "two": nn.Linear(12, 8)})
+    text = problem(OWN, narrow)
+    assert "a rule for 'steps.*' with one" in text
+    assert "as in steps.1" in text
+
+
+def test_halves_of_one_layer_are_not_cut_apart() -> None:
+    """Of a gate and its values side by side, ranks in a row would have gates only."""
+    gated = Odd()
+    gated.steps[1] = nn.ModuleDict({"one": nn.Linear(8, 24), "two": nn.Linear(12, 8)})
+    assert problem(OWN, gated) == (
+        "steps.1.one, of 24 output features, before two, of 12 input features\n"
+        "  rule: without units, columns give what the row takes in, and fused ones three times that\n"
+        "  so:   a rank would compute with features that do not belong together\n"
+        "  try:  units, the attribute that counts heads; a gate and its values as two layers"
+    )
 
 
 def short(world: World) -> str:

@@ -48,7 +48,7 @@ def match(model: nn.Module, plan: Plan) -> list[Matched]:
             for pattern in patterns(rule)
             for path in matching(pattern, modules)
         ]
-        problems = list(_wrong_layers(found, model, modules)) or list(_sizes(found, plan.tp))
+        problems = list(_wrong_layers(found, model, modules)) or [*_sizes(found, plan.tp), *_widths(found)]
         if plan.sequence_parallel and not any(isinstance(rule, Sequence) for rule in rules):
             problems.append(
                 Problem(
@@ -85,17 +85,37 @@ def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) ->
                     consequence="it would change nothing",
                     nearest=nearest_name(pattern, kinds),
                 )
-            if isinstance(rule, Pair) and found:
-                missing = [layer for layer in rule.layers if f"{found[0]}.{layer}" not in modules]
-                absent = [name for name in _attributes(rule) if not _holds(modules[found[0]], name)]
-                if missing or absent:
-                    inside = [path.removeprefix(found[0] + ".") for path in modules if path.startswith(found[0] + ".")]
-                    yield Problem(
-                        given=f"a rule for {pattern!r} with {', '.join(missing + absent)}",
-                        rule=f"the layers and attributes it names are in each of those modules, as in {found[0]}",
-                        consequence="there is nothing to cut there",
-                        nearest=nearest_name(missing[0], inside) if missing else "the attribute that counts heads",
-                    )
+            if isinstance(rule, Pair):
+                yield from _incomplete(rule)
+                for path in found:
+                    missing = [layer for layer in rule.layers if f"{path}.{layer}" not in modules]
+                    absent = [name for name in _attributes(rule) if not _holds(modules[path], name)]
+                    if missing or absent:
+                        inside = [other.removeprefix(path + ".") for other in modules if other.startswith(path + ".")]
+                        yield Problem(
+                            given=f"a rule for {pattern!r} with {', '.join(missing + absent)}",
+                            rule=f"the layers and attributes it names are in each of those modules, as in {path}",
+                            consequence="there is nothing to cut there",
+                            nearest=nearest_name(missing[0], inside) if missing else "the attribute that counts heads",
+                        )
+                        break
+
+
+def _incomplete(pair: Pair) -> Iterator[Problem]:
+    if len(pair.layers) == 1:
+        yield Problem(
+            given=f"a pair for {pair.module!r} with row {pair.row!r} alone",
+            rule="in a pair the row takes in what layers cut by output features give",
+            consequence="the row would get whole inputs, and have weights for a part of them",
+            nearest='those layers as "column", "shared" or "fused"',
+        )
+    if pair.ratio and not (pair.units and pair.shared_units):
+        yield Problem(
+            given=f"a pair for {pair.module!r} with ratio {pair.ratio!r}",
+            rule="ratio is units per shared unit",
+            consequence="it would be unclear what it is set to",
+            nearest='"units" and "shared_units" beside it, or no ratio',
+        )
 
 
 def _attributes(rule: Pair) -> list[str]:
@@ -190,6 +210,32 @@ def _sizes(found: list[Matched], count: int) -> Iterator[Problem]:
                 )
 
 
+def _widths(found: list[Matched]) -> Iterator[Problem]:
+    """Without heads the row takes in feature by feature what the columns give."""
+    said: set[tuple[Pair, str]] = set()
+    for each in found:
+        pair = each.rule
+        if not isinstance(pair, Pair) or pair.units:
+            continue
+        into = _width(each, pair.row, 1)
+        for name in (*pair.column, *pair.shared, *pair.fused):
+            width, due = _width(each, name, 0), into * 3 if name in pair.fused else into
+            if width != due and (pair, name) not in said:
+                said.add((pair, name))
+                yield Problem(
+                    given=f"{each.path}.{name}, of {width} output features, before {pair.row}, of {into} input features",
+                    rule="without units, columns give what the row takes in, and fused ones three times that",
+                    consequence="a rank would compute with features that do not belong together",
+                    nearest="units, the attribute that counts heads; a gate and its values as two layers",
+                )
+
+
+def _width(each: Matched, name: str, which: int) -> int:
+    layer = each.module.get_submodule(name)
+    weight: Tensor = layer.weight  # pyright: ignore[reportAssignmentType]
+    return weight.shape[features(layer)[which]]
+
+
 def _counts(each: Matched) -> Iterator[tuple[str, int, bool]]:
     """(name, size, whether several ranks may hold the same one): what ``tp`` has to divide."""
     if isinstance(each.module, moe.Experts):
@@ -201,5 +247,4 @@ def _counts(each: Matched) -> Iterator[tuple[str, int, bool]]:
         yield pair.units, count_of(each, pair.units), False
     if pair.shared_units:
         yield pair.shared_units, count_of(each, pair.shared_units), True
-    weight: Tensor = each.module.get_submodule(pair.row).weight  # pyright: ignore[reportAssignmentType]
-    yield f"width of {pair.row}", weight.shape[features(each.module.get_submodule(pair.row))[1]], False
+    yield f"width of {pair.row}", _width(each, pair.row, 1), False
