@@ -51,7 +51,9 @@ def build(kind: str, **changes: Any) -> nn.Module:
     else:
         of = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma"}[kind]
         config = getattr(transformers, f"{of}Config")(
-            intermediate_size=48, **common, **{"num_key_value_heads": 2, "tie_word_embeddings": kind == "gemma", **changes}
+            intermediate_size=48,
+            **common,
+            **{"num_key_value_heads": 2, "tie_word_embeddings": kind == "gemma", **changes},
         )
         model = getattr(transformers, f"{of}ForCausalLM")(config)
     for name, parameter in model.named_parameters():

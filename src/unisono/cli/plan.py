@@ -28,8 +28,10 @@ def show(file: str, as_json: bool) -> None:
         print_json({"hash": plan.hash, "plan": plan.to_json()})
         return
     click.echo(f"{plan.describe()}\n")
-    for name, value in plan.to_json().items():
-        click.echo(f"{name:<18}{value}")
+    values = plan.to_json()
+    width = max(map(len, values)) + 1
+    for name, value in values.items():
+        click.echo(f"{name:<{width}}{value}")
 
 
 @command.command("check")
