@@ -142,6 +142,20 @@ def refused(world: World, run_dir: str, changes: dict) -> str:
     return str(caught.value)
 
 
+def test_all_that_the_model_does_not_allow_comes_at_once(pool: Pool, tmp_path: Path) -> None:
+    changes = {
+        "tp": 2,
+        "pp": 2,
+        "schedule": "interleaved",
+        "micro_batch": 2,
+        "sizes": {"heads": 3, "kv_heads": 3, "dim": 24},
+    }
+    text = pool.run(refused, str(tmp_path), changes, ranks=4)[0]
+    assert text.startswith("3 problems\n1. a model of 2 blocks in 4 pieces\n")
+    assert "2. plan.tp=2 for blocks.0.attention, whose heads is 3\n" in text
+    assert "3. plan.tp=2 for blocks.0.attention, whose kv_heads is 3\n" in text
+
+
 class Looked(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

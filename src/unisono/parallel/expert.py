@@ -48,9 +48,9 @@ def expert_dims(model: nn.Module) -> dict[str, int]:
 
 def cut_experts(model: nn.Module, grid: Grid) -> None:
     """Keep this rank's experts of every layer, in place. Raises PlanError before anything is changed."""
-    layers, ep, group = list(expert_layers(model)), grid.plan.ep, grid.group("ep")
-    _check(model, layers, ep)
-    for _, layer in layers:
+    ep, group = grid.plan.ep, grid.group("ep")
+    check_experts(model, ep)
+    for _, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
             part = stack.detach().chunk(ep)[grid.index("ep")].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(part, requires_grad=stack.requires_grad))
@@ -87,7 +87,9 @@ def count_whole_sequences(model: nn.Module, grid: Grid) -> None:
             module.sum_over_sequence = summed
 
 
-def _check(model: nn.Module, layers: list[tuple[str, Experts]], ep: int) -> None:
+def check_experts(model: nn.Module, ep: int) -> None:
+    """Raises PlanError where ``ep`` ranks cannot share the experts of ``model``."""
+    layers = list(expert_layers(model))
     if not layers:
         raise PlanError(
             Problem(

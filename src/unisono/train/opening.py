@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from torch import Tensor, nn
 
 from unisono.data.options import default_cache_dir
 from unisono.dist import JobSpec, World
-from unisono.errors import CheckpointError, Problem
+from unisono.errors import CheckpointError, PlanError, Problem
 from unisono.measure.ceiling import Peak, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.parallel.apply import repeated_blocks
+from unisono.parallel.context import Context
 from unisono.parallel.device import COMPUTE, computes_bf16, find_device
+from unisono.parallel.expert import check_experts
+from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
+from unisono.parallel.matched import match
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
 from unisono.plan.infer import infer, pairs_of
@@ -25,6 +30,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.rehearse import holding_more, runs_on_parts
 from unisono.plan.rules import built_in
+from unisono.train.engine import input_selector
 
 
 def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
@@ -64,6 +70,41 @@ def with_splits(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> t
     """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then says so."""
     layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits)
     return replace(plan, splits=layout.splits), layout
+
+
+def fit(
+    plan: Plan, model: nn.Module, grid: Grid, batch: Callable[[], Mapping[str, Tensor]]
+) -> tuple[Plan, Layout | None, Context | None]:
+    """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
+
+    Raises PlanError with all that keeps stages, sequences, layers and experts of this model from being cut.
+    """
+    problems: list[Problem] = []
+    layout = None
+    context = Context(grid, model) if plan.cp > 1 else None
+    if plan.pp > 1:
+        with _kept(problems):
+            plan, layout = with_splits(plan, model, input_selector(model)(batch()))
+    if context is not None:
+        with _kept(problems):
+            context.cut(batch())  # what cannot be shared is said here, not in the first step
+    if plan.tp > 1 and not plan.placements:
+        with _kept(problems):
+            match(model, plan)
+    if plan.ep > 1:
+        with _kept(problems):
+            check_experts(model, plan.ep)
+    if problems:
+        raise PlanError(*problems)
+    return plan, layout, context
+
+
+@contextmanager
+def _kept(problems: list[Problem]) -> Generator[None]:
+    try:
+        yield
+    except PlanError as error:
+        problems += error.problems
 
 
 def find_peak(device: torch.device, plan: Plan, world: World) -> Peak:

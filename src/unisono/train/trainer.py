@@ -41,7 +41,6 @@ from unisono.optim.groups import Role, roles
 from unisono.parallel.apply import apply
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.blocks import blocks, summed
-from unisono.parallel.context import Context
 from unisono.parallel.deferred import Recipe, allocate, deferred, fill
 from unisono.parallel.device import find_device, set_backend
 from unisono.parallel.expert import expert_dims
@@ -68,7 +67,7 @@ from unisono.train.gradient_stats import GradientStats
 from unisono.train.guard import Guard
 from unisono.train.metrics import Metric
 from unisono.train.objectives import Objective
-from unisono.train.opening import find_peak, not_saved, open_events, plan_for, with_rules, with_splits
+from unisono.train.opening import find_peak, fit, not_saved, open_events, plan_for, with_rules
 from unisono.train.options import TrainOptions, is_due
 from unisono.train.passes import Passes
 from unisono.train.readout import Readout
@@ -207,13 +206,8 @@ class Trainer:
             self.plan = grid.plan = with_rules(self.plan, model, lambda: inputs(self._first_micro_batch()), self.events)
             agree(self.world, "inferred rules", self.plan.decisions())
             mine = self.plan
-        layout = None
-        if self.plan.pp > 1:
-            self.plan, layout = with_splits(self.plan, model, inputs(self._first_micro_batch()))
-            mine = self.plan
-        context = Context(grid, model) if self.plan.cp > 1 else None
-        if context is not None:
-            context.cut(self._first_micro_batch())  # what cannot be shared is said here, not in the first step
+        self.plan, layout, context = fit(self.plan, model, grid, self._first_micro_batch)
+        mine = self.plan if layout is not None else mine
         model, whole, stages = apply(mine, model.train(), grid, context, layout)
         if self.plan.placements:
             self.events.emit("placements", placed=pins(model))
