@@ -55,7 +55,7 @@ class Casts(TorchDispatchMode):
 
 def cast_maps(world: World, run_dir: str, model: str, plans: dict[str, dict]) -> dict[str, Any]:
     """By plan, of the second step: parameters and how often each was converted, values that were converted more than once to the
-    same dtype, shapes of what was converted and back."""
+    same dtype, shapes of what was converted and back, and how often matrices of each shape were rounded."""
     found = {}
     for name, plan in plans.items():
         network, data, objective = matrix.MODELS[model](4)
@@ -77,7 +77,15 @@ def cast_maps(world: World, run_dir: str, model: str, plans: dict[str, dict]) ->
             for key, count in casts.counts.items()
             if not key[0] and count > 1 and not (gathered and len(key[3]) == 2)
         ]
-        found[name] = {"parameters": {n: c for n, c in parameters.items() if n}, "again": again, "back": casts.back}
+        matrices: Counter[tuple[int, ...]] = Counter()
+        for (*_, shape, _, _, _, to), count in casts.counts.items():
+            matrices[shape] += count if len(shape) == 2 and to == torch.bfloat16 else 0
+        found[name] = {
+            "parameters": {n: c for n, c in parameters.items() if n},
+            "again": again,
+            "back": casts.back,
+            "matrices": {shape: count for shape, count in matrices.items() if count},
+        }
     return found
 
 
@@ -91,7 +99,7 @@ def check(found: dict[str, Any], model: str) -> None:
             assert each["parameters"], f"{name}: nothing was computed in bf16"
             for parameter, count in each["parameters"].items():
                 assert count == 2, f"{name}: {parameter} {count} times in two micro-batches"
-                assert "norm" not in parameter or model == "bert", f"{name}: {parameter}"
+                assert "norm" not in parameter, f"{name}: {parameter}"
 
 
 @pytest.mark.parametrize("model", ["gpt", "gpt-moe", "bert"])
@@ -102,3 +110,5 @@ def test_one_process_converts_nothing_twice(tmp_path: Any, model: str) -> None:
 def test_nor_does_any_axis(pool: Pool, tmp_path: Any) -> None:
     for found in pool.run(cast_maps, str(tmp_path), "gpt", AXES, ranks=2, timeout_s=120):
         check(found, "gpt")
+        for name in ("dp_shard", "cp"):
+            assert found[name]["matrices"] == found["dp_replicate"]["matrices"], f"{name}: what FSDP2 gathered"

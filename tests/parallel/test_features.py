@@ -37,6 +37,9 @@ PLANS = {
     "pp-cp": (4, {"pp": 2, "cp": 2}),
     "ep": (2, {"dp_shard": 2, "ep": 2}),
     "pp-ep": (4, {"pp": 2, "dp_shard": 2, "ep": 2}),
+    "tp": (4, {"tp": 4}),  # two ranks have the same head of keys
+    "tp-ep": (4, {"dp_shard": 2, "tp": 2, "ep": 2}),
+    "hybrid-ep": (4, {"dp_shard": 2, "ep": 2, "shard_threshold_numel": 300}),
 }
 
 

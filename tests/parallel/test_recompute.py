@@ -1,17 +1,21 @@
-"""Recompute of models with caches, and of attention that drops."""
+"""Recompute of models with caches, of attention that drops, and of some blocks of each stage."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
+from unisono.dist import World
 from unisono.errors import PlanError
 from unisono.parallel import recompute
 from unisono.parallel.apply import apply
@@ -122,3 +126,39 @@ def test_attention_that_drops_on_an_accelerator() -> None:
     for gradient, expected in zip(again, plain, strict=True):
         assert gradient is not None
         torch.testing.assert_close(gradient, expected)
+
+
+def twice_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], str, list[int]]:
+    """Losses, digest, and how often the blocks that are here ran for each micro-batch of the last step, by number."""
+    runs: Counter[int] = Counter()
+    with tiny.trainer(run_dir, world=world, steps=2, dropout=0.1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+        for number, block in enumerate(run.model.blocks):
+            if hasattr(block, "ffn"):
+                block.ffn.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
+        losses = []
+        for step in run:
+            losses.append(step.loss)
+            last = {number: count // run.plan.accumulation for number, count in runs.items()}
+            runs.clear()
+        return losses, tiny.digest(run), [last.get(number, 0) for number in range(4)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("schedule", "splits", "blocks", "runs"),
+    [
+        ("1f1b", (1, 3), (0, 2), [1, 2, 2, 1]),
+        ("interleaved", (1, 1, 1, 1), (1, 1, 0, 0), [2, 2, 1, 1]),
+        ("zbv", (1, 1, 1, 1), (1, 0, 0, 1), [2, 1, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute_keep": ("mm",)}])
+def test_blocks_of_each_stage_by_the_plan(
+    pool: Pool, tmp_path: Path, schedule: str, splits: tuple, blocks: tuple, runs: list[int], how: dict
+) -> None:
+    plain = {"pp": 2, "schedule": schedule, "splits": splits}
+    expected = pool.run(twice_run, str(tmp_path / "plain"), plain, ranks=2)
+    found = pool.run(twice_run, str(tmp_path / "again"), {**plain, **how, "recompute_blocks": blocks}, ranks=2)
+    assert [sum(each) for each in zip(*(counts for *_, counts in expected), strict=True)] == [1] * 4
+    assert [sum(each) for each in zip(*(counts for *_, counts in found), strict=True)] == runs
+    assert [each[:2] for each in found] == [each[:2] for each in expected]

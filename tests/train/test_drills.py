@@ -168,18 +168,35 @@ def test_a_run_cut_along_any_axis_survives_a_kill_bit_for_bit(
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["dp", *AXES])
 def test_the_others_end_within_seconds_and_name_the_rank(tmp_path: Path, axis: str) -> None:
-    run_dir = tmp_path / "run"
-    settings = {**SETTINGS, "max_restarts": 0, **AXES.get(axis, {})}
-    run = start(run_dir, 2, settings, UNISONO_FAULT="backward@3:1")
+    check_the_others(tmp_path / "run", 2, AXES.get(axis, {}))
+
+
+FOUR: dict[str, dict[str, Any]] = {
+    "pp": {"pp": 4, "sizes": {"layers": 4}},
+    "pp-tp": {"pp": 2, "tp": 2, "sizes": {"layers": 4, "kv_heads": 2}},
+    "pp-ep": {"pp": 2, "dp_shard": 2, "ep": 2, "sizes": {"layers": 4, "experts": 4}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", FOUR)
+def test_those_who_do_not_talk_to_it_name_it_too(tmp_path: Path, axes: str) -> None:
+    """Of four ranks some are in no group with the one that dies: they end when those between do, and say who was first."""
+    check_the_others(tmp_path / "run", 4, FOUR[axes])
+
+
+def check_the_others(run_dir: Path, ranks: int, axes: dict[str, Any]) -> None:
+    """Rank 1 dies in a backward pass."""
+    run = start(run_dir, ranks, {**SETTINGS, "max_restarts": 0, **axes}, UNISONO_FAULT="backward@3:1")
     _, err = run.communicate(timeout=150)
     assert run.returncode not in (0, 75)
-    ends = {rank: [e for e in tiny.events(run_dir, rank) if e["kind"] == "run_end"] for rank in (0, 1)}
-    (end,) = ends[0]
-    assert (end["reason"], end["error"]) == ("failed", "CommError")
-    assert "rank 1" in end["message"]
-    assert ends[1] == [], "rank 1 was killed"
+    ends = {rank: [e for e in tiny.events(run_dir, rank) if e["kind"] == "run_end"] for rank in range(ranks)}
+    assert ends.pop(1) == [], "rank 1 was killed"
     last = max(e["t"] for e in tiny.events(run_dir, 1))
-    assert end["t"] - last < 6  # its last event is older than its death
+    for (end,) in ends.values():
+        assert (end["reason"], end["error"]) == ("failed", "CommError")
+        assert "rank 1 (pid " in end["message"]
+        assert end["t"] - last < (6 if ranks == 2 else 12)  # its last event is older than its death
     assert "rank 1" in err
 
 

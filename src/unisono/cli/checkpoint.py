@@ -128,17 +128,17 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
 def export_model(run_dir: str, target: str | None, checkpoint: str | None, max_shard_gib: float, as_json: bool) -> None:
     """Write RUN_DIR's newest model as a Hugging Face folder to TARGET (default RUN_DIR/export).
 
-    Of a built-in model one tensor is in memory at a time; a model of your own is built whole.
+    One tensor is in memory at a time; only a model whose construction reads its own values is built whole.
     """
     config = load_run(run_dir).value
     from unisono.cli.rank import export_run
     from unisono.dist import JobSpec, join
-    from unisono.train.build import build_model, find_tokenizer
-    from unisono.train.load import find_snapshot, reader_of
+    from unisono.train.build import find_tokenizer
+    from unisono.train.load import empty_model, find_snapshot, reader_of
 
     tokenizer = find_tokenizer(config)
     snapshot = find_snapshot(config, join(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)
-    model = build_model(config, tokenizer, empty=config.parts.model == "gpt")
+    model = empty_model(config, tokenizer)
     folder = export_run(
         model,
         config,

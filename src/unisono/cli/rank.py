@@ -32,10 +32,13 @@ from unisono.observe.sinks import Trackers
 from unisono.observe.summary import summarise
 from unisono.train.build import Data, build_data, build_trainer
 from unisono.train.config import RunConfig, SampleOptions
-from unisono.train.load import load_model
+from unisono.train.load import empty_model, find_snapshot, read_model, reader_of
 from unisono.train.opening import open_events, plan_for
 from unisono.train.sync import open_world, with_servers
 from unisono.train.trainer import Trainer
+
+# a model that is spread over ranks is put together for its sample up to this size
+SAMPLE_BYTES = 1 << 30
 
 
 def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dict[str, Any]:
@@ -129,20 +132,38 @@ def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any])
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
     with run.averaged_weights():
-        model = run.model
+        model, snapshot = run.model, None
         if run.plan.spread:
-            # this rank has a part of it; what was just committed is whole
+            # this rank has a part of it; what was just committed is whole, and exported a tensor at a time
             alone = join(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
-            model, _ = load_model(config, tokenizer, alone, None)
+            snapshot, model = find_snapshot(config, alone, None), empty_model(config, tokenizer)
         try:
-            outcome["export"] = str(export_run(model, config, tokenizer))
+            read = reader_of(model, snapshot) if snapshot is not None else None
+            outcome["export"] = str(export_run(model, config, tokenizer, read=read))
         except UnisonoError as error:
             refused = error
-        if tokenizer is not None and isinstance(model, GPT) and config.sample.tokens:
-            context, seed = config.data.seq_len, config.run.seed
-            outcome["sample"] = write_sample(model, tokenizer, config.sample, context=context, seed=seed)
-            run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
+        if tokenizer is None or not isinstance(model, GPT) or not config.sample.tokens:
+            return refused
+        if snapshot is not None:
+            size = sum(parameter.nbytes for parameter in model.parameters())
+            if size > SAMPLE_BYTES:
+                run.events.emit("notice", step=run.state.step, **_no_sample(size, config.run.dir))
+                return refused
+            model = cast(GPT, read_model(config, tokenizer, snapshot))
+        context, seed = config.data.seq_len, config.run.seed
+        outcome["sample"] = write_sample(model, tokenizer, config.sample, context=context, seed=seed)
+        run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
     return refused
+
+
+def _no_sample(size: int, run_dir: str) -> dict[str, str]:
+    return {
+        "code": "no_sample",
+        "what": f"no sample was written by a model of {size / 2**30:.1f} GiB",
+        "why": f"rank 0 would hold all of a model that the plan spreads; up to {SAMPLE_BYTES / 2**30:g} GiB it does",
+        "cost": "nothing else is missing",
+        "fix": f"unisono generate {shlex.quote(run_dir)}, where there is room for it",
+    }
 
 
 def export_run(

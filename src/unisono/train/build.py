@@ -86,13 +86,11 @@ def find_tokenizer(config: RunConfig) -> Tokenizer | None:
     return load_tokenizer(config.data.tokenizer) if config.parts.data == TOKENS else None
 
 
-def build_model(config: RunConfig, tokenizer: Tokenizer | None, *, empty: bool = False) -> nn.Module:
-    """The model of ``parts.model``, initialised from ``run.seed`` alone, on the CPU; the built-in one may be left ``empty``,
-    on the meta device."""
+def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
+    """The model of ``parts.model``, initialised from ``run.seed`` alone, on the CPU."""
     cast(Any, torch).manual_seed(config.run.seed)
     if config.parts.model == "gpt":
-        with torch.device("meta" if empty else "cpu"):
-            return GPT(model_options(config, tokenizer))
+        return GPT(model_options(config, tokenizer))
     model: Any = _find_part("model", config, {"gpt": None})(config)
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from unisono.data.tokenizer import Tokenizer
 from unisono.dist import World
-from unisono.errors import CheckpointError, Problem
+from unisono.errors import CheckpointError, PlanError, Problem
+from unisono.parallel.deferred import deferred
 from unisono.train.build import build_model
 from unisono.train.checkpoint import Snapshot, find_latest, open_checkpoint, verify
 from unisono.train.config import RunConfig
@@ -25,12 +27,26 @@ def load_model(
     Raises CheckpointError when there is none or it holds another model.
     """
     snapshot = find_snapshot(config, world, checkpoint)
+    return read_model(config, tokenizer, snapshot), snapshot.step
+
+
+def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Snapshot) -> nn.Module:
+    """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
     model = build_model(config, tokenizer)
     read = reader_of(model, snapshot)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             read(name, tensor.detach())
-    return model.eval(), snapshot.step
+    return model.eval()
+
+
+def empty_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
+    """The model without its values, for what reads them a tensor at a time. One whose construction reads values is whole."""
+    build = partial(build_model, config, tokenizer)
+    try:
+        return deferred(build).model
+    except PlanError:
+        return build()
 
 
 def find_snapshot(config: RunConfig, world: World, checkpoint: str | None) -> Snapshot:
