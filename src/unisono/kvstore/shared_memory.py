@@ -49,20 +49,36 @@ class SharedSum:
         self._memory = _open(world, self._peers, size)
         self._counters = memoryview(self._memory)[:head].cast("q")
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        *self._slots, self.total = (whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world + 1))
-        self.slot = self._slots[world.rank]
+        self._parts = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world + 1)]
+        self._typed = {torch.uint8: self._parts}
+        self.slot_bytes = slot_bytes
         self._turn = 0
+
+    def slot(self, dtype: torch.dtype) -> Tensor:
+        """This worker's slot, [slot_bytes / element size]."""
+        return self._as(dtype)[self._world.rank]
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """Where sums are, as large as a slot."""
+        return self._as(dtype)[-1]
+
+    def _as(self, dtype: torch.dtype) -> list[Tensor]:
+        """All slots and the sum."""
+        if dtype not in self._typed:
+            self._typed[dtype] = [part.view(dtype) for part in self._parts]
+        return self._typed[dtype]
 
     def all_reduce(self, tensor: Tensor) -> SharedWork:
         """Sums a contiguous host tensor in place; what it returns is done, as ``torch.distributed``'s work after ``wait``.
 
         A collective. Raises CommError naming the worker that is gone or late.
         """
-        for piece in tensor.detach().view(-1).split(self.slot.nbytes // tensor.element_size()):
-            self.slot.view(tensor.dtype)[: piece.numel()].copy_(piece)
+        slot, total = self.slot(tensor.dtype), self.total(tensor.dtype)
+        for piece in tensor.detach().view(-1).split(len(slot)):
+            slot[: len(piece)].copy_(piece)
             self._meet(tensor.nbytes)
-            self.add([(tensor.dtype, 0, piece.nbytes)])
-            piece.copy_(self.total.view(tensor.dtype)[: piece.numel()])
+            self.add([(tensor.dtype, 0, len(piece))])
+            piece.copy_(total[: len(piece)])
         return SharedWork()
 
     def same(self, number: int) -> bool:
@@ -73,18 +89,19 @@ class SharedSum:
 
     @torch.no_grad()
     def add(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
-        """Adds all workers' slots into ``total`` where ``runs`` say: dtype, first byte and end. A collective.
+        """Adds all workers' slots into ``total`` where ``runs`` say: dtype, first element of it and end. A collective.
 
         ``slot`` may be written at once afterwards; ``total`` holds until the next meeting of all workers.
         """
         rank, workers = self._world.rank, self._world.world
         for dtype, first, end in runs:
-            *parts, total = (each[first:end].view(dtype) for each in (*self._slots, self.total))
-            mine = slice(rank * len(total) // workers, (rank + 1) * len(total) // workers)
-            torch.add(parts[0][mine], parts[1][mine], out=total[mine])
-            for part in parts[2:]:
-                total[mine].add_(part[mine])
-        self._meet(sum(end - first for _, first, end in runs))
+            count = end - first
+            mine = slice(first + rank * count // workers, first + (rank + 1) * count // workers)
+            one, other, *others, total = (each[mine] for each in self._as(dtype))
+            torch.add(one, other, out=total)
+            for part in others:
+                total.add_(part)
+        self._meet(sum((end - first) * dtype.itemsize for dtype, first, end in runs))
 
     def _meet(self, num_bytes: int) -> None:
         """Return once all workers have come as far as this one.
@@ -125,8 +142,9 @@ class SharedSum:
     def close(self) -> None:
         """Free the segment, which goes with its last worker. Not a collective."""
         self._counters.release()
-        self._slots.clear()  # the mapping itself goes with the last tensor that looks into it
-        del self.slot, self.total, self._memory
+        self._parts.clear()  # the mapping itself goes with the last tensor that looks into it
+        self._typed.clear()
+        del self._memory
 
 
 class SharedWork:

@@ -19,18 +19,14 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some elements of a tensor, ``first`` its first one, at byte ``start`` of the slot."""
+    """Elements of a tensor from ``first`` on, and where they lie: from ``start`` to ``end`` in a slot of their dtype."""
 
     key: str
     shape: torch.Size
     dtype: torch.dtype
     first: int
-    elements: int
     start: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.elements * self.dtype.itemsize
+    end: int
 
 
 class Staging:
@@ -39,22 +35,23 @@ class Staging:
     def __init__(self, memory: SharedSum) -> None:
         self._memory = memory
         self._parts: list[_Part] = []
-        self._used = 0
+        self._used_bytes = 0
         # by key the sum of a tensor that came in parts, kept: fresh memory costs more than the copy into it, page by page
         self._wholes: dict[str, Tensor] = {}
 
     def put(self, key: str, value: Tensor, flush: Callable[[], None]) -> None:
         """Copy a host tensor in. ``flush`` is called whenever the slot is full, and has to empty it by ``sums``."""
-        flat, done = value.detach().reshape(-1), 0
+        flat, slot = value.detach().reshape(-1), self._memory.slot(value.dtype)
+        first = 0
         while True:
-            elements = min(flat.numel() - done, (self._memory.slot.nbytes - self._used) // value.itemsize)
-            if elements > 0 or not flat.numel():
-                part = _Part(key, value.shape, value.dtype, done, elements, self._used)
-                self._memory.slot[part.start : part.end].view(value.dtype).copy_(flat[done : done + elements])
-                self._parts.append(part)
-                self._used = -(-part.end // _ALIGN_BYTES) * _ALIGN_BYTES
-                done += elements
-            if done == flat.numel():
+            start = self._used_bytes // value.itemsize
+            end = min(start + len(flat), len(slot))
+            if end > start or not value.numel():
+                slot[start:end].copy_(flat[: end - start])
+                self._parts.append(_Part(key, value.shape, value.dtype, first, start, end))
+                self._used_bytes = -(-end * value.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+            first, flat = first + end - start, flat[end - start :]
+            if not len(flat):
                 return
             flush()
 
@@ -64,20 +61,20 @@ class Staging:
 
     def sums(self) -> Iterator[tuple[str, Tensor]]:
         """Add what all workers have put in, after ``same``; each key with its sum, to be read before the next. A collective."""
-        parts, self._parts, self._used = self._parts, [], 0
+        parts, self._parts, self._used_bytes = self._parts, [], 0
         if parts:
             self._memory.add(_runs(parts))
         for part in parts:
-            total = self._memory.total[part.start : part.end].view(part.dtype)
-            if part.elements == part.shape.numel():
+            total = self._memory.total(part.dtype)[part.start : part.end]
+            if len(total) == part.shape.numel():
                 yield part.key, total.view(part.shape)
                 continue
             whole = self._wholes.get(part.key)
             if whole is None or (whole.shape, whole.dtype) != (part.shape, part.dtype):
                 whole = self._wholes[part.key] = torch.empty(part.shape, dtype=part.dtype)
-            end = part.first + part.elements
-            whole.view(-1)[part.first : end].copy_(total)
-            if end == whole.numel():
+            rest = whole.view(-1)[part.first :]
+            rest[: len(total)].copy_(total)
+            if len(rest) == len(total):
                 yield part.key, whole
 
     def close(self) -> None:
