@@ -25,7 +25,7 @@ def launches(store: Any) -> list[list[str]]:
 
 
 def what_leaves_when(world) -> dict[str, list[list[str]]]:
-    store = create("dist_sync", world)
+    store = create("dist_sync", world, shared_memory=False)
     large = QUEUE_BYTES // 16  # elements: a quarter of a queue travels alone
     sizes = {"a": 3, "b": 3, "c": 3, "large": large}
     store.init({key: torch.zeros(size) for key, size in sizes.items()} | {"wide": torch.zeros(3, dtype=torch.float64)})
@@ -119,8 +119,8 @@ def test_without_shared_memory_sums_go_over_the_network(pool: Pool) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def other_order(world) -> str:
-    store = create("dist_sync", world)
+def other_order(world, shared_memory: bool) -> str:
+    store = create("dist_sync", world, shared_memory=shared_memory)
     store.init({key: torch.zeros(3) for key in "abc"})
     store.push("a", torch.ones(3)).wait()
     for key in "bc" if world.rank == 0 else "cb":
@@ -130,16 +130,17 @@ def other_order(world) -> str:
     return str(caught.value)
 
 
-def test_another_order_ends_in_an_error_that_names_the_keys(pool: Pool) -> None:
-    for text in pool.run(other_order):
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_another_order_ends_in_an_error_that_names_the_keys(pool: Pool, shared_memory: bool) -> None:
+    for text in pool.run(other_order, shared_memory):
         assert "the order of store calls is" in text
         assert '"call 2": "push \'c\' priority 0 dense"' in text
         assert '"call 2": "push \'b\' priority 0 dense"' in text
         assert "call 1" not in text
 
 
-def one_push_more(world) -> str:
-    store = create("dist_sync", world)
+def one_push_more(world, shared_memory: bool) -> str:
+    store = create("dist_sync", world, shared_memory=shared_memory)
     store.init({"a": torch.zeros(3), "b": torch.zeros(3)})
     store.push("a", torch.ones(3))
     if world.rank == 1:
@@ -149,8 +150,9 @@ def one_push_more(world) -> str:
     return str(caught.value)
 
 
-def test_one_push_more_is_named(pool: Pool) -> None:
-    for text in pool.run(one_push_more):
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_one_push_more_is_named(pool: Pool, shared_memory: bool) -> None:
+    for text in pool.run(one_push_more, shared_memory):
         assert "push 'b' priority 0 dense" in text
 
 
@@ -216,9 +218,9 @@ def test_different_optimizers_are_refused(pool: Pool) -> None:
         assert "on rank 1" in text
 
 
-def large_pushes(world) -> list[bool]:
+def large_pushes(world, shared_memory: bool) -> list[bool]:
     """Three pushes of 20 MB from one tensor that changes between them, pulled late."""
-    store = create("dist_sync", world)
+    store = create("dist_sync", world, shared_memory=shared_memory)
     value = torch.arange(5_000_000, dtype=torch.float32)
     store.init({"large": torch.zeros_like(value), "other": torch.zeros(2)})
     found: list[bool] = []
@@ -232,5 +234,6 @@ def large_pushes(world) -> list[bool]:
     return found
 
 
-def test_large_pushes_share_memory_with_nobody(pool: Pool) -> None:
-    assert pool.run(large_pushes, ranks=2) == [[True] * 3] * 2
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_large_pushes_share_memory_with_nobody(pool: Pool, shared_memory: bool) -> None:
+    assert pool.run(large_pushes, shared_memory, ranks=2) == [[True] * 3] * 2

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
+from unisono.dist.ending import let_gloo_go
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.peers import identity, roll_call, suspects
 from unisono.dist.rendezvous import fresh_prefix, open_store
@@ -221,12 +222,15 @@ class World:
         )
 
     def close(self) -> None:
-        """Leaves the group: no thread, socket or port of it remains. Not a collective; calling it twice is fine."""
+        """Leaves the group. Its threads, sockets and port go with the last one who holds the group, and none of them is at work
+        any more. Not a collective; calling it twice is fine.
+        """
         if self.group is not None:
             group, self.group = self.group, None
             # the end of the default group is the end of all others, which then have nothing left to destroy
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+            let_gloo_go()
         self._store = None
 
 

@@ -4,13 +4,14 @@ same sums.
 Pushes queue. The queue leaves when someone waits for one of its keys, at a barrier, when one of its keys is pushed again,
 and when ``QUEUE_BYTES`` have come together: higher priority first, then in the order of the calls, small tensors of one
 dtype and device in one flat buffer. All of it is a function of the calls alone, so workers that call alike send alike.
-Whether they did is compared before anything is sent: one 16-byte all-reduce per queue, over a hash of all calls so far. Two
+Whether they did is compared before anything is sent, by a hash of all calls so far: one 16-byte all-reduce per queue. Two
 workers that pushed in different orders get an error that names the keys, not each other's tensors.
 
 With a codec, dense floating point tensors are summed as ``codecs`` does, one buffer under way at a time; rows and whole numbers
 travel in full.
 
-Where all workers share a host, sums of host tensors go through memory they share. With several workers on several hosts the sum
+Where all workers share a host, sums of host tensors go through memory they share, which takes the queue's place: a push
+copies into it, and is added when it is full (``staging``). With several workers on several hosts the sum
 goes host-wise: to the first worker of each host, across hosts, back. Only 1 of k workers' tensors then crosses the network.
 """
 
@@ -34,6 +35,7 @@ from unisono.kvstore.by_host import by_host, this_host, worth_a_hierarchy
 from unisono.kvstore.codecs import Exchange, exchange, find_codec, nothing_travels, too_late
 from unisono.kvstore.keys import Future, One, Rows
 from unisono.kvstore.shared_memory import SharedSum
+from unisono.kvstore.staging import Staging
 from unisono.kvstore.values import Values
 from unisono.optim.options import OptimOptions
 
@@ -93,7 +95,7 @@ class CollectiveBackend:
         shared_memory: Literal["auto"] | bool = "auto",
     ) -> None:
         self._world = world
-        self._shared = _shared_sum(world, hierarchical, shared_memory)
+        self._staging = _staging(world, hierarchical, shared_memory)
         self._insists = shared_memory is True or hierarchical is True
         self._values = Values()
         self._queue: list[_Entry] = []
@@ -135,14 +137,18 @@ class CollectiveBackend:
         for key, value in items:
             if key in self._open:  # pushes of one key take effect in the order of the calls
                 self._settle(self._open[key])
-            # the caller may change its tensor, and all-reduce works in place
-            own = self._copied(key, value) if isinstance(value, Tensor) else (value[0].clone(), value[1].clone())
-            entry = _Entry(key, own, priority)
             self._note(f"push {key!r} priority {priority} {'dense' if isinstance(value, Tensor) else 'rows'}")
-            self._queue.append(entry)
-            self._open[key] = entry
+            entry = self._open[key] = _Entry(key, value, priority)
             entries.append(entry)
-            self._queued_bytes += _nbytes(own)
+            # the caller may change its tensor, and all-reduce works in place
+            if isinstance(value, Tensor) and self._staging is not None and value.device.type == "cpu":
+                self._staging.put(key, value, self._send)
+                continue
+            entry.value = (
+                self._copied(key, value) if isinstance(value, Tensor) else (value[0].clone(), value[1].clone())
+            )
+            self._queue.append(entry)
+            self._queued_bytes += _nbytes(value)
             if self._queued_bytes >= QUEUE_BYTES:
                 self._send()
         return self._when_applied(entries)
@@ -195,7 +201,7 @@ class CollectiveBackend:
                 raise nothing_travels(codec, "with one worker")
             if self._insists:
                 raise nothing_travels(codec, "beside sums through shared memory or host by host, which are not coded")
-            self._free_shared()
+            self._unstage()
         self._codec = codec
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -229,7 +235,7 @@ class CollectiveBackend:
         self._batches.clear()
         self._spare.clear()
         self._values = Values()
-        self._free_shared()
+        self._unstage()
 
     # --- sending and applying --------------------------------------------------------------------------------------
 
@@ -257,13 +263,16 @@ class CollectiveBackend:
         with self._world.guard(f"push of {batch.entries[0].key!r}"):
             batch.work.wait()
         for entry, total in zip(batch.entries, batch.totals, strict=True):
-            self._values.apply(entry.key, total)
-            for target in entry.targets:
-                target.copy_(self._values.tensors[entry.key])
-            entry.applied = True
-            del self._open[entry.key]
+            self._apply_one(entry, total)
             if isinstance(entry.value, Tensor) and entry.value.nbytes >= _LARGE_BYTES:
                 self._spare[entry.key] = entry.value
+
+    def _apply_one(self, entry: _Entry, total: One) -> None:
+        self._values.apply(entry.key, total)
+        for target in entry.targets:
+            target.copy_(self._values.tensors[entry.key])
+        entry.applied = True
+        del self._open[entry.key]
 
     def _copied(self, key: str, value: Tensor) -> Tensor:
         spare = self._spare.pop(key, None)
@@ -279,14 +288,21 @@ class CollectiveBackend:
     def _compare(self) -> None:
         """Raises CommError, on all workers, unless all have made the same calls."""
         mine = self._hash >> 1  # fits int64, and so does its negative
-        ends = self._world.all_reduce(torch.tensor([mine, -mine]), "max")
-        if int(ends[0]) != -int(ends[1]):
+        if self._staging is not None:
+            alike = self._staging.same(mine)
+        else:
+            ends = self._world.all_reduce(torch.tensor([mine, -mine]), "max")
+            alike = int(ends[0]) == -int(ends[1])
+        if not alike:
             agree(self._world, "the order of store calls", self._calls)
         self._calls.clear()
 
     def _send(self) -> None:
-        """Launch the queue, highest priority first."""
+        """Launch the queue, highest priority first; what lies in shared memory is added and applied at once."""
         self._compare()
+        if self._staging is not None:
+            for key, total in self._staging.sums():
+                self._apply_one(self._open[key], total)
         queue = sorted(self._queue, key=lambda entry: -entry.priority)  # stable: then in the order of the calls
         self._queue, self._queued_bytes = [], 0
         for kind, run in groupby(queue, key=_travels_as):
@@ -313,11 +329,11 @@ class CollectiveBackend:
             return _Batch(entries, _Coded(coder, sums), values)
         if len(dense) == 1:
             whole = dense[0]
-            return _Batch(entries, self._all_reduce(whole.view(-1)), [whole])
+            return _Batch(entries, self._over_network(whole.view(-1)), [whole])
         flat = torch.cat([value.reshape(-1) for value in dense])
         parts = flat.split([value.numel() for value in dense])
         totals: list[One] = [part.view_as(value) for part, value in zip(parts, dense, strict=True)]
-        return _Batch(entries, self._all_reduce(flat), totals)
+        return _Batch(entries, self._over_network(flat), totals)
 
     def _coder(self) -> Exchange | None:
         """What sums coded tensors; made when it is needed first, for all keys."""
@@ -326,16 +342,10 @@ class CollectiveBackend:
             self._exchange = exchange(find_codec(self._codec), coded, self._world.group)
         return self._exchange
 
-    def _all_reduce(self, tensor: Tensor) -> Work:
-        """Host tensors through shared memory, if there is one, which works at once; others asynchronously."""
-        if self._shared is not None and tensor.device.type == "cpu":
-            return self._shared.all_reduce(tensor)
-        return self._over_network(tensor)
-
-    def _free_shared(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
-            self._shared = None
+    def _unstage(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
 
     def _sum_rows(self, ids: Tensor, rows: Tensor) -> Rows:
         """All workers' rows, each id once and sorted, added in the order of ranks and then of each worker's own list."""
@@ -430,16 +440,16 @@ class _Pieces:
         return all(work.is_completed() for work in self._works)
 
 
-def _shared_sum(
+def _staging(
     world: World, hierarchical: Literal["auto"] | bool, shared_memory: Literal["auto"] | bool
-) -> SharedSum | None:
-    """Memory that all workers share; None where it is not wanted, or auto and cannot be had. A collective."""
+) -> Staging | None:
+    """For memory that all workers share; None where it is not wanted, or auto and cannot be had. A collective."""
     if shared_memory is True:
-        return SharedSum(world)
+        return Staging(SharedSum(world))
     if not shared_memory or hierarchical is True or world.group is None:
         return None
     try:
-        return SharedSum(world)
+        return Staging(SharedSum(world))
     except ConfigError:
         return None
 

@@ -16,6 +16,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from unisono.dist.peers import identity, suspects
 from unisono.errors import CommError, ConfigError, Problem
 
 SLOT_BYTES = 4 * 2**20
-_LINE = 64  # one counter to a cache line
+_LINE = 64  # a cache line for what one worker tells: its turn, and the number it came with
+_COUNTERS = _LINE // 8
 _YIELDS = 200
 _SLEEP_S = 50e-6
 _LOOK_EVERY_S = 0.5
@@ -47,40 +49,72 @@ class SharedSum:
         self._memory = _open(world, self._peers, size)
         self._counters = memoryview(self._memory)[:head].cast("q")
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._slots = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world + 1)]
+        self._parts = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world + 1)]
+        self._typed = {torch.uint8: self._parts}
+        self.slot_bytes = slot_bytes
         self._turn = 0
 
-    @torch.no_grad()
+    def slot(self, dtype: torch.dtype) -> Tensor:
+        """This worker's slot, [slot_bytes / element size]."""
+        return self._as(dtype)[self._world.rank]
+
+    def total(self, dtype: torch.dtype) -> Tensor:
+        """Where sums are, as large as a slot."""
+        return self._as(dtype)[-1]
+
+    def _as(self, dtype: torch.dtype) -> list[Tensor]:
+        """All slots and the sum."""
+        if dtype not in self._typed:
+            self._typed[dtype] = [part.view(dtype) for part in self._parts]
+        return self._typed[dtype]
+
     def all_reduce(self, tensor: Tensor) -> SharedWork:
         """Sums a contiguous host tensor in place; what it returns is done, as ``torch.distributed``'s work after ``wait``.
 
         A collective. Raises CommError naming the worker that is gone or late.
         """
-        rank, workers = self._world.rank, self._world.world
-        for piece in tensor.view(-1).split(self._slots[0].nbytes // tensor.element_size()):
-            *parts, total = (slot.view(tensor.dtype)[: piece.numel()] for slot in self._slots)
-            parts[rank].copy_(piece)
+        slot, total = self.slot(tensor.dtype), self.total(tensor.dtype)
+        for piece in tensor.detach().view(-1).split(len(slot)):
+            slot[: len(piece)].copy_(piece)
             self._meet(tensor.nbytes)
-            mine = slice(rank * piece.numel() // workers, (rank + 1) * piece.numel() // workers)
-            torch.add(parts[0][mine], parts[1][mine], out=total[mine])
-            for part in parts[2:]:
-                total[mine].add_(part[mine])
-            self._meet(tensor.nbytes)
-            piece.copy_(total)
+            self.add([(tensor.dtype, 0, len(piece))])
+            piece.copy_(total[: len(piece)])
         return SharedWork()
+
+    def same(self, number: int) -> bool:
+        """Whether all workers came with the same ``number``, of 63 bits. A collective; slots may be added afterwards."""
+        self._counters[self._world.rank * _COUNTERS + 1] = number
+        self._meet(_LINE)
+        return all(self._counters[rank * _COUNTERS + 1] == number for rank in range(self._world.world))
+
+    @torch.no_grad()
+    def add(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
+        """Adds all workers' slots into ``total`` where ``runs`` say: dtype, first element of it and end. A collective.
+
+        ``slot`` may be written at once afterwards; ``total`` holds until the next meeting of all workers.
+        """
+        rank, workers = self._world.rank, self._world.world
+        for dtype, first, end in runs:
+            count = end - first
+            mine = slice(first + rank * count // workers, first + (rank + 1) * count // workers)
+            one, other, *others, total = (each[mine] for each in self._as(dtype))
+            torch.add(one, other, out=total)
+            for part in others:
+                total.add_(part)
+        self._meet(sum((end - first) * dtype.itemsize for dtype, first, end in runs))
 
     def _meet(self, num_bytes: int) -> None:
         """Return once all workers have come as far as this one.
 
-        A worker may write its slot for the next piece while others still copy this sum out; the sum itself is written
-        only after the next meeting.
+        A worker may write its slot for the next sum while others still read this one; the sum itself is written only after
+        the next meeting.
         """
         self._turn += 1
-        self._counters[self._world.rank * (_LINE // 8)] = self._turn
+        self._counters[self._world.rank * _COUNTERS] = self._turn
         started = looked = time.monotonic()
         for rank in range(self._world.world):
             tries = 0
-            while self._counters[rank * (_LINE // 8)] < self._turn:
+            while self._counters[rank * _COUNTERS] < self._turn:
                 tries += 1
                 if tries <= _YIELDS:
                     os.sched_yield()
@@ -108,7 +142,8 @@ class SharedSum:
     def close(self) -> None:
         """Free the segment, which goes with its last worker. Not a collective."""
         self._counters.release()
-        self._slots.clear()  # the mapping itself goes with the last tensor that looks into it
+        self._parts.clear()  # the mapping itself goes with the last tensor that looks into it
+        self._typed.clear()
         del self._memory
 
 
