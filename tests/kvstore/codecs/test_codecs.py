@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unisono.errors import CommError
+from unisono.errors import CommError, ConfigError
 from unisono.kvstore.codecs import Codec, PowerSgd, find, find_codec
 from unisono.kvstore.codecs.codec import as_bytes, check_length, codes_values, from_bytes
+from unisono.kvstore.codecs.contract import broken
 
 NAMES = ["2bit:0.5", "2bit:rms*1.5", "1bit", "1bit-mxnet:0.5", "topk:0.01", "int8", "fp16", "bf16", "mine:3"]
 SIZES = [0, 1, 15, 16, 17, 1000, 65537]
@@ -77,6 +78,85 @@ def test_round_trip(name: str, numel: int, dtype: torch.dtype) -> None:
     # from the middle of something that arrived, at an odd byte
     arrived = torch.cat([torch.zeros(3, dtype=torch.uint8), code])
     assert torch.equal(decoded, codec.decode(arrived[3:], numel, dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contract_that_plugins_are_held_to(name: str) -> None:
+    assert broken(codec_of(name)) == []
+
+
+class Faulty:
+    """``Whole`` with one fault."""
+
+    def __init__(self, fault: str) -> None:
+        self._whole, self._fault, self._calls = Whole("mine:3"), fault, 0
+        self.name = "theirs" if fault == "name" else "mine:3"
+        self.summable = torch.float16 if fault == "summable" else None
+
+    def encoded_bytes(self, numel: int) -> int:
+        return self._whole.encoded_bytes(numel)
+
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        self._calls += 1
+        match self._fault:
+            case "length":
+                return self._whole.encode(value)[:-1]
+            case "seed":
+                value = value + self._calls
+            case "in place":
+                value.mul_(0.5)
+            case "hides":
+                value = value.nan_to_num(0.0, 0.0, 0.0)
+            case "overflows":
+                value = value * 1e38
+            case "gaps" if not value.is_contiguous():
+                value = value + 1
+            case "raises":
+                raise ZeroDivisionError("oh")
+            case _:
+                pass
+        return self._whole.encode(value)
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        match self._fault:
+            case "dtype":
+                dtype = torch.float32
+            case "trusted" if trusted:
+                return self._whole.decode(code, numel, dtype) * 2
+            case "any length":
+                padded = torch.cat([code.view(torch.uint8).reshape(-1), torch.zeros(4 * numel, dtype=torch.uint8)])
+                code = padded[: 4 * numel]
+            case "odd byte":
+                return code.view(torch.float32).to(dtype)
+            case _:
+                pass
+        return self._whole.decode(code, numel, dtype)
+
+
+FAULTS = {
+    "length": "encodes n elements as uint8 of shape [encoded_bytes(n)]",
+    "seed": "gives the same values and seed the same code",
+    "in place": "leaves the tensor as it is",
+    "hides": "never hides what is not finite",
+    "overflows": "gives finite values a code that decodes to finite ones",
+    "gaps": "gives a tensor with gaps in memory the code of the same values without",
+    "raises": "not ZeroDivisionError: oh",
+    "dtype": "decodes to a tensor [n] of the dtype it is asked for",
+    "trusted": "decodes trusted codes as others",
+    "any length": "raises CommError for a code of another length",
+    "odd byte": "encodes and decodes without an error",
+    "summable": "has one element of the dtype it is summable in for each element",
+    "name": "has the name it was found by, 'mine:3', not 'theirs'",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plugin_that_breaks_the_contract_is_refused(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EntryPoint, "load", lambda _: lambda argument: Faulty(fault))
+    with pytest.raises(ConfigError) as caught:
+        find_codec("mine:3")
+    assert FAULTS[fault] in str(caught.value)
+    assert "codec 'mine' of 'an unnamed package', which breaks the contract" in str(caught.value)
 
 
 RELATIVE = {"2bit:rms*1.5", "1bit", "topk:0.01", "int8", "fp16", "bf16"}

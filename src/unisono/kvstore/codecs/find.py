@@ -13,6 +13,7 @@ from unisono.errors import ConfigError, Problem, nearest_name
 from unisono.kvstore.codecs.bits import OneBit, TwoBit
 from unisono.kvstore.codecs.cast import Cast
 from unisono.kvstore.codecs.codec import Codec
+from unisono.kvstore.codecs.contract import broken
 from unisono.kvstore.codecs.int8 import Int8
 from unisono.kvstore.codecs.powersgd import PowerSgd
 from unisono.kvstore.codecs.topk import TopK
@@ -33,14 +34,15 @@ COARSE_WITH_ADAM = (
 def find_codec(text: str) -> Codec | PowerSgd:
     """The codec of this name and argument, such as ``"int8"``, ``"2bit:rms*1.5"``, ``"topk:0.01"``, ``"powersgd:2"``.
 
-    An entry point is called with the text after the colon, "" if there is none. Raises ConfigError.
+    An entry point is called with the text after the colon, "" if there is none, and what it returns is held to the contract
+    (``contract``). Raises ConfigError.
     """
     name, _, argument = text.partition(":")
     if name in _BUILT_IN:
         return _BUILT_IN[name](text, argument)
     plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in plugins:
-        return _plugged(plugins[name], argument)
+        return _plugged(plugins[name], text, argument)
     raise ConfigError(
         Problem(
             given=f"compression = {text!r}",
@@ -145,11 +147,11 @@ def _wrong(text: str, rule: str, nearest: str) -> ConfigError:
     )
 
 
-def _plugged(entry: EntryPoint, argument: str) -> Codec:
+def _plugged(entry: EntryPoint, text: str, argument: str) -> Codec:
+    package = entry.dist.name if entry.dist else "an unnamed package"
     try:
-        return entry.load()(argument)
+        codec: Codec = entry.load()(argument)
     except Exception as error:  # a plug-in may raise anything; the answer must name the package it came from
-        package = entry.dist.name if entry.dist else "an unnamed package"
         raise ConfigError(
             Problem(
                 given=f"codec {entry.name!r} of {package!r} could not be made: {error}",
@@ -158,3 +160,19 @@ def _plugged(entry: EntryPoint, argument: str) -> Codec:
                 nearest="update that package, or use a built-in codec",
             )
         ) from error
+    rules = broken(codec)
+    if not rules and codec.name != text:
+        rules = [f"has the name it was found by, {text!r}, not {codec.name!r}"]
+    if rules:
+        raise ConfigError(
+            *(
+                Problem(
+                    given=f"codec {entry.name!r} of {package!r}, which breaks the contract",
+                    rule=f"a codec {rule}",
+                    consequence="nothing was started",
+                    nearest="update that package, or use a built-in codec",
+                )
+                for rule in rules
+            )
+        )
+    return codec
