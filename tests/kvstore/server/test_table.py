@@ -117,6 +117,20 @@ def test_a_push_counts_once_in_its_stream() -> None:
     assert [table.push(gradient, Push(worker=w, stream=0, seq=3)).applied for w in (0, 1)] == [1, 0]
 
 
+def test_numbers_with_too_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.kvstore.server.table._MOST_GAPS", 3)
+    table = one(torch.zeros(4), PLAIN)
+    gradient = [Entry(0, torch.ones(4))]
+    for seq in (0, 2, 4):
+        assert table.push(gradient, Push(worker=0, stream=1, seq=seq)).applied == 1
+    before = table.pull(0)
+    with pytest.raises(CommError, match="push 6 of stream 1, of whose numbers 3 lots are missing before"):
+        table.push(gradient, Push(worker=0, stream=1, seq=6))
+    assert torch.equal(table.pull(0)[0], before[0])
+    assert table.pull(0)[1] == before[1]
+    assert table.push(gradient, Push(worker=0, stream=2, seq=6)).applied == 1  # streams are apart
+
+
 def test_threads_that_push_the_same_numbers_apply_each_once() -> None:
     table = one(torch.zeros(8), OptimOptions(kind="sgd", lr=1.0, momentum=0.0))
     pushes = [Push(worker=n % 3, stream=0, seq=n) for n in range(40)]

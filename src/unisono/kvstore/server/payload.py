@@ -28,8 +28,8 @@ BASED = 8  # flag of PULL, PUSHPULL and DATA: it names, for each entry, a base, 
 
 CODED = 1  # the number, in a frame, of the one codec that a run agreed on
 
-# bytes of an encoded chunk, its elements -> the gradient [elements]; ValueError for what does not fit
-Decoder = Callable[[memoryview, int], Tensor]
+# bytes of an encoded chunk, its elements and dtype -> the gradient [elements]; ValueError for what does not fit
+Decoder = Callable[[memoryview, int, torch.dtype], Tensor]
 
 # of shared memory for one frame: chunks, the table of their numbers and sizes, and what is said of a push
 SLOT_BYTES = CHUNK_BYTES + (64 << 10)
@@ -139,7 +139,7 @@ def tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping[int, 
         if decoder is None:
             raise _misfit(frame, chunk, f"codec {frame.codec}, which this server has not")
         try:
-            return decoder(data, chunk.elements).to(chunk.dtype)
+            return decoder(data, chunk.elements, chunk.dtype)
         except ValueError as error:
             raise _misfit(frame, chunk, str(error)) from error
     _same_dtype(frame, chunk)

@@ -53,6 +53,10 @@ class RangeSet:
             self._ends.insert(at, number + 1)
         return True
 
+    def __len__(self) -> int:
+        """How many intervals."""
+        return len(self._starts)
+
     @property
     def prefix(self) -> int:
         """The smallest number that is not in: all below it are."""

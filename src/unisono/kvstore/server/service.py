@@ -23,6 +23,7 @@ import torch
 
 from unisono.errors import CommError, ConfigError, Problem, UnisonoError
 from unisono.kvstore.codecs import Codec, PowerSgd, codes_values, find_codec
+from unisono.kvstore.codecs.codec import wide
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.agreed import Agreed
 from unisono.kvstore.server.clocks import Clocks
@@ -513,9 +514,9 @@ def _decoders(codec: str) -> dict[int, Decoder]:
         return {}
     found = server_codec(codec)
 
-    def decoder(data: memoryview, elements: int) -> torch.Tensor:
+    def decoder(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
         code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
-        return found.decode(code, elements, torch.float32)
+        return found.decode(code, elements, wide(dtype)).to(dtype)
 
     return {CODED: decoder}
 

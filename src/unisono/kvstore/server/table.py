@@ -32,6 +32,9 @@ from unisono.kvstore.server.updates import (
     rowless,
 )
 
+# what is on its way is bounded by credits, far below this
+_MOST_GAPS = 1 << 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Push:
@@ -155,6 +158,9 @@ class Table:
         with ExitStack() as locks:
             for cell in cells:
                 locks.enter_context(cell.lock)
+            for cell in cells:
+                if len(cell.applied.get(push.stream, ())) >= _MOST_GAPS:
+                    raise _scattered(push)
             work = [(cell, self._updater(cell), cell.lag(push.worker, push.base_version)) for cell in cells]
             rates = [learning_rate(updater.recipe, push.lr, late) for _, updater, late in work]
             for (cell, updater, late), entry, rate in zip(work, entries, rates, strict=True):
@@ -320,6 +326,17 @@ def _check_rows(chunk: Chunk, rows: Tensor) -> None:
     count = chunk.elements // chunk.row_elements
     if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= count or not bool((rows[1:] > rows[:-1]).all())):
         raise _unsorted(f"rows of {chunk.key!r}, chunk {chunk.number} with {count} rows,")
+
+
+def _scattered(push: Push) -> CommError:
+    return CommError(
+        Problem(
+            given=f"push {push.seq} of stream {push.stream}, of whose numbers {_MOST_GAPS:,} lots are missing before",
+            rule="a stream counts its pushes one by one, and those that are lost are sent again",
+            consequence="nothing was changed; a server would need memory without end to tell pushes apart",
+            nearest="use the same release of unisono everywhere, and end whatever else has the job's secret",
+        )
+    )
 
 
 def _unsorted(what: str) -> CommError:
