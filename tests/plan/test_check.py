@@ -42,6 +42,24 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         "  so:   there is one piece, the whole model\n"
         "  try:  no splits, or pp above 1",
     ),
+    "modules that do not recompute": (
+        1,
+        {},
+        {"recompute_modules": ("blocks.*.ffn",)},
+        "recompute_modules ['blocks.*.ffn'] with recompute 'none'\n"
+        "  rule: it names the modules that recompute, each by the same rule\n"
+        "  so:   it would change nothing\n"
+        "  try:  recompute='full', or no recompute_modules",
+    ),
+    "modules that recompute, and blocks": (
+        1,
+        {},
+        {"recompute": "full", "recompute_modules": ("blocks.*.ffn",), "recompute_blocks": (1,)},
+        "recompute_modules ['blocks.*.ffn'] with recompute_blocks [1]\n"
+        "  rule: what is recomputed is named, or counted in blocks\n"
+        "  so:   it would be unclear which of the two counts\n"
+        "  try:  names of blocks among recompute_modules, or no recompute_modules",
+    ),
     "an empty piece": (
         2,
         PIPELINE,

@@ -164,7 +164,23 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
 
 
 def _recompute(plan: Plan) -> Iterator[Problem]:
-    """``recompute_blocks`` has the number of recomputed blocks, from the first on, of each piece of the model."""
+    """``recompute_blocks`` has the number of recomputed blocks, from the first on, of each piece of the model;
+    ``recompute_modules`` names modules that are recomputed in place of blocks."""
+    modules = f"recompute_modules {list(plan.recompute_modules)}"
+    if plan.recompute_modules and plan.recompute == "none":
+        yield Problem(
+            given=f"{modules} with recompute 'none'",
+            rule="it names the modules that recompute, each by the same rule",
+            consequence="it would change nothing",
+            nearest="recompute='full', or no recompute_modules",
+        )
+    if plan.recompute_modules and plan.recompute_blocks:
+        yield Problem(
+            given=f"{modules} with recompute_blocks {list(plan.recompute_blocks)}",
+            rule="what is recomputed is named, or counted in blocks",
+            consequence="it would be unclear which of the two counts",
+            nearest="names of blocks among recompute_modules, or no recompute_modules",
+        )
     pieces = plan.pp * plan.chunks if plan.pp > 1 else 1
     blocks = list(plan.recompute_blocks)
     if plan.recompute == "none" and blocks:

@@ -59,6 +59,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         precision=options.precision if options.precision != "auto" else ("bf16" if native_bf16 else "fp32"),
         dtypes=(),
         recompute=options.recompute,
+        recompute_modules=(),
         recompute_blocks=(),
         recompute_keep=(),
         offload=options.offload,

@@ -58,6 +58,7 @@ class Plan:
     precision: Literal["fp32", "bf16", "fp16", "fp8"]
     dtypes: tuple[DtypeRule, ...]
     recompute: Recompute
+    recompute_modules: tuple[str, ...]
     recompute_blocks: tuple[int, ...]
     recompute_keep: tuple[str, ...]
     offload: bool
