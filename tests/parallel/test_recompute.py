@@ -20,6 +20,7 @@ from unisono.errors import PlanError
 from unisono.parallel import recompute
 from unisono.parallel.apply import apply
 from unisono.parallel.matched import match
+from unisono.plan.check import check
 from unisono.plan.derive import derive
 from unisono.plan.dtypes import DtypeRule
 from unisono.plan.options import PlanOptions
@@ -310,3 +311,16 @@ def test_a_part_of_a_pair_is_refused() -> None:
         "  so:   dropout would draw other numbers in the backward pass\n"
         f"  try:  {layer}, or modules between those layers"
     )
+
+
+@pytest.mark.full
+def test_weights_say_where_a_pipeline_is_cut(pool: Pool, tmp_path: Path) -> None:
+    """And the run's plan has the splits that came of them, so that it can be run again."""
+    for splits in pool.run(weighed, str(tmp_path), {"pp": 2, "weights": (0.0, 1.0, 1.0, 1.0, 1.0, 2.0)}, ranks=2):
+        assert splits == ((3, 1), ())
+
+
+def weighed(world: World, run_dir: str, changes: dict) -> tuple:
+    with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+        check(run.plan, 2)
+        return run.plan.splits, run.plan.weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem
@@ -27,6 +28,7 @@ def check(plan: Plan, world: int) -> None:
     problems = list(_counts(plan)) or [
         *_mesh(plan, world),
         *_batch(plan, world),
+        *_weights(plan),
         *_pipeline(plan),
         *_recompute(plan),
         *_state(plan),
@@ -105,6 +107,25 @@ def _batch(plan: Plan, world: int) -> Iterator[Problem]:
             rule="accumulation is the number of micro-batches in a rank's share of the step",
             consequence="the plan would not say what is computed",
             nearest=f"accumulation={-(-share // plan.micro_batch)}",
+        )
+
+
+def _weights(plan: Plan) -> Iterator[Problem]:
+    """What blocks cost, in place of what is counted."""
+    given = f"weights {list(plan.weights)}"
+    if plan.weights and (plan.pp == 1 or plan.splits):
+        yield Problem(
+            given=f"{given} with splits {list(plan.splits)}" if plan.splits else f"{given} with pp 1",
+            rule="the splits of a pipeline are derived from weights where they are not given themselves",
+            consequence="they would change nothing",
+            nearest="splits or weights" if plan.splits else "no weights, or pp above 1",
+        )
+    if plan.weights and (not all(0 <= each < math.inf for each in plan.weights) or not any(plan.weights)):
+        yield Problem(
+            given=given,
+            rule="weights are what parts of the model cost beside each other: finite, 0 or more, and not all 0",
+            consequence="no piece would be the heaviest",
+            nearest="weights 1 for each block, and 0 before and behind them",
         )
 
 

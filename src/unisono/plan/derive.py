@@ -51,6 +51,7 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         sequence_parallel=options.sequence_parallel,
         schedule=options.schedule,
         splits=(),
+        weights=(),
         rules=(),
         placements=(),
         global_batch=options.global_batch,

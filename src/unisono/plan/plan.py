@@ -50,6 +50,7 @@ class Plan:
     sequence_parallel: bool
     schedule: Schedule
     splits: tuple[int, ...]
+    weights: tuple[float, ...]
     rules: tuple[Rule, ...]
     placements: tuple[Placement, ...]
     global_batch: int

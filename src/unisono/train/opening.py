@@ -68,9 +68,9 @@ def with_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Te
 
 
 def with_splits(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, Layout]:
-    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then says so."""
-    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits)
-    return replace(plan, splits=layout.splits), layout
+    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then has that as its splits."""
+    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits, plan.weights)
+    return replace(plan, splits=layout.splits, weights=()), layout
 
 
 def fit(
