@@ -16,6 +16,12 @@ from unisono.plan.derive import derive
 from unisono.plan.options import PlanOptions
 
 LAYERS = 6  # two for each rank of three that take turns
+NAMED = [
+    ("blocks.*.attention",),
+    ("blocks.*.ffn", "embedding"),
+    ("blocks.*.*_norm", "norm", "blocks.*.attention.out"),
+    ("blocks.1", "blocks.0.ffn", "blocks.5.attention"),
+]
 
 
 def draw(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
@@ -52,6 +58,8 @@ def draw(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
             "clip_norm": rng.choice([0.0, 0.5]),
         }
         sizes = {"layers": LAYERS, "heads": 4, "kv_heads": 2, "tied": rng.choice([True, False])}
+        if plan["recompute"] != "none" and rng.random() < 0.7:
+            others["recompute_modules"] = rng.choice(NAMED)
         return ranks, plan | others, sizes | ({"experts": experts, "ffn_dim": 16} if experts else {})
 
 

@@ -145,14 +145,18 @@ def test_compiled_gradients_agree(how: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("named", [(), ("blocks.*.ffn", "blocks.*.attention_norm")], ids=["blocks", "named"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_regional_compile_compiles_one_block_once(recompute: str) -> None:
+def test_regional_compile_compiles_one_block_once(recompute: str, named: tuple[str, ...]) -> None:
     """And none for another model of the same shape in the same process: past eight, torch would stop compiling."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
-        gradients(apply(plan(compile="regional", recompute=recompute), gpt()).model)
+        asked = replace(plan(compile="regional", recompute=recompute), recompute_modules=named)
+        compiled = gradients(apply(asked, gpt()).model)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for name, gradient in gradients(gpt()).items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:

@@ -1,4 +1,4 @@
-"""Recompute of models with caches, of attention that drops, and of some blocks of each stage."""
+"""Recompute of models with caches, of attention that drops, of some blocks of each stage, of modules by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from unisono.dist import World
 from unisono.errors import PlanError
 from unisono.parallel import recompute
 from unisono.parallel.apply import apply
+from unisono.parallel.matched import match
+from unisono.plan.check import check
 from unisono.plan.derive import derive
+from unisono.plan.dtypes import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 
@@ -162,3 +165,162 @@ def test_blocks_of_each_stage_by_the_plan(
     assert [sum(each) for each in zip(*(counts for *_, counts in expected), strict=True)] == [1] * 4
     assert [sum(each) for each in zip(*(counts for *_, counts in found), strict=True)] == runs
     assert [each[:2] for each in found] == [each[:2] for each in expected]
+
+
+def gradients_of(model: nn.Module, **batch: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    out = model(**batch)
+    (out.hidden if hasattr(out, "hidden") else out.loss).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("how", "modules", "runs"),
+    [
+        ({"recompute": "full"}, ("blocks.*.ffn",), {"ffn": 4, "attention": 2}),
+        (
+            {"recompute": "selective", "recompute_keep": ("mm",)},
+            ("blocks.0.attention", "blocks.1", "embedding"),
+            {"ffn": 3, "attention": 4},
+        ),
+    ],
+    ids=["full", "selective"],
+)
+def test_named_modules_are_recomputed_in_place_of_blocks(how: dict, modules: tuple, runs: dict) -> None:
+    tokens = torch.arange(24).view(2, 12)
+    plain = gradients_of(tiny.model(dropout=0.3), tokens=tokens)
+    seen: Counter[str] = Counter()
+    model = tiny.model(dropout=0.3)
+    for name, module in model.named_modules():
+        if name.endswith((".ffn.up", ".attention.q")):
+            module.register_forward_pre_hook(lambda *_, name=name: seen.update([name.split(".")[2]]))
+    again = gradients_of(apply(replace(plan(), recompute_modules=modules, **how), model).model, tokens=tokens)
+    assert seen == runs
+    assert plain.keys() == again.keys()
+    assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
+
+
+def test_operators_to_keep_that_no_named_module_runs_are_refused() -> None:
+    asked = replace(plan(recompute="selective"), recompute_modules=("blocks.*.ffn",), recompute_keep=("convolution",))
+    with pytest.raises(PlanError, match="recompute_keep convolution"):
+        gradients_of(apply(asked, tiny.model()).model, tokens=torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_modules_that_cannot_be_recomputed_are_refused_at_once() -> None:
+    names = ("blocks", "blocks.*.mlp", "blocks.*.ffn", "blocks.*.ffn.up", "blocks.1.f*n")
+    with pytest.raises(PlanError) as caught:
+        apply(replace(plan(recompute="full"), recompute_modules=names), tiny.model())
+    twice = (
+        "  rule: one pattern of recompute_modules names a module, and none one inside it\n"
+        "  so:   it would be computed again for each of them, or be unclear which counts\n"
+        "  try:  the outer or the inner modules, by patterns that do not overlap"
+    )
+    assert str(caught.value) == (
+        "4 problems\n"
+        "1. recompute_modules 'blocks', which holds blocks.0\n"
+        "  rule: a module that is recomputed is a repeated block, lies in one, or holds none\n"
+        "  so:   all blocks in it would keep their activations in the backward pass, as if none were recomputed\n"
+        "  try:  'blocks.*'\n"
+        "2. recompute_modules 'blocks.*.mlp'\n"
+        "  rule: it names modules of the model\n"
+        "  so:   it would change nothing\n"
+        "  try:  did you mean 'blocks.*'?\n"
+        "3. blocks.1.ffn, which 'blocks.*.ffn' and 'blocks.1.f*n' name\n"
+        f"{twice}\n"
+        "4. blocks.0.ffn.up, which 'blocks.*.ffn.up' names, inside blocks.0.ffn\n"
+        f"{twice}"
+    )
+    lists = nn.Sequential(nn.ModuleDict({"inner": nn.Linear(2, 2)}), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="recompute_modules '0': the model never calls 0"):
+        apply(replace(plan(recompute="full"), recompute_modules=("0",)), lists)
+
+
+def test_modules_that_are_never_called_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    named = {"recompute": "full", "recompute_modules": ("blocks.*.ffn", "head")}
+    with pytest.raises(PlanError) as caught, tiny.trainer(tmp_path, sizes={"tied": False}, **named):
+        pass
+    assert str(caught.value) == (
+        "recompute_modules for 'head': the model never calls head\n"
+        "  rule: a module is recomputed where it is called; some are lists, or only lend their parameters\n"
+        "  so:   it would change nothing\n"
+        "  try:  the module that is called: one inside, or around it"
+    )
+
+
+def test_a_model_without_repeated_blocks_recomputes_what_is_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
+    named = apply(replace(plan(recompute="full"), recompute_modules=("0",)), model)
+    assert named.model[0].forward.__wrapped__ == nn.Linear.forward.__get__(model[0])
+
+
+def named_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], str, dict[str, int]]:
+    """Losses, digest, and how often kinds of modules ran."""
+    runs: Counter[str] = Counter()
+    sizes = {"layers": 4, "heads": 4, "kv_heads": 2, **changes.pop("sizes", {})}
+    with tiny.trainer(run_dir, world=world, steps=2, dropout=0.1, sizes=sizes, **changes) as run:
+        for name, module in run.model.named_modules():
+            if name.endswith((".ffn.up", ".ffn.router", ".attention.q")):
+                kind = name.split(".")[2]
+                module.register_forward_pre_hook(lambda *_, kind=kind: runs.update([kind]))
+        return [step.loss for step in run], tiny.digest(run), dict(runs)
+
+
+EXPERTS = {"sizes": {"experts": 4, "ffn_dim": 16}}
+BF16 = {"precision": "bf16", "micro_batch": 4, "dtypes": (DtypeRule(module="blocks.*", parameters="bf16"),)}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "changes", "modules", "again"),
+    [
+        (2, {"tp": 2}, ("blocks.*.attention", "blocks.*.ffn"), {"attention", "ffn"}),
+        (2, {"tp": 2, "sequence_parallel": True}, ("blocks.*.ffn", "blocks.*.attention.out"), {"ffn"}),
+        (2, {"cp": 2}, ("blocks.*.attention",), {"attention"}),
+        (2, {"dp_shard": 2}, ("blocks.*.*_norm", "blocks.*.ffn", "norm", "embedding"), {"ffn"}),
+        (2, {"dp_shard": 2, **BF16}, ("blocks.*.attention_norm", "blocks.*.ffn"), {"ffn"}),
+        (2, {"dp_shard": 2, "ep": 2, **EXPERTS}, ("blocks.*.ffn",), {"ffn"}),
+        (2, {"pp": 2, "micro_batch": 2, "schedule": "zbv"}, ("blocks.*.ffn", "blocks.3.attention"), {"ffn"}),
+        (2, {"pp": 2, "micro_batch": 2, "schedule": "interleaved"}, ("blocks.*.attention", "norm"), {"attention"}),
+        (4, {"cp": 2, "tp": 2}, ("blocks.*.attention",), {"attention"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute_keep": ("mm",)}])
+def test_named_modules_along_the_axes(
+    pool: Pool, tmp_path: Path, ranks: int, changes: dict, modules: tuple, again: set, how: dict
+) -> None:
+    expected = pool.run(named_run, str(tmp_path / "plain"), dict(changes), ranks=ranks)
+    named = {**changes, **how, "recompute_modules": modules}
+    found = pool.run(named_run, str(tmp_path / "again"), named, ranks=ranks)
+    assert [each[:2] for each in found] == [each[:2] for each in expected]
+    for (*_, plain), (*_, runs) in zip(expected, found, strict=True):
+        assert {kind for kind, count in runs.items() if count == 2 * plain[kind]} == again
+
+
+def test_a_part_of_a_pair_is_refused() -> None:
+    model = of_transformers("BertForMaskedLM", use_cache=False)
+    asked = replace(plan(recompute="full"), tp=2)
+    match(model, replace(asked, recompute_modules=("**.attention", "**.self.query", "**.self.dropout")))
+    with pytest.raises(PlanError) as caught:
+        match(model, replace(asked, recompute_modules=("**.attention.self",)))
+    layer = "bert.encoder.layer.0.attention"
+    assert str(caught.value) == (
+        f"recompute_modules for {layer}.self with plan.tp=2, which holds {layer}.self.query and not {layer}.output.dense\n"
+        "  rule: between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of them, or is "
+        "one of them, or holds none\n"
+        "  so:   dropout would draw other numbers in the backward pass\n"
+        f"  try:  {layer}, or modules between those layers"
+    )
+
+
+@pytest.mark.full
+def test_weights_say_where_a_pipeline_is_cut(pool: Pool, tmp_path: Path) -> None:
+    """And the run's plan has the splits that came of them, so that it can be run again."""
+    for splits in pool.run(weighed, str(tmp_path), {"pp": 2, "weights": (0.0, 1.0, 1.0, 1.0, 1.0, 2.0)}, ranks=2):
+        assert splits == ((3, 1), ())
+
+
+def weighed(world: World, run_dir: str, changes: dict) -> tuple:
+    with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+        check(run.plan, 2)
+        return run.plan.splits, run.plan.weights

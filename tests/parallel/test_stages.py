@@ -140,3 +140,19 @@ def test_splits_must_fit_the_model() -> None:
         lay_out(model, repeated_blocks(model), TOKENS, 2, (2, 2))
     with pytest.raises(PlanError, match="a model of 3 blocks in 4 pieces"):
         lay_out(model, repeated_blocks(model), TOKENS, 4)
+
+
+@pytest.mark.parametrize(
+    ("weights", "splits"), [((0, 1, 1, 1, 2), (2, 1)), ((2, 1, 1, 1, 0), (1, 2)), ((0, 3, 1, 1, 0), (1, 2))]
+)
+def test_splits_are_derived_from_weights(weights: tuple, splits: tuple) -> None:
+    model = Stack("good")
+    assert lay_out(model, repeated_blocks(model), TOKENS, 2, weights=weights).splits == splits
+    with pytest.raises(PlanError) as caught:
+        lay_out(model, repeated_blocks(model), TOKENS, 2, weights=weights[1:-1])
+    assert str(caught.value) == (
+        "3 weights for Stack with 3 blocks\n"
+        "  rule: one number for what is before the blocks, one for each block, one for what is behind them\n"
+        "  so:   it would be unclear what each of them weighs\n"
+        "  try:  5 numbers, or none (they are counted)"
+    )

@@ -42,6 +42,59 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         "  so:   there is one piece, the whole model\n"
         "  try:  no splits, or pp above 1",
     ),
+    "weights beside splits": (
+        2,
+        PIPELINE,
+        {"splits": (1, 1), "weights": (0.0, 1.0, 1.0, 2.0)},
+        "weights [0.0, 1.0, 1.0, 2.0] with splits [1, 1]\n"
+        "  rule: the splits of a pipeline are derived from weights where they are not given themselves\n"
+        "  so:   they would change nothing\n"
+        "  try:  splits or weights",
+    ),
+    "weights of a whole model": (
+        1,
+        {},
+        {"weights": (0.0, 1.0, 1.0, 2.0)},
+        "weights [0.0, 1.0, 1.0, 2.0] with pp 1\n"
+        "  rule: the splits of a pipeline are derived from weights where they are not given themselves\n"
+        "  so:   they would change nothing\n"
+        "  try:  no weights, or pp above 1",
+    ),
+    **{
+        f"weights that are {kind}": (
+            2,
+            PIPELINE,
+            {"weights": weights},
+            f"weights {list(weights)}\n"
+            "  rule: weights are what parts of the model cost beside each other: finite, 0 or more, and not all 0\n"
+            "  so:   no piece would be the heaviest\n"
+            "  try:  weights 1 for each block, and 0 before and behind them",
+        )
+        for kind, weights in {
+            "negative": (0.0, 1.0, -1.0, 2.0),
+            "all 0": (0.0, 0.0, 0.0, 0.0),
+            "no numbers": (0.0, 1.0, float("nan"), 2.0),
+            "not finite": (0.0, 1.0, float("inf"), 2.0),
+        }.items()
+    },
+    "modules that do not recompute": (
+        1,
+        {},
+        {"recompute_modules": ("blocks.*.ffn",)},
+        "recompute_modules ['blocks.*.ffn'] with recompute 'none'\n"
+        "  rule: it names the modules that recompute, each by the same rule\n"
+        "  so:   it would change nothing\n"
+        "  try:  recompute='full', or no recompute_modules",
+    ),
+    "modules that recompute, and blocks": (
+        1,
+        {},
+        {"recompute": "full", "recompute_modules": ("blocks.*.ffn",), "recompute_blocks": (1,)},
+        "recompute_modules ['blocks.*.ffn'] with recompute_blocks [1]\n"
+        "  rule: what is recomputed is named, or counted in blocks\n"
+        "  so:   it would be unclear which of the two counts\n"
+        "  try:  names of blocks among recompute_modules, or no recompute_modules",
+    ),
     "an empty piece": (
         2,
         PIPELINE,

@@ -90,6 +90,10 @@ def test_a_plan_is_data() -> None:
     assert one.diff(other) == {"recompute": ("none", "full")}
     assert one.hash != other.hash
     assert one.hash == Plan.from_json(one.to_json()).hash
+    named = dataclasses.replace(other, recompute_modules=("blocks.*.ffn",), weights=(0.5, 1.0))
+    assert Plan.from_json(named.to_json()) == named
+    assert Plan.from_json({**named.to_json(), "weights": [0.5, 1]}) == named
+    assert other.diff(named) == {"weights": ([], [0.5, 1.0]), "recompute_modules": ([], ["blocks.*.ffn"])}
     with pytest.raises(dataclasses.FrozenInstanceError):
         one.device = "tpu"  # type: ignore[misc]
 

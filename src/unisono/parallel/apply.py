@@ -17,7 +17,7 @@ from unisono.parallel.fp8 import use_fp8
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout
 from unisono.parallel.offload import offload
-from unisono.parallel.recompute import check_caches, recompute
+from unisono.parallel.recompute import check_caches, named_modules, recompute, recompute_named
 from unisono.parallel.shard import place
 from unisono.parallel.sharded import shard
 from unisono.parallel.stages import Stages
@@ -66,7 +66,7 @@ def apply(
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     blocks = repeated_blocks(model)
     for choice, acts, near in (
-        ("recompute", plan.recompute != "none", "'none'"),
+        ("recompute", plan.recompute != "none" and not plan.recompute_modules, "'none'"),
         ("offload", plan.offload, "False"),
         ("compile", plan.compile == "regional", "'model'"),
         ("cp", context is not None, "1"),
@@ -90,6 +90,7 @@ def apply(
             )
         )
     check_caches(plan, model)
+    named = named_modules(plan, model, blocks)
     use_fp8(plan, blocks)
     check_batch_norm(model, plan)
     computes = convert(plan, model)
@@ -108,15 +109,20 @@ def apply(
             count_whole_sequences(model, grid)
     compute_in(model, computes, plan.device)
     if context is not None:
-        context.wrap(blocks)
+        inside = {inner for block in blocks for inner in block.modules()} - set(blocks)
+        context.wrap(blocks, [module for module in named.values() if module in inside])
     if layout is not None:
         assert grid is not None
         stages = Stages(
             model, layout, [stage_of(plan.schedule, plan.pp, grid.index("pp"), n) for n in range(plan.chunks)]
         )
         blocks = stages.blocks
-    for piece, members in ({each: stages.members(each) for each in stages.numbers} if stages else {0: blocks}).items():
-        recompute(plan, members, piece)
+    pieces = {each: stages.members(each) for each in stages.numbers} if stages else {0: blocks}
+    if plan.recompute_modules:
+        recompute_named(plan, named, list(pieces.values()) if stages else [[model]])
+    else:
+        for piece, members in pieces.items():
+            recompute(plan, members, piece)
     if plan.offload:
         offload(blocks, pinned=True)
     if plan.compile == "regional":

@@ -77,6 +77,7 @@ class Context:
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)
         self._transformers = context_transformers.Models(model)
         self._current: _Current | None = None
+        self._inside = False  # a block's forward pass
 
     def cut(self, micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's T/cp tokens of every entry whose dim 1 is the sequence; other entries as they are.
@@ -131,8 +132,11 @@ class Context:
         finally:
             self._current = before
 
-    def wrap(self, blocks: Iterable[nn.Module]) -> None:
-        """Put the attention into each block's forward, in place, and so into what recompute runs again."""
+    def wrap(self, blocks: Iterable[nn.Module], again: Iterable[nn.Module] = ()) -> None:
+        """Put the attention into each block's forward, in place, and so into what recompute runs again; ``again`` are modules
+        in blocks that it runs without the block around them."""
+        for module in again:
+            module.forward = self._with_attention_again(module.forward)
         for block in blocks:
             block.forward = self._with_attention(block.forward, type(block).__name__)
         self._transformers.install()
@@ -142,8 +146,12 @@ class Context:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._current is None:
                 return inner(*args, **kwargs)
-            with _Replaced(self._attend) as replaced:
-                outputs = inner(*args, **kwargs)
+            before, self._inside = self._inside, True
+            try:
+                with _Replaced(self._attend) as replaced:
+                    outputs = inner(*args, **kwargs)
+            finally:
+                self._inside = before
             if not replaced.calls:
                 raise PlanError(
                     Problem(
@@ -154,6 +162,16 @@ class Context:
                     )
                 )
             return outputs
+
+        return forward
+
+    def _with_attention_again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._current is None or self._inside:
+                return inner(*args, **kwargs)
+            with _Replaced(self._attend):
+                return inner(*args, **kwargs)
 
         return forward
 

@@ -42,8 +42,12 @@ def lay_out(
     inputs: Mapping[str, Tensor],
     pieces: int,
     splits: tuple[int, ...] = (),
+    weights: Sequence[float] = (),
 ) -> Layout:
     """How to cut ``model`` into ``pieces`` stages; ``inputs`` are those of any micro-batch; nothing is computed or changed.
+
+    Where there are no ``splits`` they are derived from ``weights``: of what is before the blocks, of each block, of what is
+    behind them; without those, from the numbers that are multiplied there.
 
     Raises PlanError with everything about the model that keeps it from being cut.
     """
@@ -67,6 +71,15 @@ def lay_out(
                 nearest="numbers that add up, or none (they are chosen by weight)",
             )
         )
+    if weights and len(weights) != len(paths) + 2:
+        raise PlanError(
+            Problem(
+                given=f"{len(weights)} weights for {type(model).__name__} with {len(paths)} blocks",
+                rule="one number for what is before the blocks, one for each block, one for what is behind them",
+                consequence="it would be unclear what each of them weighs",
+                nearest=f"{len(paths) + 2} numbers, or none (they are counted)",
+            )
+        )
     seen = trace(model, inputs)
     calls = {path: [call for call in seen.calls if call.module == path] for path in paths}
     _raise(_not_in_a_row(paths, calls))
@@ -74,9 +87,8 @@ def lay_out(
     users = _users(seen, ordered)
     _raise(_ways_around(seen, ordered) + _shared_from_inside(model, paths, users))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    weights = [sum(sizes[name] for name in _multiplied(seen, *bounds, model)) for bounds in _bounds(seen, ordered)]
-    weights[-1] += sum(sizes[name] for name in seen.returned if model.get_parameter(name).dim() > 1)
-    splits = splits or choose_splits(weights[1:-1], weights[0], weights[-1], pieces)
+    before, *inside, behind = weights or _counted(seen, ordered, model)
+    splits = splits or choose_splits(inside, before, behind, pieces)
     of_block = [stage for stage, count in enumerate(splits) for _ in range(count)]
     places = [0, *of_block, pieces - 1]
     homes: dict[str, tuple[int, ...]] = {}
@@ -94,6 +106,13 @@ def _raise(problems: Sequence[Problem]) -> None:
 def _bounds(seen: Trace, ordered: Sequence[Call]) -> list[tuple[int, int]]:
     """The operations before the blocks, in each, and behind them. Those between two blocks are in none."""
     return [(0, ordered[0].first), *((call.first, call.end) for call in ordered), (ordered[-1].end, len(seen.ops))]
+
+
+def _counted(seen: Trace, ordered: Sequence[Call], model: nn.Module) -> list[int]:
+    """What is before the blocks, each block, and what is behind them weigh: the numbers of their matrices."""
+    used = [_multiplied(seen, *bounds, model) for bounds in _bounds(seen, ordered)]
+    used[-1] |= {name for name in seen.returned if model.get_parameter(name).dim() > 1}
+    return [sum(model.get_parameter(name).numel() for name in names) for names in used]
 
 
 def _multiplied(seen: Trace, first: int, end: int, model: nn.Module) -> set[str]:

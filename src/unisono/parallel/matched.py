@@ -49,6 +49,7 @@ def match(model: nn.Module, plan: Plan) -> list[Matched]:
             for path in matching(pattern, modules)
         ]
         problems = list(_wrong_layers(found, model, modules)) or [*_sizes(found, plan.tp), *_widths(found)]
+        problems += _recomputed_in_part(found, plan, modules)
         if plan.sequence_parallel and not any(isinstance(rule, Sequence) for rule in rules):
             problems.append(
                 Problem(
@@ -61,6 +62,25 @@ def match(model: nn.Module, plan: Plan) -> list[Matched]:
         if not problems:
             return found
     raise PlanError(*problems)
+
+
+def _recomputed_in_part(found: list[Matched], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    """Between the layers of a pair a rank draws from a stream of its own (``draws``), which begins and ends at them."""
+    named = [name for pattern in plan.recompute_modules for name in matching(pattern, modules)]
+    for each in found:
+        layers = [f"{each.path}.{layer}" for layer in each.rule.layers] if isinstance(each.rule, Pair) else []
+        for name in named:
+            inside = [layer for layer in layers if layer.startswith(f"{name}.")]
+            if inside and len(inside) < len(layers):
+                (other, *_) = (layer for layer in layers if layer not in inside)
+                yield Problem(
+                    given=f"recompute_modules for {name} with plan.tp={plan.tp}, which holds {inside[0]} and not {other}",
+                    rule="between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of "
+                    "them, or is one of them, or holds none",
+                    consequence="dropout would draw other numbers in the backward pass",
+                    nearest=f"{each.path}, or modules between those layers",
+                )
+                return  # other blocks are like it
 
 
 def features(layer: nn.Module) -> tuple[int, int]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
+import re
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.context_transformers import models_of_transformers
 from unisono.plan.plan import Plan
+from unisono.plan.rules import matching
+from unisono.plan.trace import trace
 
 _aten: Any = torch.ops.aten
 # Selective recompute keeps what costs a matrix product or an attention to make again (Korthikanti et al. 2022, turned around).
@@ -48,9 +51,98 @@ def recompute(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
                 nearest=f"{len(blocks)}",
             )
         )
-    policy = _one_policy(plan.recompute_keep).begin() if plan.recompute == "selective" else None
+    policy = _policy_of(plan)
     for block in blocks[:count]:
-        _recompute(block, policy, last=block is blocks[count - 1])
+        _recompute(block, policy)
+    if policy is not None and count:
+        _check_behind(blocks[count - 1], policy)
+
+
+def recompute_named(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
+    """The same of the modules that ``recompute_modules`` names; see ``named_modules``. ``pieces`` of the model are here, each
+    the blocks of a stage in a row, or the whole model alone."""
+    policy = _policy_of(plan)
+    for module in named.values():
+        _recompute(module, policy)
+    if policy is None:
+        return
+    for piece in pieces:
+        inside = {module for each in piece for module in each.modules()}
+        # what no kind of module runs in a piece that has all kinds, none runs anywhere
+        if {_kind(name) for name, module in named.items() if module in inside} == set(map(_kind, named)):
+            _check_behind(piece[-1], policy)
+
+
+def named_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """What ``recompute_modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    found: dict[str, str] = {}
+    problems: dict[str, Problem] = {}  # of modules alike one is enough
+    for pattern in plan.recompute_modules:
+        given = f"recompute_modules {pattern!r}"
+        if not (names := matching(pattern, modules)):
+            problems[pattern] = Problem(
+                given=given,
+                rule="it names modules of the model",
+                consequence="it would change nothing",
+                nearest=nearest_name(pattern, set(map(_kind, modules))),
+            )
+        for name in names:
+            held = next((inner for inner in modules if inner.startswith(f"{name}.") and modules[inner] in blocks), None)
+            if held:
+                wrong = Problem(
+                    given=f"{given}, which holds {held}",
+                    rule="a module that is recomputed is a repeated block, lies in one, or holds none",
+                    consequence="all blocks in it would keep their activations in the backward pass, as if none were recomputed",
+                    nearest=repr(_kind(held)),
+                )
+            elif type(modules[name]).forward is nn.Module.forward:  # a ModuleList
+                wrong = _never_called(given, name)
+            elif name in found:
+                wrong = _twice(f"{name}, which {found[name]!r} and {pattern!r} name")
+            else:
+                found[name] = pattern
+                continue
+            problems.setdefault(pattern, wrong)
+    for name, pattern in found.items():
+        parts = name.split(".")
+        for around in (".".join(parts[:count]) for count in range(1, len(parts))):
+            if around in found:
+                problems.setdefault(pattern, _twice(f"{name}, which {pattern!r} names, inside {around}"))
+    if problems:
+        raise PlanError(*problems.values())
+    return {name: modules[name] for name in found}
+
+
+def check_called(named: Mapping[str, nn.Module], model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
+    """Raises PlanError where the whole model never calls a module that is to be recomputed; ``inputs`` are of any micro-batch."""
+    called = {call.module for call in trace(model, inputs).calls}
+    missing = {_kind(name): name for name in named if name not in called}
+    if missing:
+        raise PlanError(*(_never_called(f"recompute_modules for {kind!r}", name) for kind, name in missing.items()))
+
+
+def _never_called(given: str, name: str) -> Problem:
+    return Problem(
+        given=f"{given}: the model never calls {name}",
+        rule="a module is recomputed where it is called; some are lists, or only lend their parameters",
+        consequence="it would change nothing",
+        nearest="the module that is called: one inside, or around it",
+    )
+
+
+def _twice(given: str) -> Problem:
+    return Problem(
+        given=given,
+        rule="one pattern of recompute_modules names a module, and none one inside it",
+        consequence="it would be computed again for each of them, or be unclear which counts",
+        nearest="the outer or the inner modules, by patterns that do not overlap",
+    )
+
+
+def _kind(name: str) -> str:
+    """The pattern of modules like it in other blocks."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def check_caches(plan: Plan, model: nn.Module) -> None:
@@ -125,6 +217,10 @@ class _Policy:
             )
 
 
+def _policy_of(plan: Plan) -> _Policy | None:
+    return _one_policy(plan.recompute_keep).begin() if plan.recompute == "selective" else None
+
+
 @functools.cache
 def _one_policy(names: tuple[str, ...]) -> _Policy:
     # One object for all models of a process: compiled code is bound to it, and would be compiled again for each model.
@@ -152,7 +248,7 @@ def _all_operators() -> list[str]:
     return torch._C._dispatch_get_all_op_names()  # pyright: ignore[reportPrivateUsage, reportUnknownVariableType, reportUnknownMemberType, reportAttributeAccessIssue]
 
 
-def _recompute(block: nn.Module, policy: _Policy | None, *, last: bool) -> None:
+def _recompute(block: nn.Module, policy: _Policy | None) -> None:
     """Replace the block's forward by one that keeps only its inputs (and what the policy names)."""
     inner = block.forward
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
@@ -169,14 +265,15 @@ def _recompute(block: nn.Module, policy: _Policy | None, *, last: bool) -> None:
         return checkpoint(inner, *args, **arguments, **kwargs)
 
     block.forward = forward
+
+
+def _check_behind(last: nn.Module, policy: _Policy) -> None:
+    """Names that nothing has run are known behind the forward pass of the ``last`` block, or of the model."""
+    forward = last.forward
+    if not policy.unused:
+        return
+
     # beside the others' forward, not in it: blocks that are alike are compiled once
-    if last and policy is not None and policy.unused:
-        block.forward = _checked(forward, policy)
-
-
-def _checked(forward: Callable[..., Any], policy: _Policy) -> Callable[..., Any]:
-    """The last block's: names that no block has run are known behind it."""
-
     @functools.wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
@@ -184,7 +281,7 @@ def _checked(forward: Callable[..., Any], policy: _Policy) -> Callable[..., Any]
             policy.check()
         return result
 
-    return checked
+    last.forward = checked
 
 
 def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

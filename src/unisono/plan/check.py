@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem
@@ -27,6 +28,7 @@ def check(plan: Plan, world: int) -> None:
     problems = list(_counts(plan)) or [
         *_mesh(plan, world),
         *_batch(plan, world),
+        *_weights(plan),
         *_pipeline(plan),
         *_recompute(plan),
         *_state(plan),
@@ -108,6 +110,25 @@ def _batch(plan: Plan, world: int) -> Iterator[Problem]:
         )
 
 
+def _weights(plan: Plan) -> Iterator[Problem]:
+    """What blocks cost, in place of what is counted."""
+    given = f"weights {list(plan.weights)}"
+    if plan.weights and (plan.pp == 1 or plan.splits):
+        yield Problem(
+            given=f"{given} with splits {list(plan.splits)}" if plan.splits else f"{given} with pp 1",
+            rule="the splits of a pipeline are derived from weights where they are not given themselves",
+            consequence="they would change nothing",
+            nearest="splits or weights" if plan.splits else "no weights, or pp above 1",
+        )
+    if plan.weights and (not all(0 <= each < math.inf for each in plan.weights) or not any(plan.weights)):
+        yield Problem(
+            given=given,
+            rule="weights are what parts of the model cost beside each other: finite, 0 or more, and not all 0",
+            consequence="no piece would be the heaviest",
+            nearest="weights 1 for each block, and 0 before and behind them",
+        )
+
+
 def _pipeline(plan: Plan) -> Iterator[Problem]:
     """Rules of the schedules; see ``schedule`` for what they run."""
     if plan.splits and (plan.pp == 1 or len(plan.splits) % plan.pp):
@@ -164,7 +185,23 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
 
 
 def _recompute(plan: Plan) -> Iterator[Problem]:
-    """``recompute_blocks`` has the number of recomputed blocks, from the first on, of each piece of the model."""
+    """``recompute_blocks`` has the number of recomputed blocks, from the first on, of each piece of the model;
+    ``recompute_modules`` names modules that are recomputed in place of blocks."""
+    modules = f"recompute_modules {list(plan.recompute_modules)}"
+    if plan.recompute_modules and plan.recompute == "none":
+        yield Problem(
+            given=f"{modules} with recompute 'none'",
+            rule="it names the modules that recompute, each by the same rule",
+            consequence="it would change nothing",
+            nearest="recompute='full', or no recompute_modules",
+        )
+    if plan.recompute_modules and plan.recompute_blocks:
+        yield Problem(
+            given=f"{modules} with recompute_blocks {list(plan.recompute_blocks)}",
+            rule="what is recomputed is named, or counted in blocks",
+            consequence="it would be unclear which of the two counts",
+            nearest="names of blocks among recompute_modules, or no recompute_modules",
+        )
     pieces = plan.pp * plan.chunks if plan.pp > 1 else 1
     blocks = list(plan.recompute_blocks)
     if plan.recompute == "none" and blocks:

@@ -50,6 +50,7 @@ class Plan:
     sequence_parallel: bool
     schedule: Schedule
     splits: tuple[int, ...]
+    weights: tuple[float, ...]
     rules: tuple[Rule, ...]
     placements: tuple[Placement, ...]
     global_batch: int
@@ -58,6 +59,7 @@ class Plan:
     precision: Literal["fp32", "bf16", "fp16", "fp8"]
     dtypes: tuple[DtypeRule, ...]
     recompute: Recompute
+    recompute_modules: tuple[str, ...]
     recompute_blocks: tuple[int, ...]
     recompute_keep: tuple[str, ...]
     offload: bool

@@ -23,6 +23,7 @@ from unisono.parallel.expert import check_experts
 from unisono.parallel.grid import Grid
 from unisono.parallel.layout import Layout, lay_out
 from unisono.parallel.matched import match
+from unisono.parallel.recompute import check_called, named_modules
 from unisono.plan.check import check
 from unisono.plan.derive import derive, read_plan
 from unisono.plan.infer import infer, pairs_of
@@ -67,9 +68,9 @@ def with_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Te
 
 
 def with_splits(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, Layout]:
-    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then says so."""
-    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits)
-    return replace(plan, splits=layout.splits), layout
+    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then has that as its splits."""
+    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits, plan.weights)
+    return replace(plan, splits=layout.splits, weights=()), layout
 
 
 def fit(
@@ -77,7 +78,8 @@ def fit(
 ) -> tuple[Plan, Layout | None, Context | None]:
     """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
 
-    Raises PlanError with all that keeps stages, sequences, layers and experts of this model from being cut.
+    Raises PlanError with all that keeps stages, sequences, layers and experts of this model from being cut, and modules that are
+    named from being recomputed.
     """
     problems: list[Problem] = []
     layout = None
@@ -88,6 +90,9 @@ def fit(
     if context is not None:
         with _kept(problems):
             context.cut(batch())  # what cannot be shared is said here, not in the first step
+    if plan.recompute_modules:
+        with _kept(problems):
+            check_called(named_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch()))
     if plan.tp > 1 and not plan.placements:
         with _kept(problems):
             match(model, plan)
