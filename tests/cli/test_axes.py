@@ -22,7 +22,8 @@ def start(desk: Desk, run_dir: Path, *settings: str) -> list[str]:
     return [f"--set=run.dir={run_dir}", *desk.settings, *(f"--set={each}" for each in (*SIZES, *settings))]
 
 
-@pytest.mark.parametrize("axis", [pytest.param(axis, marks=[] if axis == "pp" else pytest.mark.full) for axis in AXES])
+@pytest.mark.full
+@pytest.mark.parametrize("axis", AXES)
 def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) -> None:
     run_dir = tmp_path / "run"
     done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.processes=2"), "--json")

@@ -137,7 +137,7 @@ def joined(parts: list[np.ndarray]) -> Tensor:
     return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim=1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_attention_alone(pool: Pool, ranks: int) -> None:
     found = pool.run(attentions, ATTENTIONS, ranks=ranks)
     for case in ATTENTIONS:

@@ -302,13 +302,13 @@ def through_the_trainer(world: World, folder: str, name: str, changes: dict) -> 
 @pytest.mark.parametrize(
     ("name", "ranks", "changes"),
     [
-        ("gpt", 4, {"dp_shard": 2, "tp": 2}),
         ("tied", 2, {"pp": 2}),
         *(
             pytest.param(name, ranks, changes, marks=pytest.mark.full)
             for name, ranks, changes in (
                 ("gpt", 1, {}),
                 ("gpt", 2, {}),
+                ("gpt", 4, {"dp_shard": 2, "tp": 2}),
                 ("gpt", 2, {"dp_shard": 2, "zero": 1}),
                 ("gpt", 2, {"tp": 2, "sequence_parallel": True}),
                 ("gpt", 2, {"cp": 2, "shard_threshold_numel": 100}),

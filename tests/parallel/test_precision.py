@@ -20,7 +20,6 @@ from unisono.dist import JobSpec, World
 
 COMMON = {"steps": 12, "global_batch": 8, "micro_batch": 2, "clip_norm": 0.5}
 FIRST_STEP = {"bf16": 2e-3, "fp16": 3e-4}
-SHORT = "gpt-tp2-sequence_parallel=True"
 CASES = [
     ("gpt", 2, {"tp": 2, "sequence_parallel": True}),
     ("gpt", 2, {}),
@@ -59,11 +58,12 @@ def alone(model: str, settings: tuple[tuple[str, Any], ...], poison: int | None 
     return watch(World(JobSpec()), model, {**COMMON, **dict(settings)}, poison)
 
 
-@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     ("model", "ranks", "plan"),
     [
-        pytest.param(*case, id=name, marks=[] if name == SHORT else pytest.mark.full)
+        pytest.param(*case, id=name)
         for case in CASES
         for name in ["-".join([case[0], *(f"{k}{v}" if k in matrix.AXES else f"{k}={v}" for k, v in case[2].items())])]
     ],

@@ -82,7 +82,7 @@ SEQUENCE = {"sequence_parallel": True}
     [
         (2, "gpt", {"tied": False}, SEQUENCE),
         pytest.param(2, "llama", {"tie_word_embeddings": True}, {}, marks=pytest.mark.full),
-        (4, "llama", {"num_key_value_heads": 1, "pad_token_id": 3}, SEQUENCE),
+        pytest.param(4, "llama", {"num_key_value_heads": 1, "pad_token_id": 3}, SEQUENCE, marks=pytest.mark.full),
         (4, "qwen2", {"num_key_value_heads": 2}, {}),
         pytest.param(2, "qwen2", {"tie_word_embeddings": True}, SEQUENCE, marks=pytest.mark.full),
         (2, "qwen3", {"num_key_value_heads": 1}, {}),
