@@ -38,7 +38,7 @@ def main() -> None:
         "2^20 + 1": Order(2**20 + 1, seed=1),
         "1e9": Order(10**9, seed=1),
         "1e12": Order(10**12, seed=1),
-        "1e12, blocks of 4096": Order(10**12, seed=1, block=4096),
+        "1e12, blocks of 4096": Order(10**12, seed=1, block_size=4096),
     }
     generator = np.random.default_rng(1)
     result = {

@@ -117,7 +117,7 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
         trainer = build_trainer(config, data, world=world, events=events, provenance={})
         run = stack.enter_context(trainer)
         ours = iter(run)
-        wrapped = DistributedDataParallel(model) if world.world > 1 and not sharded else model
+        wrapped = DistributedDataParallel(model) if world.world_size > 1 and not sharded else model
 
         def mine() -> None:
             losses["mine"].append(float(next(ours).stats[0]))
@@ -125,17 +125,17 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
         def other() -> None:
             batch, lr = next(batches)
             with torch.autocast("cpu", torch.bfloat16, enabled=arguments.precision == "bf16"):
-                if world.world == 1:
+                if world.world_size == 1:
                     losses["other"].append(hand_step(model, optimizer, batch, lr, clip).item())
                 else:
-                    part = {name: tensor.chunk(world.world)[world.rank] for name, tensor in batch.items()}
+                    part = {name: tensor.chunk(world.world_size)[world.rank] for name, tensor in batch.items()}
                     losses["other"].append(ranks_step(wrapped, optimizer, part, lr, clip).item())
 
         for _ in range(WARMUP_STEPS):
             mine()
             other()
         times = alternate(mine, other, arguments.blocks, arguments.steps, world.barrier)
-        if world.world > 1:
+        if world.world_size > 1:
             # a step is as long as its slowest rank; CPU time is everybody's
             gathered = np.array(
                 world.gather_json({name: value.tolist() for name, value in times.items()}), dtype=object
@@ -243,7 +243,7 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
         with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
             path = Path(world.broadcast_json(folder))
             result = gpt_pair(arguments, path / "gpt", world)
-            if world.world == 1:
+            if world.world_size == 1:
                 result = {"one_process": result}
                 result["host_time_per_step"] = host_time(arguments.blocks, 50, path / "idle", world)
             world.barrier()

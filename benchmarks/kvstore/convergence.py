@@ -159,7 +159,7 @@ def _job(rank: int, workers: int, port: int) -> JobSpec:
         run_id="convergence",
         rank=rank,
         local_rank=rank,
-        world=workers,
+        world_size=workers,
         local_world=workers,
         master_port=port,
         source="unisono",

@@ -91,11 +91,11 @@ def _server() -> Generator[_Server]:
 
 
 def _worker(address: tuple[str, int], secret: bytes, number: int) -> Servers:
-    agreed = Agreed(table=TABLE, servers=1, units=UNITS, about={"run": "bench"})
+    agreed = Agreed(table=TABLE, num_servers=1, num_batch_shards=UNITS, labels={"run": "bench"})
     worker = Servers([address], secret, agreed, worker=number, say=lambda text: None)
     worker.init({"value": torch.zeros(TABLE["value"][0])})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-    worker.set_recipe(Recipe(options=options, roles={"value": Role.NO_DECAY}))
+    worker.set_optimizer(Recipe(options=options, roles={"value": Role.NO_DECAY}))
     return worker
 
 
@@ -103,7 +103,7 @@ def holds_a_unit(address: str, secret_file: str) -> None:
     """A worker that claims a unit of work, says so, and never does it."""
     host, _, port = address.rpartition(":")
     worker = _worker((host, int(port)), Path(secret_file).read_bytes(), 1)
-    print(worker.claim(wait=True).work.number, flush=True)
+    print(worker.claim(wait=True).item.number, flush=True)
     time.sleep(600)
 
 
@@ -112,7 +112,7 @@ def killed_worker() -> dict[str, float]:
     with _server() as server:
         other = _worker(server.address, server.secret, 0)
         try:
-            other.done(other.claim(wait=True).work)  # the beginning, before there are units
+            other.mark_done(other.claim(wait=True).item)  # the beginning, before there are units
             command = [sys.executable, "-m", _MODULE, "--holder", "{}:{}".format(*server.address), str(server.file)]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
                 assert holder.stdout is not None
@@ -120,11 +120,11 @@ def killed_worker() -> dict[str, float]:
                 holder.send_signal(signal.SIGKILL)
                 begin_s = time.monotonic()
             for unit in set(range(UNITS)) - {held}:
-                assert other.claim(wait=True).work == Work("unit", unit)
-                other.done(Work("unit", unit))
+                assert other.claim(wait=True).item == Work("unit", unit)
+                other.mark_done(Work("unit", unit))
             other.barrier(1)
             past_s = time.monotonic() - begin_s
-            while other.claim(wait=True).work != Work("unit", held):
+            while other.claim(wait=True).item != Work("unit", held):
                 pass
             return {"others pass the barrier": past_s, "its unit is another's": time.monotonic() - begin_s}
         finally:

@@ -55,11 +55,11 @@ def rank_of(rounds: int, steps: int, local_steps: int, interface: str) -> dict[s
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
 
         def step() -> None:
-            sync.reset()
+            sync.zero_grad()
             loss = loss_of(model)
-            sync.arm()
+            sync.prepare_last_backward()
             loss.backward()
-            sync.finish(totals)
+            sync.wait(totals)
             sync.commit(True)
             optimizer.step()
             sent = sync.stats()

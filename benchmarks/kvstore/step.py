@@ -48,11 +48,11 @@ def rank_of(name: str, blocks: int, steps: int) -> dict[str, Any]:
     losses: dict[str, float] = {}
 
     def our_step() -> None:
-        sync.reset()
+        sync.zero_grad()
         loss = loss_of(mine)
-        sync.arm()
+        sync.prepare_last_backward()
         loss.backward()
-        sync.finish(totals)
+        sync.wait(totals)
         optimizers["mine"].step()
         losses["mine"] = float(loss)
 
@@ -60,7 +60,7 @@ def rank_of(name: str, blocks: int, steps: int) -> dict[str, Any]:
         # the mean of both ranks' gradients; the loss is scaled to make it the sum that ours is
         optimizers["ddp"].zero_grad(set_to_none=False)
         loss = loss_of(ddp)
-        (loss * world.world).backward()
+        (loss * world.world_size).backward()
         dist.all_reduce(totals)
         optimizers["ddp"].step()
         losses["ddp"] = float(loss)

@@ -77,8 +77,8 @@ def pair(axis: Axis, arguments: argparse.Namespace, folder: Path, world: World) 
 
 def held(run: Trainer, world: World) -> float:
     """The largest share of the parameters that a rank of the trainer's has."""
-    pieces = run.state.pieces
-    return max(world.gather_json(sum(p.numel() for p in pieces.parameters.values()) / pieces.count))
+    pieces = run.state.sharded
+    return max(world.gather_json(sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters))
 
 
 def check(axis: Axis, arguments: argparse.Namespace, world: World) -> dict[str, Any]:

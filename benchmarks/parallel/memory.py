@@ -79,7 +79,7 @@ def ours(arguments: argparse.Namespace, zero: int) -> None:
                     seen.mark(f"step {number}")
                     losses.append(float(next(steps).stats[0]))
                 seen.mark("end")
-                state_bytes = held_bytes(list(run.state.pieces.parameters.values()), run.state.optimizer)
+                state_bytes = held_bytes(list(run.state.sharded.parameters.values()), run.state.optimizer)
             world.barrier()
         report(seen, state_bytes, losses)
     finally:

@@ -83,7 +83,7 @@ def test_text_rows_and_functions(desk: Desk, tmp_path: Path, monkeypatch: pytest
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     done = desk.here("data", "pack", str(tmp_path / "a.txt"), str(tmp_path / "t.bin"), "--lines")
     assert done.out == f"{tmp_path}/t-00000.bin\n2 records of 2 inputs\n"
-    assert open_tokens([tmp_path / "t-00000.bin"]).documents == 2
+    assert open_tokens([tmp_path / "t-00000.bin"]).num_documents == 2
     (tmp_path / "a.jsonl").write_text('{"id": 1, "text": "x", "more": 2}\n')
     columns = ["--column", "text=data", "--column", "id", "--payload", "data"]
     done = desk.here("data", "pack", str(tmp_path / "a.jsonl"), str(tmp_path / "r.rec"), *columns)

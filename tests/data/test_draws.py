@@ -32,9 +32,9 @@ def some_draws() -> dict[str, Draws]:
 @given(start=st.integers(0, 10**12), seed=st.integers(0, 2**32))
 def test_a_position_says_the_same_alone_and_among_others(kind: str, start: int, seed: int) -> None:
     positions = np.arange(start, start + 300)
-    ids, visits = some_draws()[kind].draw(positions)
+    ids, visits = some_draws()[kind].samples_at(positions)
     chosen = np.random.default_rng(seed).integers(0, 300, 40)
-    again = some_draws()[kind].draw(positions[chosen])
+    again = some_draws()[kind].samples_at(positions[chosen])
     assert again[0].tolist() == ids[chosen].tolist()
     assert again[1].tolist() == visits[chosen].tolist()
     together = set(zip(ids.tolist(), visits.tolist(), strict=True))
@@ -49,7 +49,7 @@ def test_every_epoch_has_each_sample_as_often_as_its_weight_says(weights: list[f
     if sum(weights) < 1e-6:
         return
     n = len(weights)
-    ids, _ = Weighted(weights, seed=seed).draw(np.arange(epoch * n, (epoch + 1) * n))
+    ids, _ = Weighted(weights, seed=seed).samples_at(np.arange(epoch * n, (epoch + 1) * n))
     counts = np.bincount(ids, minlength=n)
     expected = np.array(weights) / sum(weights) * n
     assert (counts >= np.floor(expected - 1e-9)).all()
@@ -59,7 +59,7 @@ def test_every_epoch_has_each_sample_as_often_as_its_weight_says(weights: list[f
 
 def test_balanced_classes() -> None:
     labels = np.array([0] * 90 + [1] * 9 + [2])
-    ids, _ = Weighted(balancing_weights(labels), seed=3).draw(np.arange(300))
+    ids, _ = Weighted(balancing_weights(labels), seed=3).samples_at(np.arange(300))
     assert np.abs(np.bincount(labels[ids]) - 100).max() <= 3, "within one per epoch"
     assert np.bincount(ids, minlength=100)[:90].max() <= 2, "the many take turns"
 
@@ -67,7 +67,7 @@ def test_balanced_classes() -> None:
 def test_a_mixtures_sources_keep_their_share_in_every_stretch() -> None:
     weights = [0.7, 0.2, 0.1]
     mixed = Mixed([1000, 10, 500], weights, seed=0)
-    ids, visits = mixed.draw(np.arange(3 * PERIOD))
+    ids, visits = mixed.samples_at(np.arange(3 * PERIOD))
     sources = np.searchsorted([1000, 1010], ids, side="right")
     for length in (10, 100, 1000, PERIOD):
         for start in (0, 17, 2 * PERIOD - 50):
@@ -104,7 +104,7 @@ def test_buckets_hold_each_sample_once_and_batches_of_like_length(
         Shuffled(Order(size, seed=seed)), lengths, size=size, batch=batch, window_batches=window, seed=seed
     )
     for epoch in (0, 7):
-        ids, visits = draws.draw(np.arange(epoch * size, (epoch + 1) * size))
+        ids, visits = draws.samples_at(np.arange(epoch * size, (epoch + 1) * size))
         assert sorted(ids.tolist()) == list(range(size))
         assert set(visits.tolist()) == {epoch}
         plain = Order(size, seed=seed)(np.arange(epoch * size, (epoch + 1) * size))
@@ -120,7 +120,7 @@ def test_buckets_lower_padding() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 4096)
 
     def padding(draws: Draws) -> float:
-        batches = lengths[draws.draw(np.arange(4096))[0]].reshape(-1, 16)
+        batches = lengths[draws.samples_at(np.arange(4096))[0]].reshape(-1, 16)
         return 1 - batches.sum() / (batches.max(axis=1) * 16).sum()
 
     whole = Shuffled(Order(4096, seed=0))

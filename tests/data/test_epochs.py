@@ -15,8 +15,8 @@ sizes = {"size": st.integers(1, 60), "batch": st.integers(1, 25), "epoch": st.in
 
 def epoch_of(steps: Steps, epoch: int) -> tuple[list[list[int]], list[int]]:
     """Positions of each step inside the epoch, and how many of each are samples."""
-    found = [steps.positions(epoch * steps.per_epoch + turn) for turn in range(steps.per_epoch)]
-    return [(positions - epoch * steps.size).tolist() for positions, _ in found], [real for _, real in found]
+    found = [steps.positions(epoch * steps.steps_per_epoch + turn) for turn in range(steps.steps_per_epoch)]
+    return [(positions - epoch * steps.num_samples).tolist() for positions, _ in found], [real for _, real in found]
 
 
 @given(**sizes)
@@ -64,10 +64,10 @@ def test_rollover_knows_no_epochs(size: int, batch: int, epoch: int) -> None:
     steps = Steps(size, batch, "rollover")
     found = np.concatenate([steps.positions(epoch + i)[0] for i in range(5)])
     assert found.tolist() == list(range(epoch * batch, (epoch + 5) * batch))
-    assert steps.per_epoch == -(-size // batch)
+    assert steps.steps_per_epoch == -(-size // batch)
 
 
 def test_mxnets_names_mean_the_same() -> None:
     for theirs, ours in (("discard", "drop"), ("roll_over", "rollover")):
-        assert Steps(10, 4, theirs).per_epoch == Steps(10, 4, ours).per_epoch  # type: ignore[arg-type]
+        assert Steps(10, 4, theirs).steps_per_epoch == Steps(10, 4, ours).steps_per_epoch  # type: ignore[arg-type]
         assert Steps(10, 4, theirs).positions(3)[0].tolist() == Steps(10, 4, ours).positions(3)[0].tolist()  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def test_any_number_of_ranks_reads_the_same_samples_per_step(
 
     alone = step_samples(1)
     positions = np.arange(start * global_batch, (start + 3) * global_batch)
-    order = Order(size, seed=11, block=block)(positions) if shuffle else positions % size
+    order = Order(size, seed=11, block_size=block)(positions) if shuffle else positions % size
     assert [x for step in alone for x in step] == order.tolist()
     for world in (2, 3, 4, 60):
         assert step_samples(world) == alone
@@ -399,7 +399,7 @@ def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
     expected: dict[int, Any] = {}
     for rank in range(3):
         with Loader(data, rank=rank, world=3, **common) as loader, closing(loader.iterate(0, 4)) as batches:
-            expected |= {batch.unit: batch for batch in batches}
+            expected |= {batch.batch_shard: batch for batch in batches}
     order = iter([5, 0, 1, 2, None, 11, 3, 4, 7, None, 6, 9, 8, 10])
     asked: list[bool] = []
 
@@ -410,7 +410,7 @@ def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
     with Loader(data, rank=0, world=3, **common) as loader:
         found: list[Any] = []
         for _ in range(3):  # a None where it would wait ends the generator; somebody else decides whether to go on
-            with closing(loader.dealt(claim)) as batches:
+            with closing(loader.iterate_claimed(claim)) as batches:
                 found += list(batches)
     assert sorted(batch.unit for batch in found) == sorted(expected)
     for batch in found:

@@ -17,7 +17,7 @@ SEEDS = st.integers(-(1 << 70), 1 << 70)
 @pytest.mark.parametrize("block", [0, 1, 2, 5, 16, 63, 64, 65, 1000])
 def test_every_epoch_of_every_small_size_is_a_permutation(block: int) -> None:
     for size in range(1, 66):
-        order = Order(size, seed=size, block=block)
+        order = Order(size, seed=size, block_size=block)
         epochs = order(np.arange(3 * size)).reshape(3, size)
         assert (np.sort(epochs, axis=1) == np.arange(size)).all(), (size, block)
 
@@ -25,7 +25,7 @@ def test_every_epoch_of_every_small_size_is_a_permutation(block: int) -> None:
 @settings(deadline=None, max_examples=40)
 @given(size=st.integers(1, 40_000), seed=SEEDS, block=st.integers(0, 300), epoch=st.integers(0, 1000))
 def test_an_epoch_is_a_permutation(size: int, seed: int, block: int, epoch: int) -> None:
-    samples = Order(size, seed=seed, block=block)(np.arange(epoch * size, (epoch + 1) * size))
+    samples = Order(size, seed=seed, block_size=block)(np.arange(epoch * size, (epoch + 1) * size))
     assert np.array_equal(np.sort(samples), np.arange(size))
 
 
@@ -34,7 +34,7 @@ def test_an_epoch_is_a_permutation(size: int, seed: int, block: int, epoch: int)
 def test_a_window_has_no_duplicates_stays_in_range_and_inverts(
     data: st.DataObject, size: int, seed: int, block: int
 ) -> None:
-    order = Order(size, seed=seed, block=block)
+    order = Order(size, seed=seed, block_size=block)
     epoch = data.draw(st.integers(0, 100_000))
     start = data.draw(st.integers(0, max(0, size - 2000)))
     positions = epoch * size + np.arange(start, min(size, start + 2000))
@@ -49,14 +49,14 @@ def test_a_window_has_no_duplicates_stays_in_range_and_inverts(
 @given(data=st.data(), size=st.integers(1, 10**12), seed=SEEDS, block=st.sampled_from([0, 3, 1000]))
 def test_windows_far_apart_do_not_collide(data: st.DataObject, size: int, seed: int, block: int) -> None:
     positions = np.unique(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=200)))
-    samples = Order(size, seed=seed, block=block)(positions)
+    samples = Order(size, seed=seed, block_size=block)(positions)
     assert np.unique(samples).size == positions.size
 
 
 @settings(deadline=None, max_examples=40)
 @given(size=st.integers(1, 300), start=st.integers(0, 10**6), count=st.integers(0, 900), block=st.integers(0, 40))
 def test_a_position_means_the_same_alone_and_in_company(size: int, start: int, count: int, block: int) -> None:
-    order = Order(size, seed=9, block=block)
+    order = Order(size, seed=9, block_size=block)
     together = order(np.arange(start, start + count))
     shuffled = np.random.default_rng(0).permutation(count)
     assert np.array_equal(order(start + shuffled), together[shuffled])
@@ -87,21 +87,21 @@ def test_golden_values() -> None:
     assert Order((1 << 62) - 1, seed=-1)(np.arange(4)).tolist() == [
         1151846483528307915, 1444949648428691211, 4603979387867915630, 1241965463841594687,
     ]  # fmt: skip
-    assert Order(10, seed=7, block=4)(np.arange(20)).tolist() == [
+    assert Order(10, seed=7, block_size=4)(np.arange(20)).tolist() == [
         8, 9, 0, 1, 2, 3, 5, 6, 4, 7, 6, 5, 4, 7, 0, 2, 3, 1, 9, 8,
     ]  # fmt: skip
-    assert Order(10**12, seed=7, block=1000)(np.arange(998, 1003)).tolist() == [
+    assert Order(10**12, seed=7, block_size=1000)(np.arange(998, 1003)).tolist() == [
         911662085907, 911662085394, 386181771009, 386181771083, 386181771392,
     ]  # fmt: skip
 
 
 def test_blocks_keep_neighbours_together_and_are_shuffled() -> None:
-    order = Order(1003, seed=5, block=100)
+    order = Order(1003, seed=5, block_size=100)
     blocks = order(np.arange(1003)) // 100
     runs = blocks[np.concatenate([[True], blocks[1:] != blocks[:-1]])]
     assert sorted(runs.tolist()) == list(range(11))
     assert runs.tolist() != list(range(11))
-    turns = {int(Order(1003, seed=s, block=100).position_of(np.array([1000]), 0)[0]) // 100 for s in range(60)}
+    turns = {int(Order(1003, seed=s, block_size=100).position_of(np.array([1000]), 0)[0]) // 100 for s in range(60)}
     assert len(turns) >= 9, "the short last block comes at any turn"
     inside = order(np.arange(1003))[:100] % 100
     assert not np.array_equal(inside, np.sort(inside))
@@ -157,7 +157,7 @@ def test_impossible_orders() -> None:
         "  try:  a dataset with at least one sample"
     )
     with pytest.raises(DataError, match=r"^block -1\n  rule: block >= 0\n"):
-        Order(5, seed=1, block=-1)
+        Order(5, seed=1, block_size=-1)
     with pytest.raises(IndexError, match="position -3 is negative"):
         Order(5, seed=1)(np.array([1, -3]))
     with pytest.raises(IndexError, match=r"sample ids lie in \[0, 5\)"):

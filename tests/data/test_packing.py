@@ -236,7 +236,7 @@ def test_a_corpus_is_packed_once(corpus: Path, tmp_path: Path) -> None:
     plain = prepare(stream, tmp_path / "cache")
     assert plain.report.packing is None
     packed = prepare(options, tmp_path / "cache")
-    assert packed.cached, "the shards are the same"
+    assert packed.from_cache, "the shards are the same"
     assert packed.folder == plain.folder
     windows = PackedWindows(packed.train, seq_len=128)
     assert packed.report.packing == windows.stats
@@ -244,10 +244,10 @@ def test_a_corpus_is_packed_once(corpus: Path, tmp_path: Path) -> None:
     assert path.parent == packed.folder
     written = path.stat().st_mtime_ns
     again = prepare(options, tmp_path / "cache")
-    assert (again.report, again.rebuilt_because) == (packed.report, "")
+    assert (again.report, again.rebuild_reason) == (packed.report, "")
     assert path.stat().st_mtime_ns == written
     path.write_bytes(b"")
-    assert prepare(options, tmp_path / "cache").rebuilt_because == f"{path}: it does not begin like a sidecar"
+    assert prepare(options, tmp_path / "cache").rebuild_reason == f"{path}: it does not begin like a sidecar"
     assert prepare(replace(options, seq_len=64), tmp_path / "cache").report.packing != packed.report.packing
 
 
@@ -255,8 +255,8 @@ def test_a_run_trains_on_windows_at_any_offset(corpus: Path, tmp_path: Path) -> 
     options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=64, packing="offsets", cache_dir=str(tmp_path))
     data = build_data(replace(RunConfig(), data=options))
     assert data.prepared is not None
-    assert len(data.train) == data.prepared.train.tokens - 64
-    assert len(data.held_out) < data.prepared.eval.tokens / 60, "held-out tokens are targets once"
+    assert len(data.train) == data.prepared.train.num_tokens - 64
+    assert len(data.held_out) < data.prepared.eval.num_tokens / 60, "held-out tokens are targets once"
 
 
 def test_a_run_trains_on_packed_samples_and_says_what_they_cost(corpus: Path, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_an_index_of_another_shard_is_not_used(make_tokens: MakeTokens) -> None:
     assert len(PackedWindows(other, seq_len=8)) == 13
     with pytest.raises(DataError, match=r"best_fit-9\.idx: it cannot be read: No such file or directory"):
         PackedWindows(other, seq_len=9)
-    moved = replace(tokens, shards=(other.shards[0], tokens.shards[0]), tokens=tokens.tokens + other.tokens)
+    moved = replace(tokens, shards=(other.shards[0], tokens.shards[0]), tokens=tokens.num_tokens + other.num_tokens)
     assert pack_tokens(moved, 8) == [f"{index_of(tokens, 8)} was made from another shard or with other settings"]
 
 

@@ -68,10 +68,10 @@ def test_all_text_arrives_once(corpus: Path, tmp_path: Path) -> None:
     report = prepared.report
     assert (report.train_documents, report.eval_documents) == (len(train), len(held))
     assert report.train_bytes + report.eval_bytes == sum(path.stat().st_size for path in corpus.rglob("*.txt"))
-    assert report.train_tokens == prepared.train.tokens == report.train_bytes + len(train)
+    assert report.train_tokens == prepared.train.num_tokens == report.train_bytes + len(train)
     assert (report.skipped, report.empty_files, report.tokenizer) == ((), 0, "bytes")
-    assert not prepared.cached
-    assert prepared.rebuilt_because == ""
+    assert not prepared.from_cache
+    assert prepared.rebuild_reason == ""
 
 
 def test_the_second_time_nothing_is_read(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_the_second_time_nothing_is_read(corpus: Path, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(module, "_read", refuse)
     second = prepare(options(corpus), tmp_path / "cache")
-    assert second.cached
+    assert second.from_cache
     assert second.report == first.report
     assert (second.train.fingerprint, second.eval.fingerprint) == (first.train.fingerprint, first.eval.fingerprint)
     assert before == sorted((p.name, p.stat().st_mtime_ns) for p in (tmp_path / "cache").rglob("*"))
@@ -94,7 +94,7 @@ def test_files_changed_just_now_are_read_again(corpus: Path, tmp_path: Path, mon
     prepare(options(corpus), tmp_path / "cache")
     read: list[str] = []
     monkeypatch.setattr(module, "_read", lambda c, path: read.append(path) or (c.root / path).read_bytes())
-    assert prepare(options(corpus), tmp_path / "cache").cached
+    assert prepare(options(corpus), tmp_path / "cache").from_cache
     assert len(read) == 30, "their time stamps may be too coarse to show a later change"
 
 
@@ -112,10 +112,10 @@ def test_every_change_is_noticed(corpus: Path, tmp_path: Path, monkeypatch: pyte
     for change in (lambda: None, lambda: victim.write_text("longer " * 50), victim.unlink):
         change()
         prepared = prepare(options(corpus), cache)
-        assert not prepared.cached
+        assert not prepared.from_cache
         seen.add(prepared.train.fingerprint)
     assert len(seen) == 4
-    assert not prepare(DataOptions(corpus=str(corpus), eval_frac=0.4), cache).cached
+    assert not prepare(DataOptions(corpus=str(corpus), eval_frac=0.4), cache).from_cache
 
 
 def test_a_cache_of_another_place_holds_the_same(corpus: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_cache_of_another_place_holds_the_same(corpus: Path, tmp_path: Path) -
     assert first.eval.fingerprint == second.eval.fingerprint
     assert first.folder.name == second.folder.name
     third = prepare(options(tmp_path / "copy"), tmp_path / "one")
-    assert third.cached, "what counts is the content"
+    assert third.from_cache, "what counts is the content"
     assert third.report.corpus == str(tmp_path / "copy")
 
 
@@ -220,7 +220,7 @@ def test_a_tokenizer_file(corpus: Path, tmp_path: Path) -> None:
     plain = prepare(options(corpus), tmp_path / "cache")
     prepared = prepare(options(corpus, tokenizer=str(tmp_path / "tokenizer.json")), tmp_path / "cache")
     assert prepared.folder != plain.folder
-    assert prepared.eval.tokens < plain.eval.tokens
+    assert prepared.eval.num_tokens < plain.eval.num_tokens
     assert prepared.report.eval_bytes == plain.report.eval_bytes, "the same files are held out, and bytes are bytes"
     windows = TokenWindows(prepared.eval, seq_len=8, boundaries="ignore", target_bytes=True)
     first_token = int(prepared.eval.shards[0].token_bytes[0])  # type: ignore[index]
@@ -250,13 +250,13 @@ def test_a_damaged_cache_is_built_again_and_said(corpus: Path, tmp_path: Path, c
     for name, content in damaged:
         (good.folder / name).write_bytes(content)
         again = prepare(options(corpus), cache)
-        assert not again.cached
-        assert name.split(".")[0] in again.rebuilt_because, (name, again.rebuilt_because)
+        assert not again.from_cache
+        assert name.split(".")[0] in again.rebuild_reason, (name, again.rebuild_reason)
         assert documents(again) == texts
-        assert prepare(options(corpus), cache).cached
+        assert prepare(options(corpus), cache).from_cache
     for name, _ in damaged:
         (good.folder / name).unlink()
-        assert prepare(options(corpus), cache).rebuilt_because
+        assert prepare(options(corpus), cache).rebuild_reason
     assert not list(cache.glob("*.bad-*"))
 
 
@@ -265,7 +265,7 @@ def test_shards_of_another_set_are_noticed(corpus: Path, tmp_path: Path) -> None
     other = prepare(DataOptions(corpus=str(corpus), eval_frac=0.5), tmp_path / "cache")
     for suffix in (".bin", ".idx"):
         shutil.copy(other.folder / f"train-00000{suffix}", one.folder)
-    assert "holds shards of another set" in prepare(options(corpus), tmp_path / "cache").rebuilt_because
+    assert "holds shards of another set" in prepare(options(corpus), tmp_path / "cache").rebuild_reason
 
 
 def test_large_sets_are_checked_in_parts_only(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_large_sets_are_checked_in_parts_only(corpus: Path, tmp_path: Path, monk
     path = good.folder / "train-00000.bin"
     path.write_bytes(flip(path.read_bytes()))
     prepared = prepare(options(corpus), tmp_path / "cache")
-    assert prepared.cached
+    assert prepared.from_cache
     (problem,) = prepared.train.verify()
     assert "the payload beside it does not match its digest" in problem.given
 
@@ -350,7 +350,7 @@ def test_killed_at_any_sync_the_next_call_is_right(corpus: Path, tmp_path: Path)
     for number in range(len(killed)):
         cache = tmp_path / f"cache-{number}"
         prepared = prepare(options(corpus), cache)
-        assert not prepared.rebuilt_because, "what a killed process leaves is never taken for a finished set"
+        assert not prepared.rebuild_reason, "what a killed process leaves is never taken for a finished set"
         assert prepared.train.fingerprint == want.train.fingerprint
         assert prepared.eval.fingerprint == want.eval.fingerprint
         assert not [p.name for p in cache.iterdir() if ".tmp-" in p.name and p.name.startswith("tokens-")]
@@ -363,7 +363,7 @@ def test_disk_full_is_said_and_leaves_nothing(corpus: Path, tmp_path: Path) -> N
     assert "DataError: the cache folder" in errors
     assert "cannot be written: File too large" in errors
     assert not [p for p in (tmp_path / "cache").rglob("*") if "tmp" in p.name or p.suffix == ".bin"]
-    assert not prepare(options(corpus), tmp_path / "cache").rebuilt_because
+    assert not prepare(options(corpus), tmp_path / "cache").rebuild_reason
 
 
 def test_processes_that_start_together_build_once(corpus: Path, tmp_path: Path) -> None:

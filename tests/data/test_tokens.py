@@ -20,7 +20,7 @@ def paths_of(tokens: TokenSet) -> list[Path]:
 
 def test_one_shard(make_tokens: MakeTokens) -> None:
     tokens = make_tokens([[1, 2, 3], [], [4]])
-    assert (tokens.tokens, tokens.documents, tokens.text_bytes) == (7, 3, 4)
+    assert (tokens.num_tokens, tokens.num_documents, tokens.text_bytes) == (7, 3, 4)
     assert (tokens.vocab_size, tokens.end_of_document) == (257, 256)
     (shard,) = tokens.shards
     assert shard.tokens.dtype == np.dtype("<u2")
@@ -49,8 +49,8 @@ def test_a_document_never_spans_shards(make_tokens: MakeTokens) -> None:
         [4, 256, 5, 256],
     ]
     assert [s.starts.tolist() for s in tokens.shards] == [[0, 4], [0], [0, 2]]
-    assert tokens.tokens == 44
-    assert tokens.documents == 5
+    assert tokens.num_tokens == 44
+    assert tokens.num_documents == 5
 
 
 def test_fingerprint_names_content_and_order(make_tokens: MakeTokens) -> None:

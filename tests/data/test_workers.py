@@ -234,7 +234,7 @@ def tuned(rate: Any, *, cores: int = 4, recipe: Any = None, **options: Any) -> T
     for _ in range(2000):
         took = max(1 / 10, 1 / rate(tuner.setting))
         clock.now += took
-        tuner.waited(took - 1 / 10)
+        tuner.record_wait(took - 1 / 10)
     return tuner
 
 
@@ -281,9 +281,9 @@ def test_tuning_starts_wrong_and_ends_right() -> None:
     ) as one:
         for _ in one.iterate(0, 1500):
             time.sleep(0.002)
-            if one.setting.workers >= 2:
+            if one.worker_setting.workers >= 2:
                 return
-    raise AssertionError(f"still {one.setting}")
+    raise AssertionError(f"still {one.worker_setting}")
 
 
 def test_profiling_is_left_alone() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from unisono.dist import JobSpec, read_failure, record_failure
 
-JOB = JobSpec(run_id="r", epoch=4, rank=1, local_rank=1, world=2, local_world=2, source="unisono")
+JOB = JobSpec(run_id="r", restart_count=4, rank=1, local_rank=1, world_size=2, local_world=2, source="unisono")
 
 
 def boom(text: str) -> ValueError:

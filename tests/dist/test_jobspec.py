@@ -13,10 +13,10 @@ from unisono.errors import LaunchError
 
 OWN = JobSpec(
     run_id="demo",
-    epoch=3,
+    restart_count=3,
     rank=1,
     local_rank=1,
-    world=2,
+    world_size=2,
     local_world=2,
     master_port=4242,
     source="unisono",
@@ -69,17 +69,17 @@ def test_own_variables_round_trip_and_agree_with_torchs_names() -> None:
     assert job_from_environ(environ) == OWN
     without_own = {name: value for name, value in environ.items() if not name.startswith("UNISONO_")}
     seen_by_torch = job_from_environ(without_own)
-    assert (seen_by_torch.rank, seen_by_torch.world, seen_by_torch.local_rank) == (1, 2, 1)
+    assert (seen_by_torch.rank, seen_by_torch.world_size, seen_by_torch.local_rank) == (1, 2, 1)
     assert seen_by_torch.source == "torchrun"
 
 
 def test_torchrun() -> None:
     assert job_from_environ(TORCHRUN) == JobSpec(
         run_id="job7",
-        epoch=2,
+        restart_count=2,
         rank=5,
         local_rank=1,
-        world=8,
+        world_size=8,
         local_world=4,
         master_addr="node-a",
         master_port=29500,
@@ -90,7 +90,7 @@ def test_torchrun() -> None:
 
 def test_slurm_step() -> None:
     job = job_from_environ(SLURM)
-    assert (job.run_id, job.epoch, job.rank, job.world) == ("slurm-991.0", 1, 3, 6)
+    assert (job.run_id, job.restart_count, job.rank, job.world_size) == ("slurm-991.0", 1, 3, 6)
     assert (job.local_rank, job.local_world, job.master_addr, job.source) == (1, 2, "gpu07", "slurm")
     other_rank = job_from_environ(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert other_rank.master_port == job.master_port
@@ -100,13 +100,13 @@ def test_slurm_step() -> None:
 
 def test_slurm_batch_and_interactive_shells_are_one_process() -> None:
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
-    assert job_from_environ(batch).world == 1
-    assert job_from_environ(SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}).world == 1
+    assert job_from_environ(batch).world_size == 1
+    assert job_from_environ(SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}).world_size == 1
 
 
 def test_openmpi_on_one_and_on_several_hosts() -> None:
     job = job_from_environ(OPENMPI)
-    assert (job.rank, job.world, job.local_world, job.master_addr) == (2, 4, 4, "127.0.0.1")
+    assert (job.rank, job.world_size, job.local_world, job.master_addr) == (2, 4, 4, "127.0.0.1")
     assert job.source == "openmpi"
     spread = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
     with pytest.raises(LaunchError, match=r"openmpi started ranks on several hosts and does not say where rank 0 is"):
@@ -120,7 +120,7 @@ def test_mpirun_inside_a_slurm_step_numbers_the_processes() -> None:
 
 def test_dmlc_worker() -> None:
     job = job_from_environ(DMLC)
-    assert (job.rank, job.world, job.local_rank, job.master_port, job.source) == (1, 2, 1, 9091, "dmlc")
+    assert (job.rank, job.world_size, job.local_rank, job.master_port, job.source) == (1, 2, 1, 9091, "dmlc")
     assert job.role == "worker"
     # the number the trackers give, in whichever variable
     for name in ("DMLC_RANK", "DMLC_TASK_ID"):
@@ -143,7 +143,7 @@ def test_dmlc_servers_and_scheduler() -> None:
     # as MXNet's local tracker starts them: tasks are numbered in one row, workers first
     task = {name: value for name, value in DMLC.items() if name != "DMLC_WORKER_ID"} | {"DMLC_NUM_SERVER": "2"}
     server = job_from_environ(task | {"DMLC_ROLE": "server", "DMLC_TASK_ID": "3"})
-    assert (server.role, server.server_index, server.servers, server.rank, server.world) == ("server", 1, 2, 0, 2)
+    assert (server.role, server.server_index, server.servers, server.rank, server.world_size) == ("server", 1, 2, 0, 2)
     scheduler = job_from_environ(task | {"DMLC_ROLE": "scheduler"})
     assert (scheduler.role, scheduler.server_index, scheduler.servers) == ("scheduler", None, 2)
     with pytest.raises(LaunchError, match=r"DMLC_ROLE='boss'\n  rule: a process is one of worker, server, scheduler"):

@@ -43,10 +43,10 @@ def every_operation(world: World) -> dict[str, Any]:
         "sum": world.all_reduce(mine.clone()).tolist(),
         "max": world.all_reduce(mine.clone(), "max").tolist(),
         "min": world.all_reduce(mine.clone(), "min").tolist(),
-        "broadcast": world.broadcast(sent, src=world.world - 1).tolist(),
+        "broadcast": world.broadcast(sent, src=world.world_size - 1).tolist(),
         "side": side_sum.item(),
         "gathered": world.gather_json({"rank": world.rank, "text": "é" * world.rank, "none": None}),
-        "told": world.broadcast_json({"from": world.rank, "shape": (2, 3)}, src=world.world - 1),
+        "told": world.broadcast_json({"from": world.rank, "shape": (2, 3)}, src=world.world_size - 1),
         "group": world.group is not None,
     }
 
@@ -293,7 +293,7 @@ def test_agreement_of_one() -> None:
 
 
 def alone(port: int = 0, **changes: Any) -> JobSpec:
-    return JobSpec(run_id="r", world=2, local_world=2, master_port=port, source="torchrun", **changes)
+    return JobSpec(run_id="r", world_size=2, local_world=2, master_port=port, source="torchrun", **changes)
 
 
 def test_port_taken() -> None:
@@ -326,7 +326,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         job = JobSpec(
-            run_id="r", world=3, local_world=3, master_port=port, source="unisono", listen_fd=os.dup(server.fileno())
+            run_id="r", world_size=3, local_world=3, master_port=port, source="unisono", listen_fd=os.dup(server.fileno())
         )
         with pytest.raises(CommError) as caught:
             join(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.3)
@@ -367,7 +367,7 @@ def meet(job: JobSpec, port: int) -> tuple[int, float]:
         timeout_s=20,
     )
     total = world.all_reduce(torch.ones(1)).item()
-    epoch = world.job.epoch
+    epoch = world.job.restart_count
     world.close()
     return epoch, total
 

@@ -28,7 +28,7 @@ Address = tuple[str, int]
 
 
 def store_of(servers: list[Address], rank: int = 0, world: int = 1, secret: bytes = SECRET, **options: Any) -> KVStore:
-    return create("dist_async", World(JobSpec(rank=rank, world=world)), servers=servers, secret=secret, **options)
+    return create("dist_async", World(JobSpec(rank=rank, world_size=world)), servers=servers, secret=secret, **options)
 
 
 @contextmanager

@@ -157,9 +157,9 @@ def seam(world) -> list[list[float]]:
     store = create("dist_sync", world)
     store.set_compression("2bit:0.5")
     sync = store.gradients(dict(model.named_parameters()))
-    sync.arm()
+    sync.prepare_last_backward()
     (model(torch.tensor([[0.5, 0.2, -0.7]])) * (1 + world.rank)).sum().backward()
-    sync.finish(torch.zeros(1))
+    sync.wait(torch.zeros(1))
     found = [each.tolist() for each in sync.gradients()]
     sync.close()
     return found[0]
@@ -171,7 +171,7 @@ def test_the_trainers_seam_is_coded_too(pool: Pool) -> None:
 
 # --- local steps ---------------------------------------------------------------------------------------------------
 
-ROUNDS = Rounds(local_steps=4, fragments=2, overlap_steps=1)
+ROUNDS = Rounds(local_steps=4, num_fragments=2, outer_delay_steps=1)
 
 
 def drift(parameters: dict[str, Tensor], rank: int, step: int) -> None:
@@ -207,7 +207,7 @@ def test_coded_rounds_come_close_and_go_on_exactly(pool: Pool) -> None:
 
 
 def store_of_rounds(world) -> dict[str, dict[str, float]]:
-    store = create("dist_local", world, rounds=Rounds(local_steps=2, fragments=2))
+    store = create("dist_local", world, rounds=Rounds(local_steps=2, num_fragments=2))
     store.set_compression("2bit:rms*1.5")
     store.set_optimizer("sgd", lr=0.1)
     store.init({"a": torch.zeros(640), "b": torch.zeros(320)})

@@ -48,12 +48,12 @@ def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tup
     threads = threading.active_count()
     for step in range(3):
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + world.rank))
-        sync.arm()
+        sync.prepare_last_backward()
         model(batch).square().sum().backward()
         totals = torch.tensor([world.rank + 1.0, 0.1])
-        sync.finish(totals)
+        sync.wait(totals)
         made += [gradient.clone().numpy() for gradient in sync.gradients()]
-        sync.reset()
+        sync.zero_grad()
     assert threading.active_count() == threads
     path = sync.path
     sync.close()
@@ -129,13 +129,13 @@ def test_the_path_is_said(pool: Pool) -> None:
 def gone(world, folder: str) -> None:
     model = network()
     sync = BucketedAllReduce(dict(model.named_parameters()), world)
-    sync.arm()
+    sync.prepare_last_backward()
     model(torch.ones(1, WIDTH)).sum().backward()
     if world.rank == 1:
         Path(folder, "killed").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CommError) as caught:
-        sync.finish(torch.zeros(1))
+        sync.wait(torch.zeros(1))
     Path(folder, "noticed").write_text(str(time.monotonic()))
     sync.close()
     Path(folder, "said").write_text(str(caught.value))

@@ -319,7 +319,7 @@ def counts(servers: ParameterServers, **agreed: Any) -> list[int]:
     visitor = servers.connect(table(), worker=98, **agreed)
     into = table()
     visitor.pull(into).wait()
-    chunks = visitor.placement.of("count")
+    chunks = visitor.placement.chunks_of("count")
     assert {chunk.server for chunk in chunks} == {0, 1}
     visitor.close()
     return [int(into["count"][chunk.start]) for chunk in chunks]

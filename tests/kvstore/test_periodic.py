@@ -34,24 +34,24 @@ def simulate(workers: int, rounds: Rounds) -> list[dict[str, Tensor]]:
     """The published algorithm, written for all workers at once and key by key."""
     local = [start() for _ in range(workers)]
     outer, momentum = start(), {key: torch.zeros_like(value) for key, value in start().items()}
-    homes = fragments(outer, rounds.fragments)
+    homes = fragments(outer, rounds.num_fragments)
     sent: dict[tuple[int, str], Tensor] = {}
     for step in range(STEPS):
         for rank, parameters in enumerate(local):
             train(parameters, rank, step)
         done = step + 1
         for number, keys in enumerate(homes):
-            offset = (number + 1) * rounds.local_steps // rounds.fragments
+            offset = (number + 1) * rounds.local_steps // rounds.num_fragments
             if done >= offset and (done - offset) % rounds.local_steps == 0:
                 for key in keys:
-                    arrives = done + rounds.overlap_steps
+                    arrives = done + rounds.outer_delay_steps
                     sent[arrives, key] = sum((outer[key] - each[key] for each in local), torch.zeros(1)) / workers
         for key in [key for when, key in sent if when == done]:
             delta = sent.pop((done, key))
             momentum[key] = rounds.outer_momentum * momentum[key] + delta
             outer[key] = outer[key] - rounds.outer_lr * (delta + rounds.outer_momentum * momentum[key])
             for each in local:
-                each[key].copy_(rounds.own_share * each[key] + (1 - rounds.own_share) * outer[key])
+                each[key].copy_(rounds.local_weight * each[key] + (1 - rounds.local_weight) * outer[key])
     return local
 
 
@@ -71,9 +71,9 @@ def run(world, rounds: Rounds, resume_at: int = STEPS) -> dict[str, Any]:
 CASES = {
     "LocalSGD": Rounds(local_steps=4, outer_lr=1.0, outer_momentum=0.0),
     "DiLoCo": Rounds(local_steps=5),
-    "2 fragments": Rounds(local_steps=5, fragments=2),
-    "2 fragments with overlap": Rounds(local_steps=5, fragments=2, overlap_steps=3),
-    "3 fragments, own share 0.2": Rounds(local_steps=4, fragments=3, overlap_steps=1, mix=0.2),
+    "2 fragments": Rounds(local_steps=5, num_fragments=2),
+    "2 fragments with overlap": Rounds(local_steps=5, num_fragments=2, outer_delay_steps=3),
+    "3 fragments, own share 0.2": Rounds(local_steps=4, num_fragments=3, outer_delay_steps=1, mix=0.2),
 }
 
 
@@ -133,7 +133,7 @@ def test_fragments_are_runs_of_about_equal_size() -> None:
 
 def test_rounds_say_all_that_is_wrong_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Rounds(local_steps=4, outer_lr=0.0, fragments=5, overlap_steps=4, outer_momentum=1.0)
+        Rounds(local_steps=4, outer_lr=0.0, num_fragments=5, outer_delay_steps=4, outer_momentum=1.0)
     text = str(caught.value)
     for part in ("outer_lr = 0.0", "fragments = 5 with local_steps = 4", "overlap_steps = 4", "outer_momentum = 1.0"):
         assert part in text
@@ -143,7 +143,7 @@ def test_rounds_say_all_that_is_wrong_at_once() -> None:
 
 
 def other_cut(world) -> str:
-    state = LocalSteps(start(), world, Rounds(local_steps=4, fragments=2)).state_dict()
+    state = LocalSteps(start(), world, Rounds(local_steps=4, num_fragments=2)).state_dict()
     with pytest.raises(CheckpointError) as caught:
         LocalSteps(start(), world, Rounds(local_steps=4)).load_state_dict(state)
     return str(caught.value)

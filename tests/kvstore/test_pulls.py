@@ -43,12 +43,12 @@ def test_a_pull_is_as_small_as_its_codes(nursery: Nursery, tmp_path: Path, name:
     with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
         worker = servers.connect(table, codec=codec, shared_memory=False)
         worker.init(table)
-        worker.set_recipe(recipe(table))
+        worker.set_optimizer(recipe(table))
         first = pulled(worker, table)
         assert all(torch.equal(first[key], table[key]) for key in table)
         whole = sum(value.nbytes for value in table.values())
-        chunks = [chunk for key in trained for chunk in worker.placement.of(key)]
-        codes = table["ids"].nbytes + sum(codec.encoded_bytes(chunk.elements) for chunk in chunks)
+        chunks = [chunk for key in trained for chunk in worker.placement.chunks_of(key)]
+        codes = table["ids"].nbytes + sum(codec.encoded_bytes(chunk.num_elements) for chunk in chunks)
         gradients = {key: torch.randn_like(value) for key, value in trained.items()}
         for ask in (
             lambda: worker.pushpull(gradients, {key: torch.empty_like(each) for key, each in trained.items()}).wait(),
@@ -58,7 +58,7 @@ def test_a_pull_is_as_small_as_its_codes(nursery: Nursery, tmp_path: Path, name:
             ask()
             assert 0 <= received(worker) - before - (codes if coded else whole) + table["ids"].nbytes < 2000
             worker.commit()
-        told = worker.compression()["w0"]
+        told = worker.compression_stats()["w0"]
         assert told["bytes_in"] == table["w0"].nbytes
         if coded:
             assert told["pull_bytes_in"] == table["w0"].nbytes
@@ -85,7 +85,7 @@ def test_many_pulls_under_way_and_through_memory(nursery: Nursery, tmp_path: Pat
         near = servers.connect(table, codec=codec_of("bf16"), chunk_bytes=8192)
         far = servers.connect(table, worker=1, codec=codec_of("bf16"), chunk_bytes=8192, shared_memory=False)
         near.init(table)
-        near.set_recipe(recipe(table))
+        near.set_optimizer(recipe(table))
         gradients = {key: torch.full_like(value, -1.0) for key, value in table.items()}
         for step in range(1, 6):
             for worker in (near, far):
@@ -100,7 +100,7 @@ def test_many_pulls_under_way_and_through_memory(nursery: Nursery, tmp_path: Pat
                 for into in intos:
                     assert all(value.unique().tolist() == [2.0 * step] for value in into.values())
                     into["a"].zero_()
-        assert all(traffic.apart == "" and traffic.memory_bytes > 0 for traffic in near.traffic())
+        assert all(traffic.no_shared_memory_reason == "" and traffic.shared_sent_bytes > 0 for traffic in near.traffic())
         near.close()
         far.close()
 
@@ -122,7 +122,7 @@ def test_codes_add_up_over_a_bad_network_and_killed_servers(
         workers = [servers.connect(table, worker=number, **common) for number in range(2)]
         servers.addresses = straight
         workers[0].init(table)
-        workers[0].set_recipe(recipe(table))
+        workers[0].set_optimizer(recipe(table))
         for step in range(steps):
             if step in kills:
                 servers.kill(step % 2)
@@ -136,7 +136,7 @@ def test_codes_add_up_over_a_bad_network_and_killed_servers(
                     worker.pull(into).wait()
                 worker.commit()
                 assert {float(each) for value in into.values() for each in value.unique()} == {2.0 * step + number + 1}
-        assert sum(traffic.reconnects for worker in workers for traffic in worker.traffic()) > 0
+        assert sum(traffic.num_reconnects for worker in workers for traffic in worker.traffic()) > 0
         # most came coded all the same: in full it is 8 bytes for each of 700, and 4 for each of 3000
         if kills:
             assert sum(map(received, workers)) < 2 * steps * (700 * 8 + 3000 * 4) * 0.8

@@ -120,7 +120,7 @@ def begun(folder: Path, **more: Any) -> Iterator[ParameterServers]:
     with parameter_servers(folder, 1, **more) as made:
         first = made.connect(table())
         first.init(table())
-        first.set_recipe(recipe(table()))
+        first.set_optimizer(recipe(table()))
         first.push(table()).wait()
         first.snapshot()
         first.close()
@@ -174,9 +174,9 @@ def test_a_folder_of_snapshots_that_is_a_link_or_has_strange_names_leads_nowhere
 
 def intruder(servers: ParameterServers, worker: int = 7) -> Connection:
     """A worker with the secret and bad intentions."""
-    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, servers=1)
+    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
     me = Peer("worker", worker, 0, agreed.job, "")
-    return Connection(servers.addresses[0], servers.secret, me, agreed.json(), limits=LARGE, deadline_s=10.0)
+    return Connection(servers.addresses[0], servers.secret, me, agreed.to_json(), limits=LARGE, deadline_s=10.0)
 
 
 def image(**facts: Any) -> bytes:
@@ -239,10 +239,10 @@ def test_hostile_states_and_sizes_are_refused_and_change_nothing(servers: Parame
 )
 def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, change: dict, said: str) -> None:
     before = resident_bytes(servers)
-    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, servers=1)
+    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
     me = replace(Peer("worker", 9, 0, agreed.job, ""))
     with pytest.raises(CommError, match=said):
-        Connection(servers.addresses[0], servers.secret, me, agreed.json() | change, limits=LARGE, deadline_s=10.0)
+        Connection(servers.addresses[0], servers.secret, me, agreed.to_json() | change, limits=LARGE, deadline_s=10.0)
     assert resident_bytes(servers) - before < 16 << 20
 
 
@@ -255,19 +255,19 @@ def test_a_hundred_thousand_hostile_frames_change_nothing(nursery: Nursery, tmp_
         good = servers.connect(small, worker=50_000)
         good.init(small)
         chosen = recipe(small)
-        good.set_recipe(chosen)
-        agreed = Agreed(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, servers=1)
+        good.set_optimizer(chosen)
+        agreed = Agreed(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, num_servers=1)
         me = Peer("worker", 7, 0, agreed.job, "")
-        asker = Connection(servers.addresses[0], servers.secret, me, agreed.json(), limits=LARGE, deadline_s=20.0)
+        asker = Connection(servers.addresses[0], servers.secret, me, agreed.to_json(), limits=LARGE, deadline_s=20.0)
         image = asker.request(json_frame(Op.STATE, {"chunks": [0, 1]})).result(20).payload
         asker.close()
         parts = [(chunk.number, memoryview(bytes(chunk.nbytes))) for chunk in agreed.placement().chunks]
         seeds = [write(op, parts, dtype="float32", prefix=(0.5, 0)) for op in (Op.PUSH, Op.PUSHPULL)]
         seeds += [write(op, parts, dtype="float32") for op in (Op.INIT, Op.PULL, Op.ROWS)]
         seeds += [Frame(Op.STATE, flags=WRITE, payload=image), json_frame(Op.STATE, {"chunks": [0, 1]})]
-        seeds += [json_frame(Op.OPTIMIZER, chosen.json()), json_frame(Op.DONE, {"kind": "unit", "number": 0})]
+        seeds += [json_frame(Op.OPTIMIZER, chosen.to_json()), json_frame(Op.DONE, {"kind": "unit", "number": 0})]
         seeds += [json_frame(Op.MEMORY, {"fd": 3, "slots": 8, "bytes": 4096}), Frame(Op.HEARTBEAT), Frame(Op.STATS)]
-        enemy = Hostile(servers.addresses[0], servers.secret, agreed.job, agreed.json(), seeds)
+        enemy = Hostile(servers.addresses[0], servers.secret, agreed.job, agreed.to_json(), seeds)
         enemy.send(1000)
         before = resident_bytes(servers)
         enemy.send(99_000)

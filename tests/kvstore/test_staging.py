@@ -39,8 +39,8 @@ def staged(world) -> list[dict[str, Any]]:
         found: dict[str, Any] = {}
 
         def flush(found: dict[str, Any] = found) -> None:
-            assert staging.same(7)
-            for key, total in staging.sums():
+            assert staging.all_equal(7)
+            for key, total in staging.drain():
                 assert key not in found
                 found[key] = (tuple(total.shape), total.dtype, total.tolist())
 
@@ -50,7 +50,7 @@ def staged(world) -> list[dict[str, Any]]:
             given.zero_()  # what lies there is a copy
         flush()
         rounds.append(found)
-    assert not staging.same(world.rank)
+    assert not staging.all_equal(world.rank)
     staging.close()
     return rounds
 

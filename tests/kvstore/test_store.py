@@ -25,9 +25,9 @@ def reduce_once(world, bucket_bytes: int, accumulate: int) -> tuple[list[list[fl
     totals = torch.tensor([float(world.rank + 1)], dtype=torch.float64)
     for number, part in enumerate(mine, start=1):
         if number == len(mine):
-            sync.arm()
+            sync.prepare_last_backward()
         model(part).square().sum().backward()
-    sync.finish(totals)
+    sync.wait(totals)
     gradients = [g.flatten().tolist() for g in sync.gradients()]
     sync.close()
     return gradients, float(totals)
@@ -67,13 +67,13 @@ def replaced_views(world) -> bool:
     sync = BucketedAllReduce(dict(model.named_parameters()), world)
     for _ in range(2):
         model.zero_grad(set_to_none=True)
-        sync.arm()
+        sync.prepare_last_backward()
         model(torch.ones(2, 4) * (world.rank + 1)).square().sum().backward()
-        sync.finish(torch.zeros(1))
+        sync.wait(torch.zeros(1))
         pairs = zip(model.parameters(), sync.gradients(), strict=True)
         views = [p.grad is not None and p.grad.data_ptr() == g.data_ptr() for p, g in pairs]
         sums = [g.clone() for g in sync.gradients()]
-        sync.reset()
+        sync.zero_grad()
     sync.close()
     other = network()
     for rank in range(world.world):

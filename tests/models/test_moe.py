@@ -35,7 +35,7 @@ def gpt(**changes: object) -> GPT:
 
 def by_token(moe: MoE, x: Tensor, k: int, capacity: int | None = None) -> Tensor:
     """The definition: one token, one expert at a time."""
-    taken = [0] * moe.experts.count
+    taken = [0] * moe.experts.num_experts
     made = []
     for token in x.flatten(0, -2):
         scores = (moe.router.weight @ token).softmax(0)

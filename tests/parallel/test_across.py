@@ -99,13 +99,13 @@ def cut_or_straight(world: World, run_dir: str, changes: dict, until: int | None
             if step.index == until:
                 break
         generators = hashlib.sha256()
-        for tensor in run.state.own(0).values():
+        for tensor in run.state.rank_state(0).values():
             generators.update(tensor.numpy().tobytes())
         return {
             "losses": losses,
             "digest": tiny.digest(run),
             "generators": generators.hexdigest(),
-            "draw_rank": run._grid.draw_rank,
+            "draw_rank": run._grid.rng_rank,
         }
 
 
@@ -148,7 +148,7 @@ def odd_one(world: World, run_dir: str, base: dict, odd: dict, sizes: dict) -> s
     plan = replace(
         derive(
             PlanOptions(device="cpu", precision="fp32", global_batch=8, micro_batch=2, **base),
-            world=world.world,
+            world=world.world_size,
             device="cpu",
             native_bf16=False,
         ),

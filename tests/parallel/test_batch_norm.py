@@ -133,7 +133,7 @@ def recomputed(world: World, recompute: str) -> dict[str, list]:
     if world.group is not None:
         synchronise_batch_norm(model, world.group)
     options = PlanOptions(device="cpu", recompute=recompute)
-    apply(derive(options, world=world.world, device="cpu", native_bf16=False), model).model.train()
+    apply(derive(options, world=world.world_size, device="cpu", native_bf16=False), model).model.train()
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(2):
         model(torch.randn(4, 6, generator=generator)).square().sum().backward()

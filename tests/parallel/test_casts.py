@@ -64,14 +64,14 @@ def cast_maps(world: World, run_dir: str, model: str, plans: dict[str, dict]) ->
         with tiny.trainer(run_dir_of, world=world, network=network, data=data, objective=objective, **settings) as run:
             steps = iter(run)
             next(steps)
-            names = {p.untyped_storage().data_ptr(): n for n, p in run.state.pieces.parameters.items()}
+            names = {p.untyped_storage().data_ptr(): n for n, p in run.state.sharded.parameters.items()}
             with Casts(names) as casts:
                 next(steps)
         parameters: Counter[str] = Counter()
         for (parameter, *_), count in casts.counts.items():
             parameters[parameter] += count if parameter else 0
         # FSDP2 gathers matrices where others were before
-        gathered = run.plan.sharded
+        gathered = run.plan.uses_fsdp
         again = [
             key[3]
             for key, count in casts.counts.items()

@@ -35,7 +35,7 @@ B, T, VOCAB = 2, 24, 48
 
 def grid_of(world: World, **axes: Any) -> Grid:
     options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
-    return Grid(derive(options, world=world.world, device="cpu", native_bf16=False), world)
+    return Grid(derive(options, world=world.world_size, device="cpu", native_bf16=False), world)
 
 
 def documents() -> Tensor:
@@ -107,8 +107,8 @@ def attention_batch(case: str) -> dict[str, Tensor]:
 def attention(batch: dict[str, Tensor], context: Context | None, model: Stack) -> tuple[Tensor, list[Tensor]]:
     tokens = batch["tokens"].clone().requires_grad_()
     whole = batch | {"tokens": tokens}
-    with context.of(whole) if context else nullcontext():
-        part = context.cut(whole) if context else whole
+    with context.micro_batch(whole) if context else nullcontext():
+        part = context.shard_batch(whole) if context else whole
         upstream = part.pop("upstream")
         outputs = model(**part)
         (outputs * upstream).sum().backward()
@@ -120,12 +120,12 @@ ATTENTIONS = ["causal", "full", "causal gqa scale", "causal documents", "documen
 
 
 def attentions(world: World, cases: list[str]) -> dict[str, tuple[np.ndarray, list[np.ndarray]]]:
-    grid = grid_of(world, cp=world.world)
+    grid = grid_of(world, cp=world.world_size)
     found = {}
     for case in cases:
         model = Stack(case).double()
         context = Context(grid, model)
-        context.wrap(model.blocks)
+        context.wrap_blocks(model.blocks)
         outputs, gradients = attention(attention_batch(case), context, model)
         found[case] = (outputs.numpy(), [grid.sum(gradient, "cp").numpy() for gradient in gradients])
     return found
@@ -174,8 +174,8 @@ def tokens_batch(*, packed: bool) -> dict[str, Tensor]:
 
 def loss_of(model: GPT, packed: bool, context: Context | None = None) -> Tensor:
     micro = tokens_batch(packed=packed)
-    with context.of(micro) if context else nullcontext():
-        part = context.cut(micro) if context else micro
+    with context.micro_batch(micro) if context else nullcontext():
+        part = context.shard_batch(micro) if context else micro
         head = model(**{name: part[name] for name in ("tokens", "positions", "documents") if name in part})
         loss, _ = next_token(head, part)
         loss.backward()
@@ -189,13 +189,13 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
         grid = grid_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
         context = Context(grid, model)
-        pieces = Pieces(model, grid, apply(grid.plan, model, grid, context).whole)
+        pieces = Pieces(model, grid, apply(grid.plan, model, grid, context).global_spec)
         torch.manual_seed(1)
         loss = grid.sum(loss_of(model, packed, context), "cp")
-        pieces.take_gradients()
+        pieces.collect_grads()
         blocks = {}
         for name, piece in pieces.parameters.items():
-            part = pieces.part(name, piece.grad)
+            part = pieces.shard_of(name, piece.grad)
             blocks[name] = (part.offset if part else (0,) * piece.ndim, piece.grad.clone().numpy())
         found.append({"loss": float(loss), "blocks": blocks})
     return found
@@ -272,8 +272,8 @@ def transformers_batch(kind: str) -> dict[str, Tensor]:
 
 
 def loss_of_logits(model: nn.Module, batch: dict[str, Tensor], context: Context | None = None) -> Tensor:
-    with context.of(batch) if context else nullcontext():
-        part = context.cut(batch) if context else batch
+    with context.micro_batch(batch) if context else nullcontext():
+        part = context.shard_batch(batch) if context else batch
         names = ("input_ids", "position_ids", "attention_mask")
         logits = model(**{name: part[name] for name in names if name in part}).logits
         losses = F.cross_entropy(logits.flatten(0, 1), part["targets"].flatten(), reduction="none")
@@ -299,7 +299,7 @@ def in_transformers(world: World, recompute: str) -> int:
         alone, model = of_transformers(name), of_transformers(name)
         if recompute != "none":  # a cache would get a block's keys twice
             alone.config.use_cache = model.config.use_cache = False
-        grid = grid_of(world, cp=world.world, recompute=recompute)
+        grid = grid_of(world, cp=world.world_size, recompute=recompute)
         context = Context(grid, model)
         apply(replace(grid.plan, cp=1), model, grid, context)
         loss = grid.sum(loss_of_logits(model, batch, context), "cp")
@@ -337,10 +337,10 @@ class Pairs(TorchDispatchMode):
 
 
 def pairs(world: World) -> int:
-    grid = grid_of(world, cp=world.world)
+    grid = grid_of(world, cp=world.world_size)
     model = gpt()
     context = Context(grid, model)
-    context.wrap(model.blocks)
+    context.wrap_blocks(model.blocks)
     with Pairs() as counted:
         loss_of(model, False, context)
     return counted.count
@@ -367,11 +367,11 @@ def whole_masks(world: World) -> list[float]:
     mask = (torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(2)) > 0.5) | torch.eye(T, dtype=torch.bool)
     expected = model(tokens, mask)
     context = Context(grid, model)
-    context.wrap(model.blocks)
+    context.wrap_blocks(model.blocks)
     found = []
     for batch in ({"tokens": tokens, "mask": mask}, {"tokens": tokens, "mask": mask.float().log().double()}):
-        with context.of(batch):
-            outputs = model(**context.cut(batch))
+        with context.micro_batch(batch):
+            outputs = model(**context.shard_batch(batch))
         mine = expected.view(B, 4, -1, 8)[:, [0, 3] if world.rank == 0 else [1, 2]].flatten(1, 2)
         near(outputs, mine, "a whole mask")
         found.append(outputs.shape[1])
@@ -420,9 +420,9 @@ def refusals(world: World) -> dict[str, str]:
     found = {}
     for name, (model, batch) in cases.items():
         context = Context(grid, model)
-        context.wrap(model.blocks)  # type: ignore[arg-type]
-        with pytest.raises(PlanError) as caught, context.of(batch):
-            model(**context.cut(batch))
+        context.wrap_blocks(model.blocks)  # type: ignore[arg-type]
+        with pytest.raises(PlanError) as caught, context.micro_batch(batch):
+            model(**context.shard_batch(batch))
         found[name] = str(caught.value)
     with pytest.raises(PlanError) as caught:
         apply(grid.plan, nn.Linear(2, 2), grid, context)
@@ -453,11 +453,11 @@ def transformers_refusals(world: World) -> dict[str, str]:
     grid = grid_of(world, cp=2)
     model = of_transformers("llama")
     context = Context(grid, model)
-    context.wrap(model.model.layers)
+    context.wrap_blocks(model.model.layers)
     found = {}
     batch = transformers_batch("plain")
     with pytest.raises(PlanError) as caught:
-        context.cut(batch | {"labels": batch["targets"]})
+        context.shard_batch(batch | {"labels": batch["targets"]})
     found["labels"] = str(caught.value)
     before = model(input_ids=batch["input_ids"]).logits
     near(

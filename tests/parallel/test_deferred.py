@@ -138,7 +138,7 @@ class Tied(nn.Module):
 
 def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     """Names of parameters that are not the block of the whole that a plain construction has."""
-    plan = derive(PlanOptions(device="cpu", **axes), world=world.world, device="cpu", native_bf16=False)
+    plan = derive(PlanOptions(device="cpu", **axes), world=world.world_size, device="cpu", native_bf16=False)
     torch.manual_seed(1)
     whole = tensors(factory())
     torch.manual_seed(1)
@@ -151,7 +151,7 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     assert len({recipe.fingerprint, *world.gather_json(recipe.fingerprint)}) == 1
     wrong = []
     for name, piece in pieces.parameters.items():
-        part, mine = pieces.part(name, piece), whole[name]
+        part, mine = pieces.shard_of(name, piece), whole[name]
         for dim, begin in enumerate(part.offset if part else ()):
             mine = mine.narrow(dim, begin, piece.shape[dim])
         if not torch.equal(mine, piece):

@@ -75,18 +75,18 @@ class Net(nn.Module):
 
 def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     """Which probabilities each layer's attention kept, what dropout between the pairs kept, and gradients."""
-    options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world, recompute=recompute, **axes)
-    plan = replace(derive(options, world=world.world, device="cpu", native_bf16=False), rules=(RULE,) * ("tp" in axes))
+    options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world_size, recompute=recompute, **axes)
+    plan = replace(derive(options, world=world.world_size, device="cpu", native_bf16=False), rules=(RULE,) * ("tp" in axes))
     grid = Grid(plan, world)
     net = Net()
     context = Context(grid, net) if plan.cp > 1 else None
     whole = torch.eye(T)[None]
     batch = {"inputs": whole}
     apply(replace(plan, cp=1), net, grid, context)
-    torch.manual_seed(grid.draw_rank)
+    torch.manual_seed(grid.rng_rank)
     if context:
-        with context.of(batch):
-            net(context.cut(batch)["inputs"]).sum().backward()
+        with context.micro_batch(batch):
+            net(context.shard_batch(batch)["inputs"]).sum().backward()
     else:
         net(whole).square().sum().backward()
     after = torch.rand(3).tolist()

@@ -50,10 +50,10 @@ def train(
         made = tiny.trainer(
             str(world.broadcast_json(folder)), world=world, steps=STEPS, kind=kind, ema_decay=0.9, **model
         )
-        made._asked_plan = plan_of(rules, world.world, **options)
+        made._asked_plan = plan_of(rules, world.world_size, **options)
         with made as run:
             losses = [step.loss for step in run]
-            held = {name: (v.tensor if isinstance(v, Part) else v).dtype for name, v in run.state.shared().items()}
+            held = {name: (v.tensor if isinstance(v, Part) else v).dtype for name, v in run.state.global_state().items()}
         world.barrier()
     return {"losses": losses, "held": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()}}
 

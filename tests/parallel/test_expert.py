@@ -75,7 +75,7 @@ def biases(gpt: Any) -> dict[str, list[float]]:
 def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict:
     """One step of two micro-batches; the largest relative error of this rank's pieces of the gradients of one process."""
     options = PlanOptions(device="cpu", global_batch=8, **{"micro_batch": 1, **plan})
-    chosen = derive(options, world=world.world, device="cpu", native_bf16=False)
+    chosen = derive(options, world=world.world_size, device="cpu", native_bf16=False)
     count, samples = chosen.accumulation, 8 // chosen.accumulation
     batches = micro_batches(count, samples)
     if empty:  # all tokens alike: some experts, and the ranks that hold them, see none
@@ -89,15 +89,15 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     sync = ShardedGradients(gpt, pieces, grid)
     rank, share = grid.data_rank, chosen.micro_batch
     mine = [{name: each[rank * share : (rank + 1) * share] for name, each in batch.items()} for batch in batches]
-    totals = torch.tensor([passes(gpt, mine, sync.arm)], dtype=torch.float64)
-    sync.finish(totals)
+    totals = torch.tensor([passes(gpt, mine, sync.prepare_last_backward)], dtype=torch.float64)
+    sync.wait(totals)
     finish_step(gpt, lambda counts: grid.sum(grid.sum(counts, "dp_replicate"), "shard"), torch.tensor(True))
     errors, elements = {}, 0
     for name, piece in pieces.parameters.items():
-        part = pieces.part(name, piece.grad)
+        part = pieces.shard_of(name, piece.grad)
         assert part is not None
         block = tuple(slice(at, at + size) for at, size in zip(part.offset, piece.shape, strict=True))
-        assert part.shape == whole[name].shape, name
+        assert part.global_shape == whole[name].shape, name
         errors[name] = float((piece.grad - whole[name][block]).abs().max()) if piece.numel() else 0.0
         errors[name] /= max(float(whole[name].abs().max()), 1e-12)
         elements += piece.numel() if part.replica == 0 else 0
@@ -105,9 +105,9 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
         "loss": float(totals) / loss,
         "errors": errors,
         "elements": elements,
-        "count": pieces.count,
+        "count": pieces.num_parameters,
         "parameters": sum(p.numel() for p in reference.parameters()),
-        "norm": float(pieces.norm([p.grad for p in pieces.parameters.values()])),
+        "norm": float(pieces.global_norm([p.grad for p in pieces.parameters.values()])),
         "whole_norm": float(torch.stack([g.norm() for g in whole.values()]).norm()),
         "bias": biases(gpt),
         "whole_bias": biases(reference),
@@ -193,7 +193,7 @@ def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
 
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
-    grid = Grid(chosen := derive(options, world=world.world, device="cpu", native_bf16=False), world)
+    grid = Grid(chosen := derive(options, world=world.world_size, device="cpu", native_bf16=False), world)
     with pytest.raises(PlanError) as caught:
         apply(chosen, model(sizes), grid)
     return str(caught.value)

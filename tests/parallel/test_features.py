@@ -61,7 +61,7 @@ def everything(world: World, run_dir: str, sizes: dict, changes: dict) -> dict:
             found["norms"].append(float(step.stats[1]))
             found["skipped"].append(step.skipped)
             found["evaluated"].append(run.evaluate())
-            kept = [p.detach() for p in run.state.pieces.parameters.values()]
+            kept = [p.detach() for p in run.state.sharded.parameters.values()]
             average = run.state.average
             assert average is not None
             found["bits"].append(torch.cat([t.flatten() for t in (*kept, *average.state().values())]).tolist())

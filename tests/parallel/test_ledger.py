@@ -28,7 +28,7 @@ DIMS = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "out": 1, "d
 def by_hand(whole: Whole, plan: Plan, rank: int) -> dict[str, Block]:
     """What tp leaves a rank, whose first ranks have one row more where it does not come out even."""
     found: dict[str, Block] = {}
-    for name, entry in whole.entries.items():
+    for name, entry in whole.parameters.items():
         dim, index = DIMS.get(name.split(".")[-2]), place_of(plan, rank)["tp"]
         if dim is not None and plan.tp > 1:
             size = entry.shape[dim]
@@ -39,7 +39,7 @@ def by_hand(whole: Whole, plan: Plan, rank: int) -> dict[str, Block]:
 
 
 def expected(plan: Plan, rank: int, kind: str, blocks: dict | None = None) -> Ledger:
-    whole = Whole.of(tiny.model(**WIDE))
+    whole = Whole.from_model(tiny.model(**WIDE))
     blocks = by_hand(whole, plan, rank) if blocks is None else blocks
     return ledger(plan, whole, rank, state=state_names(OptimOptions(kind=kind)), blocks=blocks)
 
@@ -47,7 +47,7 @@ def expected(plan: Plan, rank: int, kind: str, blocks: dict | None = None) -> Le
 def compared(world: World, run_dir: str, changes: dict) -> tuple[int, int, str]:
     """(elements held, bytes of state, what is said when the tp rules are left out of the ledger)."""
     with tiny.trainer(run_dir, world=world, steps=1, sizes=WIDE, **changes) as run:
-        kind, pieces, state = changes.get("kind", "adamw"), run.state.pieces.parameters, run.state
+        kind, pieces, state = changes.get("kind", "adamw"), run.state.sharded.parameters, run.state
         found = expected(run.plan, world.rank, kind)
         held = {"parameters": found.parameter_bytes, "gradients": found.gradient_bytes, "optimizer": found.state_bytes}
         assert tiny.events(run_dir, world.rank)[0]["held_bytes"] == held
@@ -93,10 +93,10 @@ def plan(world: int, **options: object) -> Plan:
 def test_all_ranks_together_hold_everything_once(zero: int) -> None:
     chosen = plan(6, dp_shard=3, tp=2, zero=zero)
     parts = [expected(chosen, rank, "adamw") for rank in range(6)]
-    whole = Whole.of(tiny.model(**WIDE)).entries
+    whole = Whole.from_model(tiny.model(**WIDE)).parameters
     for name, entry in whole.items():
         copies = 1 if name.split(".")[-2] in DIMS else 2
-        assert sum(part.held[name].numel for part in parts) == entry.numel * copies, name
+        assert sum(part.parameters[name].numel for part in parts) == entry.numel * copies, name
     assert all(part.state_bytes == 2 * part.parameter_bytes + 4 * len(whole) for part in parts)
     assert all((part.gradient_bytes == part.parameter_bytes) == (zero > 1) for part in parts)
 
@@ -104,26 +104,26 @@ def test_all_ranks_together_hold_everything_once(zero: int) -> None:
 def test_experts_are_shared_along_their_own_line() -> None:
     chosen = plan(8, dp_shard=4, ep=2, tp=2)
     assert [place_of(chosen, rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
-    whole = Whole.of(torch.nn.Linear(6, 8, bias=False))
+    whole = Whole.from_model(torch.nn.Linear(6, 8, bias=False))
     half = {"weight": Block(dim=1, size=6, runs=((3, 3),))}
-    assert ledger(chosen, whole, 5, state=(), blocks=half, stacks={"weight"}).held["weight"].shape == (2, 3)
-    assert ledger(plan(8, dp_shard=8), whole, 5, state=(), stacks={"weight"}).held["weight"].shape == (1, 6)
+    assert ledger(chosen, whole, 5, state=(), blocks=half, stacks={"weight"}).parameters["weight"].shape == (2, 3)
+    assert ledger(plan(8, dp_shard=8), whole, 5, state=(), stacks={"weight"}).parameters["weight"].shape == (1, 6)
     # where experts do not divide, their next dimension does
-    assert ledger(plan(3, dp_shard=3), whole, 2, state=(), stacks={"weight"}).held["weight"].shape == (8, 2)
-    assert ledger(plan(3, dp_shard=3), whole, 2, state=()).held["weight"].shape == (2, 6)
+    assert ledger(plan(3, dp_shard=3), whole, 2, state=(), stacks={"weight"}).parameters["weight"].shape == (8, 2)
+    assert ledger(plan(3, dp_shard=3), whole, 2, state=()).parameters["weight"].shape == (2, 6)
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model = torch.nn.Linear(4, 4)
     model.bias.requires_grad_(False)
-    held = ledger(plan(1), Whole.of(model), 0, state=("step", "exp_avg", "exp_avg_sq")).held
+    held = ledger(plan(1), Whole.from_model(model), 0, state=("step", "exp_avg", "exp_avg_sq")).parameters
     assert (held["bias"].parameter_bytes, held["bias"].gradient_bytes, held["bias"].state_bytes) == (16, 0, 0)
     assert (held["weight"].gradient_bytes, held["weight"].state_bytes) == (64, 132)
 
 
 def test_what_differs_is_named(tmp_path: Path) -> None:
     with tiny.trainer(tmp_path / "run", world=World(JobSpec()), steps=1, sizes=WIDE) as run:
-        pieces = dict(run.state.pieces.parameters)
+        pieces = dict(run.state.sharded.parameters)
         found = expected(run.plan, 0, "sgd")
         with pytest.raises(PlanError) as raised:
             check_held(found, pieces, run.state.optimizer)
@@ -137,7 +137,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
             "  so:   another model than the plan's would be trained, or memory would not be what was planned\n"
             "  try:  parameters that one rule cuts once, and an optimizer made from the pieces"
         )
-        stage = Ledger(held={"norm.weight": found.held["norm.weight"]})
+        stage = Ledger(parameters={"norm.weight": found.parameters["norm.weight"]})
         with pytest.raises(PlanError, match=r"embedding.weight is held, and of another stage"):
             check_held(stage, pieces, run.state.optimizer)
 

@@ -110,12 +110,12 @@ def cut(kind: str, layers: int, plan: Plan, grid: Grid, double: bool = False) ->
     model = model.double() if double else model
     names = {name for name, _ in model.named_parameters()}
     blocks = repeated_blocks(model)
-    layout = lay_out(model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.chunks, plan.splits)
+    layout = lay_out(model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.stages_per_rank, plan.splits)
     model, whole, stages = apply(plan, model, grid, None, layout)
     assert stages is not None
-    mine = [stage_of(plan.schedule, plan.pp, grid.index("pp"), chunk) for chunk in range(plan.chunks)]
+    mine = [stage_of(plan.schedule, plan.pp, grid.rank_along("pp"), chunk) for chunk in range(plan.stages_per_rank)]
     held = {name for name, _ in model.named_parameters()}
-    assert held == {name for name in names if not set(layout.homes[name]).isdisjoint(mine)}
+    assert held == {name for name in names if not set(layout.stages_of_parameter[name]).isdisjoint(mine)}
     return model, Pieces(model, grid, whole), Pipeline(stages, grid, torch.device("cpu"))
 
 
@@ -125,8 +125,8 @@ def on_ranks(
     plan = plan_of(micros, **options)
     grid = Grid(plan, world)
     model, pieces, pipeline = cut(kind, layers, plan, grid, double)
-    sync = ShardedGradients(model, pieces, grid) if plan.sharded else None
-    shared = SharedGradients(pipeline.shared, world)
+    sync = ShardedGradients(model, pieces, grid) if plan.uses_fsdp else None
+    shared = SharedGradients(pipeline.shared_parameter_groups, world)
     optimizer = torch.optim.SGD(pieces.parameters.values(), lr=0.5)
     losses, first, armed, live = [], {}, [], []
     gc.collect()
@@ -143,23 +143,23 @@ def on_ranks(
             if part is None:
                 armed.append(step)
             if sync:
-                sync.arm(part)
+                sync.prepare_last_backward(part)
 
-        batch = micros_of(step, micros, grid.data_rank, plan.data_ranks)
-        pipeline.run(batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext())
+        batch = micros_of(step, micros, grid.data_rank, plan.dp_world_size)
+        pipeline.forward_backward(batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext())
         named = pieces.parameters
         if sync:
-            sync.finish(totals)
+            sync.wait(totals)
         else:
             world.all_reduce(totals)
-        shared.finish(pieces)
+        shared.reduce(pieces)
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():
             parameter.grad /= float(totals[1]) / plan.tp
         optimizer.step()
         if sync:
-            sync.reset()
+            sync.zero_grad()
         optimizer.zero_grad()
         losses.append(float(totals[0] / totals[1]))
         live.append(sum(type(each) is Tensor for each in gc.get_objects()))
@@ -309,7 +309,7 @@ def dies(world: World, schedule: str) -> float:
     started = time.monotonic()
     micros = micros_of(0, 4)
     with pytest.raises(CommError, match="stage"):
-        pipeline.run(
+        pipeline.forward_backward(
             micros, forward, lambda outputs, micro: loss_of(outputs, micro)[0], lambda _: None, lambda *_: nullcontext()
         )
     raise RuntimeError(f"rank {world.rank} ended after {time.monotonic() - started:.0f} s")
@@ -331,7 +331,7 @@ def changes_its_mind(world: World) -> str:
         model.forward = lambda **inputs: inner(**inputs)[:, next(calls) :]  # a token fewer the second time
     micros = micros_of(0, 3)[:2]
     with pytest.raises((PlanError, CommError)) as caught:
-        pipeline.run(
+        pipeline.forward_backward(
             micros,
             lambda m: model(**inputs_of("tied", m)),
             lambda o, m: o.hidden.sum(),

@@ -42,8 +42,8 @@ def trained(world: World, run_dir: str, file: str, stop_after: int) -> dict:
             found.append((step.loss, float(step.stats[1])))
             if step.index == stop_after:
                 break
-        pieces = run.state.pieces
-        held = sum(p.numel() for p in pieces.parameters.values()) / pieces.count
+        pieces = run.state.sharded
+        held = sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters
     return {"figures": found, "held": held}
 
 

@@ -55,15 +55,15 @@ class Net(nn.Module):
 
 
 def grid_of(world: World, **options: object) -> Grid:
-    options = {"device": "cpu", "global_batch": world.world, **options}
-    return Grid(derive(PlanOptions(**options), world=world.world, device="cpu", native_bf16=False), world)
+    options = {"device": "cpu", "global_batch": world.world_size, **options}
+    return Grid(derive(PlanOptions(**options), world=world.world_size, device="cpu", native_bf16=False), world)
 
 
 def trained(world: World, mode: str) -> dict[str, list]:
     """Losses and all parameters after steps of plain SGD on this rank's pieces."""
     model = Net().double()
     if mode != "alone":
-        shard(model, PINS, grid_of(world, tp=world.world))
+        shard(model, PINS, grid_of(world, tp=world.world_size))
     if mode == "function":
         for block in model.blocks:
             block.norm.forward = shard_function(
@@ -113,7 +113,7 @@ def gradients(world: World) -> dict[str, list]:
         columns, rows = ("tp", None), (None, "tp")
         for block in model.blocks:
             pinned = {"gate.weight": columns, "up.weight": columns, "down.weight": rows}
-            shard(block.ffn, pinned, grid_of(world, tp=world.world))
+            shard(block.ffn, pinned, grid_of(world, tp=world.world_size))
     tokens = torch.randint(0, 11, (3, 6))
     loss = nn.functional.cross_entropy(model(tokens).logits().flatten(0, 1), tokens.flatten(), reduction="sum")
     loss.backward()
@@ -134,7 +134,7 @@ def test_a_part_of_a_model_can_be_pinned(pool: Pool) -> None:
 
 
 def refusals(world: World) -> list[str]:
-    grid = grid_of(world, tp=world.world)
+    grid = grid_of(world, tp=world.world_size)
     found = []
     for placements in (
         {"blocks.*.upp.weight": ("tp", None), "table.weight": ("tp",)},

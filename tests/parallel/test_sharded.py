@@ -191,7 +191,7 @@ def poisoned(world: World, run_dir: str) -> dict:
     with tiny.trainer(run_dir, world=world, steps=4, dp_shard=2, data=tiny.PoisonedFrom(2), max_skips=9) as run:
         for step in run:
             skipped.append(step.skipped)
-            pieces.append(torch.cat([p.detach().flatten() for p in run.state.pieces.parameters.values()]).tolist())
+            pieces.append(torch.cat([p.detach().flatten() for p in run.state.sharded.parameters.values()]).tolist())
     return {"skipped": skipped, "pieces": pieces}
 
 
@@ -279,7 +279,7 @@ def test_plans_that_cannot_be() -> None:
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text
     whole = derive(PlanOptions(device="cpu", dp_shard=0, global_batch=6), world=6, device="cpu", native_bf16=False)
-    assert (whole.dp_replicate, whole.dp_shard, whole.world) == (1, 6, 6)
+    assert (whole.dp_replicate, whole.dp_shard, whole.world_size) == (1, 6, 6)
 
 
 def keeps(world: World, run_dir: str) -> str:

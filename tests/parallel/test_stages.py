@@ -23,8 +23,8 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
     whole = tiny.model(layers=4, tied=True)
     names = {name: p.numel() for name, p in whole.named_parameters()}
     layout = lay_out(whole, repeated_blocks(whole), TOKENS, 4)
-    assert layout.shared == {"embedding.weight": (0, 3)}
-    assert layout.homes["norm.weight"] == (3,)
+    assert layout.shared_parameters == {"embedding.weight": (0, 3)}
+    assert layout.stages_of_parameter["norm.weight"] == (3,)
     held: dict[str, int] = {}
     hidden: Any = None
     # two ranks with two pieces each
@@ -33,7 +33,7 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
         for model, mine in zip((tiny.model(layers=4), tiny.model(layers=4)), ((0, 2), (1, 3)), strict=True)
     ]
     for stage in range(4):
-        ranks[stage % 2].enter(stage, hidden)
+        ranks[stage % 2].activate(stage, hidden)
         hidden = ranks[stage % 2].model(**TOKENS)
     torch.testing.assert_close(hidden.logits(), whole(**TOKENS).logits())
     for each in ranks:
@@ -125,7 +125,7 @@ def test_blocks_may_return_a_tuple() -> None:
     hidden = None
     for stage, part in enumerate(parts):
         stages = Stages(part, layout, (stage,))
-        stages.enter(stage, hidden)
+        stages.activate(stage, hidden)
         hidden = part(**TOKENS)
     torch.testing.assert_close(hidden, whole(**TOKENS))
 
@@ -133,9 +133,9 @@ def test_blocks_may_return_a_tuple() -> None:
 def test_splits_must_fit_the_model() -> None:
     model = Stack("good")
     layout = lay_out(model, repeated_blocks(model), TOKENS, 2)
-    assert layout.splits == (1, 2)
-    assert layout.shared == {"bias": (0, 1)}  # given to blocks as it is, it is on their stages
-    assert lay_out(model, repeated_blocks(model), TOKENS, 2, (2, 1)).splits == (2, 1)
+    assert layout.layers_per_stage == (1, 2)
+    assert layout.shared_parameters == {"bias": (0, 1)}  # given to blocks as it is, it is on their stages
+    assert lay_out(model, repeated_blocks(model), TOKENS, 2, (2, 1)).layers_per_stage == (2, 1)
     with pytest.raises(PlanError, match=r"splits \[2, 2\] for Stack with 3 blocks in 2 pieces"):
         lay_out(model, repeated_blocks(model), TOKENS, 2, (2, 2))
     with pytest.raises(PlanError, match="a model of 3 blocks in 4 pieces"):
@@ -147,7 +147,7 @@ def test_splits_must_fit_the_model() -> None:
 )
 def test_splits_are_derived_from_weights(weights: tuple, splits: tuple) -> None:
     model = Stack("good")
-    assert lay_out(model, repeated_blocks(model), TOKENS, 2, weights=weights).splits == splits
+    assert lay_out(model, repeated_blocks(model), TOKENS, 2, weights=weights).layers_per_stage == splits
     with pytest.raises(PlanError) as caught:
         lay_out(model, repeated_blocks(model), TOKENS, 2, weights=weights[1:-1])
     assert str(caught.value) == (

@@ -46,7 +46,7 @@ def test_later_is_the_same(precision: torch.dtype | None, recompute: bool) -> No
     assert torch.equal(inputs[1].grad, inputs[0].grad)
     assert [each is None for each in gradients(later)] == [True, False, True]
     assert len(owed) == 2
-    store.settle(owed)
+    store.accumulate(owed)
     assert owed == []
     for mine, theirs in zip(gradients(later), gradients(plain), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
@@ -68,7 +68,7 @@ def test_nothing_is_left_behind() -> None:
         value = model(torch.randn(4, 5)).sum()
         with store.collect() as owed:
             value.backward()
-        store.settle(owed)
+        store.accumulate(owed)
         del value
         counts.append(sum(type(each) is Tensor for each in gc.get_objects()))
     gc.enable()

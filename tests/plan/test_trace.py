@@ -37,7 +37,7 @@ def test_a_gpt_is_seen_as_it_computes() -> None:
     first, second = (next(call for call in seen.calls if call.module == f"blocks.{i}") for i in range(2))
     assert second.arguments[0] == ("0", first.outputs[0])
     assert not first.returns_tuple
-    weighed = seen.weighed()
+    weighed = seen.parameter_dependent()
     assert weighed.issuperset(first.outputs[0])
     assert weighed.isdisjoint(first.arguments[1][1])  # the angles
 

@@ -28,7 +28,7 @@ def place(job: JobSpec, addresses: list[str], secret: str, ranks: int = 0) -> Wo
     os.environ["UNISONO_SECRET_FILE"] = secret
     if job.listen_fd is not None:
         os.close(job.listen_fd)  # for a meeting that does not take place
-    world = ranks or job.world
+    world = ranks or job.world_size
     return World.alone(
         replace(job, server_addresses=tuple(addresses), world=world, local_world=world, listen_fd=None, epoch=0)
     )
@@ -52,7 +52,7 @@ def worker(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks:
         "samples": samples,
         "losses": losses,
         "values": values,
-        "bytes": sum(p.nbytes for p in run.state.pieces.parameters.values()),
+        "bytes": sum(p.nbytes for p in run.state.sharded.parameters.values()),
         "step": run.state.step,
         "weight": float(run.state.weight_total),
         "preempted": run.preempted,
@@ -60,7 +60,7 @@ def worker(job: JobSpec, addresses: list[str], secret: str, run_dir: str, ranks:
 
 
 def digests(run: Trainer) -> dict[str, str]:
-    parameters = run.state.pieces.parameters.items()
+    parameters = run.state.sharded.parameters.items()
     return {name: hashlib.sha256(p.detach().numpy().tobytes()).hexdigest() for name, p in parameters}
 
 

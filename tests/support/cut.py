@@ -33,7 +33,7 @@ def difference(
     expected.backward()
     whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    ranks = world.world
+    ranks = world.world_size
     plan = derive(
         PlanOptions(device="cpu", global_batch=ranks, **{"tp": ranks, **options}),
         world=ranks,
@@ -46,13 +46,13 @@ def difference(
     pieces = Pieces(model, grid, table)
     found = loss(model)
     found.backward()
-    pieces.take_gradients()
-    SharedGradients(summed(model), world).finish(pieces)
+    pieces.collect_grads()
+    SharedGradients(summed(model), world).reduce(pieces)
     for piece in pieces.parameters.values():
-        piece.grad /= plan.data_ranks  # they all computed the same samples
+        piece.grad /= plan.dp_world_size  # they all computed the same samples
     gradients: dict[str, Boxes] = {}
     for name, piece in pieces.parameters.items():
-        part = pieces.part(name, piece.grad)
+        part = pieces.shard_of(name, piece.grad)
         if part is None:
             gradients[name] = [((0,) * piece.dim(), piece.grad.numpy())]
         elif not part.replica:
@@ -60,10 +60,10 @@ def difference(
     trained = [p.grad for p in pieces.parameters.values()]
     return {
         "loss": abs(found.item() / expected.item() - 1),
-        "norm": pieces.norm(trained).item() / torch.stack([g.norm() for g in whole.values()]).norm().item() - 1,
+        "norm": pieces.global_norm(trained).item() / torch.stack([g.norm() for g in whole.values()]).norm().item() - 1,
         "gradients": gradients,
         "whole": {name: each.numpy() for name, each in whole.items()} if world.rank == 0 else {},
-        "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.count,
+        "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters,
     }
 
 

@@ -53,7 +53,7 @@ def main(facts: Mapping[str, Any]) -> int:
     here = table(facts.get("elements", 3000))
     agreed = Agreed(
         table={key: (tuple(value.shape), value.dtype) for key, value in here.items()},
-        servers=len(facts["servers"]),
+        num_servers=len(facts["servers"]),
         **facts.get("agreed", {}),
     )
     addresses = [(host, port) for host, port in facts["servers"]]
@@ -67,15 +67,15 @@ def main(facts: Mapping[str, Any]) -> int:
         shared_memory=False,  # faults of the network are to be felt
         say=lambda text: tell(said=text),
     )
-    if not worker.initialised:
+    if not worker.is_initialised:
         worker.init(here)
-    worker.set_recipe(recipe(here))
+    worker.set_optimizer(recipe(here))
     tell(joined=facts["worker"])
     {"pushes": pushes, "units": units, "clocks": clocks, "pulls": pulls}[facts["do"]](worker, facts)
     into = table(facts.get("elements", 3000))
     worker.pull(into).wait()
     tell(found=[into[key].unique().tolist() for key in (COUNT, SQUARES)])
-    tell(reconnects=sum(each.reconnects for each in worker.traffic()))
+    tell(reconnects=sum(each.num_reconnects for each in worker.traffic()))
     worker.close()
     tell(left=[thread.name for thread in threading.enumerate() if thread is not threading.main_thread()])
     return 0
@@ -85,20 +85,20 @@ def pushes(worker: Servers, facts: Mapping[str, Any]) -> None:
     """``pushes`` of its own stream, ``pause_s`` after each."""
     for number in range(facts["pushes"]):
         sent = worker.push(gradients(number, facts.get("elements", 3000))).wait()
-        tell(acknowledged=number, duplicates=sent.duplicates, at=time.monotonic())
+        tell(acknowledged=number, duplicates=sent.num_duplicates, at=time.monotonic())
         time.sleep(facts.get("pause_s", 0.0))
 
 
 def units(worker: Servers, facts: Mapping[str, Any]) -> None:
     """Units of work until there are none; beginning and saving are work too."""
-    while (work := worker.claim(wait=True).work).kind not in ("end", "stopped"):
+    while (work := worker.claim(wait=True).item).kind not in ("end", "stopped"):
         if work.kind == "unit":
             tell(claimed=work.number)
             time.sleep(facts.get("pause_s", 0.0))
             sent = worker.push(gradients(work.number, facts.get("elements", 3000)), unit=work.number).wait()
-            tell(acknowledged=work.number, duplicates=sent.duplicates)
+            tell(acknowledged=work.number, duplicates=sent.num_duplicates)
         if work.kind != "wait":
-            worker.done(work)
+            worker.mark_done(work)
 
 
 def clocks(worker: Servers, facts: Mapping[str, Any]) -> None:

@@ -61,8 +61,8 @@ class Hostile:
         me = Peer("worker", self._worker, 0, self._job, "the server")
         epoch = introduce(channel, self._secret, me, 0, LARGE)
         assert epoch == 0
-        channel.limits, channel.until = LARGE, None
-        hello = replace(json_frame(Op.HELLO, self._facts), job=me.job, worker=me.worker)
+        channel.limits, channel.deadline = LARGE, None
+        hello = replace(json_frame(Op.HELLO, self._facts), job=me.job, worker=me.index)
         channel.send(hello)
         answer = channel.receive(wait_s=20)
         assert answer is not None
@@ -97,7 +97,7 @@ class Hostile:
     def _mutated(self, me: Peer) -> Iterator[bytes]:
         while True:
             seed = self._draw.choice(self._seeds)
-            frame = self._changed(replace(seed, job=me.job, worker=me.worker))
+            frame = self._changed(replace(seed, job=me.job, worker=me.index))
             data = bytearray(pack(frame, buffers(frame)) + bytes(frame.payload))
             if self._draw.random() < 0.01:  # damage that the digest or the limits must find, which ends the connection
                 data[self._draw.randrange(len(data))] ^= 1 << self._draw.randrange(8)
@@ -121,7 +121,7 @@ class Hostile:
                 case 4:
                     frame = replace(frame, seq=draw.choice(_SEQS), clock=draw.choice(_SEQS))
                 case 5:
-                    other = {"job": frame.job ^ 1, "worker": frame.worker + 1, "incarnation": frame.incarnation + 1}
+                    other = {"job": frame.job ^ 1, "worker": frame.worker + 1, "incarnation": frame.worker_restart_count + 1}
                     name = draw.choice(list(other))
                     frame = replace(frame, **{name: other[name]})
                 case 6:

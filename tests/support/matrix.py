@@ -161,7 +161,7 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
         if isinstance(data, Images):  # the only inputs that are no numbers of tokens
             data = Images(dtype)
         with tiny.trainer(shared, world=world, network=network, data=data, objective=objective, **settings) as run:
-            pieces = run.state.pieces
+            pieces = run.state.sharded
             trained = {name: p for name, p in pieces.parameters.items() if p.requires_grad}
 
             def spy(step: int, gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:
@@ -169,10 +169,10 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
                     return
                 for (name, _), gradient in zip(trained.items(), gradients, strict=True):
                     whole = (gradient / divisor).detach()
-                    part = pieces.part(name, whole) or Part(
-                        tensor=whole, shape=tuple(whole.shape), offset=(0,) * whole.dim()
+                    part = pieces.shard_of(name, whole) or Part(
+                        tensor=whole, global_shape=tuple(whole.shape), offset=(0,) * whole.dim()
                     )
-                    blocks.append((name, part.shape, part.offset, part.tensor.numpy().copy()))
+                    blocks.append((name, part.global_shape, part.offset, part.tensor.numpy().copy()))
 
             object.__setattr__(run._engine, "observe_gradients", spy)
             losses, norms = [], []

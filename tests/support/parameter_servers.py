@@ -102,7 +102,7 @@ class ParameterServers:
         codec = more.pop("codec", None)
         agreed = Agreed(
             table={key: (tuple(value.shape), value.dtype) for key, value in table.items()},
-            servers=len(self.addresses),
+            num_servers=len(self.addresses),
             codec=codec.name if codec is not None else "none",
             **more,
         )

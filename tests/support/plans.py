@@ -40,14 +40,14 @@ def on_ranks(world: World, run_dir: str, changes: dict) -> dict:
             losses.append(step.loss)
             norms.append(float(step.stats[1]))
             samples.append(step.sample_ids.tolist())
-        pieces = run.state.pieces
+        pieces = run.state.sharded
         return {
             "losses": losses,
             "norms": norms,
             "samples": samples,
             "digest": tiny.digest(run),
             "data_rank": run._grid.data_rank,
-            "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.count,
+            "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters,
         }
 
 

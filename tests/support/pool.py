@@ -221,7 +221,7 @@ def _call(pipe: Connection, path: str, name: str, args: Any, kwargs: Any, settin
         run_id="pool",
         rank=rank,
         local_rank=rank,
-        world=ranks,
+        world_size=ranks,
         local_world=ranks,
         master_port=port,
         source="unisono",

@@ -82,7 +82,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
     asked: PlanOptions | Plan = take(PlanOptions, device="cpu", global_batch=8, precision="fp32")
     of_plan = {name: changes.pop(name) for name in list(changes) if name in Plan.__dataclass_fields__}
     if of_plan:  # fields that only strategy files have
-        ranks = world.world if world else 1
+        ranks = world.world_size if world else 1
         asked = replace(derive(asked, world=ranks, device="cpu", native_bf16=False), **of_plan)
     made = Trainer(
         network,
@@ -105,7 +105,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
 def digest(run: Trainer) -> str:
     """Over every bit of the state but the generators; of what is spread over ranks, this rank's part."""
     state = hashlib.sha256()
-    for name, value in sorted(run.state.shared().items()):
+    for name, value in sorted(run.state.global_state().items()):
         tensor = value.tensor if isinstance(value, Part) else value
         state.update(
             name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()

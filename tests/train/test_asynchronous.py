@@ -142,7 +142,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         plan(global_batch=6)
     with pytest.raises(PlanError, match="local_steps 4 with sync 'dist_async'"):
         plan(local_steps=4)
-    alone = World.alone(JobSpec(world=2, local_world=2))
+    alone = World.alone(JobSpec(world_size=2, local_world=2))
     with pytest.raises(LaunchError, match="'dist_async' in a job that single started without parameter servers"):
         tiny.trainer(tmp_path / "a", sync="dist_async", world=alone).__enter__()
     with pytest.raises(ConfigError, match="'dist_async' with a stream"):
@@ -170,7 +170,7 @@ def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> di
             samples.append(step.sample_ids.tolist())
             (folder / f"begun.{job.rank}").touch()
             begun(3)
-    return {"samples": samples, "values": digests(run), "world": run.plan.world}
+    return {"samples": samples, "values": digests(run), "world": run.plan.world_size}
 
 
 @pytest.mark.full

@@ -48,7 +48,7 @@ def skipping(world: Any, folder: str) -> list[Any]:
         folder, world=world, steps=STEPS, compression="2bit:0.01", data=tiny.PoisonedFrom(2), **SGD
     ) as run:
         for step in run:
-            own = {name: tensor.clone() for name, tensor in run.state.memory.own().items() if name != "steps"}
+            own = {name: tensor.clone() for name, tensor in run.state.sync_state.rank_state().items() if name != "steps"}
             found.append((step.skipped, own))
             if step.index == 3:
                 break

@@ -24,7 +24,7 @@ def states(run_dir: str, poison: int, world=None, **changes: object) -> list[dic
     """Digest after every step, and whether it was skipped."""
     seen = []
     with tiny.trainer(run_dir, steps=4, world=world, data=tiny.RaggedTokens(poison=poison), **changes) as run:
-        watched = {n: t for n, t in run.state.shared().items() if n.startswith(("model/", "optim/", "ema/"))}
+        watched = {n: t for n, t in run.state.global_state().items() if n.startswith(("model/", "optim/", "ema/"))}
         for step in run:
             bits = b"".join(t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in watched.values())
             seen.append({"bits": hash(bits), "skipped": step.skipped, "samples": step.sample_ids.tolist()})
@@ -80,11 +80,11 @@ def test_fp16_overflow_halves_the_scale_and_training_goes_on(tmp_path: Path) -> 
         skipped = [step.skipped for step in run]
         assert skipped[0]
         assert not skipped[-1]
-        assert float(run.state.scale.scale) == 2.0 ** (24 - sum(skipped))
+        assert float(run.state.loss_scale.scale) == 2.0 ** (24 - sum(skipped))
 
 
 def judge(guard: Guard, *pairs: tuple[float, float]) -> list[bool]:
-    return [bool(guard.judge(torch.tensor(loss), torch.tensor(norm))) for loss, norm in pairs]
+    return [bool(guard.accept(torch.tensor(loss), torch.tensor(norm))) for loss, norm in pairs]
 
 
 def test_spikes_are_skipped_and_stay_out_of_the_window() -> None:

@@ -114,11 +114,11 @@ def test_local_steps_go_on_asynchronously_and_back(tmp_path: Path, pool: Pool, f
 
 def around(patch: pytest.MonkeyPatch, started: Callable[[int], None], finishing: Callable[[Dealt, int], None]) -> None:
     """Call these when a unit has begun and has the values it starts from, and when its push is acknowledged."""
-    start, finish = Dealt.start_unit, Dealt.finish_unit
+    start, finish = Dealt.start_shard, Dealt.finish_shard
 
     def start_unit(dealt: Dealt, batch: StepBatch) -> None:
         start(dealt, batch)
-        started(batch.unit)
+        started(batch.batch_shard)
 
     def finish_unit(dealt: Dealt, unit: int, weight: float) -> None:
         finishing(dealt, unit)
@@ -173,7 +173,7 @@ def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, rank
     changes: dict[str, Any] = {"kind": "sgd", "lr": 0.1, "momentum": 0.0, "clip_norm": 0.0, "weight_decay": 0.0}
 
     def values() -> dict[str, np.ndarray]:
-        return {name: p.detach().numpy().copy() for name, p in run.state.pieces.parameters.items()}
+        return {name: p.detach().numpy().copy() for name, p in run.state.sharded.parameters.items()}
 
     def started(unit: int) -> None:
         (folder / f"has.{job.rank}").touch()
@@ -183,7 +183,7 @@ def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, rank
 
     def finishing(dealt: Dealt, unit: int) -> None:
         if job.rank == 0:
-            dealt.join()
+            dealt.pull_model()
             own.update(values())
             (folder / "pushed").touch()
 

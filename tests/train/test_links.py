@@ -21,7 +21,7 @@ def told(world: Any, run_dir: str, every: int, **changes: Any) -> dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(links, "_TOLD_EVERY_STEPS", every)
         with tiny.trainer(run_dir, world=world, steps=STEPS, **changes) as run:
-            parameters = sum(p.nbytes for p in run.state.pieces.parameters.values())
+            parameters = sum(p.nbytes for p in run.state.sharded.parameters.values())
             run.fit()
     return {"events": events_of(run_dir, world.rank), "parameters": parameters}
 

@@ -29,9 +29,9 @@ def command(file: Path, seconds: float, size: int, as_json: bool) -> int:
         return 0
     for rate in rates:
         size_of = f", {rate.bytes_per_s / 1e6:,.0f} MB/s" if rate.bytes_per_s else ""
-        click.echo(f"{rate.what}: {rate.per_s:,.0f} /s{size_of}")
+        click.echo(f"{rate.name}: {rate.per_s:,.0f} /s{size_of}")
     last = rates[-1]
     click.echo(
-        f"A training loop on this machine that takes fewer than {last.per_s:,.0f} samples/s does not wait ({last.what})."
+        f"A training loop on this machine that takes fewer than {last.per_s:,.0f} samples/s does not wait ({last.name})."
     )
     return 0

@@ -151,10 +151,10 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         print_json(
             {
                 "files": [str(path) for path in packed.files],
-                "inputs": packed.inputs,
-                "records": packed.records,
-                "empty": packed.empty,
-                "left_out": packed.left_out,
+                "inputs": packed.num_inputs,
+                "records": packed.num_records,
+                "empty": packed.num_empty,
+                "left_out": packed.num_left_out,
                 "splits": packed.splits,
                 "bad": [{"path": each.path, "reason": each.reason} for each in packed.bad],
                 "report": str(packed.report),
@@ -163,7 +163,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         return
     for path in packed.files:
         click.echo(path)
-    click.echo(f"{packed.records:,} records of {packed.inputs:,} inputs" + _told(packed))
+    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _told(packed))
     for each in packed.bad[:_SHOWN]:
         click.echo(f"     bad {each.path}: {each.reason}")
     if len(packed.bad) > _SHOWN:
@@ -173,8 +173,8 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
 def _told(packed: Packed) -> str:
     parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
     parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
-    parts += [f"{packed.empty:,} empty"] if packed.empty else []
-    parts += [f"{packed.left_out:,} files that are not images left out"] if packed.left_out else []
+    parts += [f"{packed.num_empty:,} empty"] if packed.num_empty else []
+    parts += [f"{packed.num_left_out:,} files that are not images left out"] if packed.num_left_out else []
     return "".join(f", {part}" for part in parts)
 
 

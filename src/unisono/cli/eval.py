@@ -32,7 +32,7 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     whole = PlanOptions(  # however it was trained: here every process has the whole model
         device=asked.device,
         precision=asked.precision,
-        global_batch=asked.global_batch * job.world,
+        global_batch=asked.global_batch * job.world_size,
         micro_batch=asked.micro_batch,
     )
     device, plan = plan_for(whole, job)

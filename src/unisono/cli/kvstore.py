@@ -50,11 +50,11 @@ def bench(
         servers=servers, rounds=rounds, tls=tls, **{name: given for name, given in named.items() if given}
     )
     job = job_from_environ(os.environ)
-    if job.world > 1:
-        if workers not in (None, job.world):
+    if job.world_size > 1:
+        if workers not in (None, job.world_size):
             raise ConfigError(
                 Problem(
-                    given=f"--workers {workers} in a job of {job.world} processes",
+                    given=f"--workers {workers} in a job of {job.world_size} processes",
                     rule="inside a job its processes are the workers",
                     consequence="nothing was measured",
                     nearest="leave --workers out",

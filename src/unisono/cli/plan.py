@@ -43,7 +43,7 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
     from unisono.plan.check import check
 
     plan = _load(file)
-    world = processes or plan.world
+    world = processes or plan.world_size
     check(plan, world)
     if as_json:
         print_json({"hash": plan.hash, "processes": world})

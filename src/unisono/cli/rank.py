@@ -133,7 +133,7 @@ def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any])
     refused: UnisonoError | None = None
     with run.averaged_weights():
         model, snapshot = run.model, None
-        if run.plan.spread:
+        if run.plan.is_model_sharded:
             # this rank has a part of it; what was just committed is whole, and exported a tensor at a time
             alone = join(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
             snapshot, model = find_snapshot(config, alone, None), empty_model(config, tokenizer)

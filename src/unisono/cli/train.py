@@ -53,7 +53,7 @@ def command(
     if (leaves := idle_role(job, "dist_sync" if sync == "auto" else sync)) is not None:
         click.echo(leaves)
         return 0
-    if debug and job.world > 1:
+    if debug and job.world_size > 1:
         raise LaunchError(_debug_in_a_job(job))
     servers = job.servers or resolved.value.launch.servers
     if sync == "dist_async" and resolved.value.launch.replicas > servers:
@@ -71,7 +71,7 @@ def command(
         return code
     except UnisonoError as error:
         code = error.exit_code
-        if isinstance(error, CommError) and code != USER_ERROR and job.world > 1:
+        if isinstance(error, CommError) and code != USER_ERROR and job.world_size > 1:
             _leave(error)
         raise
     finally:
@@ -140,7 +140,7 @@ def _restarted(job: JobSpec) -> bool:
     """Whether a launcher started this process in place of one that crashed."""
     if job.source == "unisono":
         return bool(json.loads(os.environ.get("UNISONO_LAUNCH", "{}")).get("restarted"))
-    return job.epoch > 0
+    return job.restart_count > 0
 
 
 def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
@@ -157,9 +157,9 @@ def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
 
 def _debug_in_a_job(job: JobSpec) -> Problem:
     return Problem(
-        given=f"train --debug as rank {job.rank} of {job.world} of a job that {job.source} started",
+        given=f"train --debug as rank {job.rank} of {job.world_size} of a job that {job.source} started",
         rule="--debug is the whole run in one process",
-        consequence=f"{job.world} runs would write into one folder, so nothing was started",
+        consequence=f"{job.world_size} runs would write into one folder, so nothing was started",
         nearest="start it outside the job, or leave --debug out",
     )
 

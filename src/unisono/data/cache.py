@@ -64,9 +64,9 @@ class _Cached:
         return _Cached, (self._base, self._budget_bytes, self._folder)
 
     @property
-    def kept(self) -> int:
+    def num_cached(self) -> int:
         """Samples that are there now."""
-        return self._store.kept
+        return self._store.num_cached
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         return collate(self.samples(indices), indices.tolist())
@@ -110,7 +110,7 @@ class _Store:
         self._full = False
 
     @property
-    def kept(self) -> int:
+    def num_cached(self) -> int:
         return int(np.count_nonzero(self._table["offset"]))
 
     def get(self, number: int) -> Batch | None:
@@ -133,7 +133,7 @@ class _Store:
                 return
             if high > self._size or not self._reserve(low, high - low):
                 self._full = True
-                _LOG.info("cache %s is full with %d of %d samples", self._path, self.kept, len(self._table))
+                _LOG.info("cache %s is full with %d of %d samples", self._path, self.num_cached, len(self._table))
                 return
             self._used[0] = high
         os.pwrite(self._file, raw, low)

@@ -23,7 +23,7 @@ Ids = NDArray[np.int64]
 class OwnOrder(Protocol):
     """A data set that says itself which of its samples comes when."""
 
-    def draws(self, *, seed: int, global_batch: int) -> Draws: ...
+    def sample_order(self, *, seed: int, global_batch: int) -> Draws: ...
 
 
 def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) -> Dataset:
@@ -112,7 +112,7 @@ class _Mixture:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def draws(self, *, seed: int, global_batch: int) -> Draws:
+    def sample_order(self, *, seed: int, global_batch: int) -> Draws:
         return Mixed([len(part) for part in self._parts], self._weights, seed=seed)
 
     def read(self, indices: Ids) -> Batch:
@@ -136,7 +136,7 @@ class _Reordered:
     def __len__(self) -> int:
         return len(self._base)
 
-    def draws(self, *, seed: int, global_batch: int) -> Draws:
+    def sample_order(self, *, seed: int, global_batch: int) -> Draws:
         return self._draws(seed, global_batch)
 
     def read(self, indices: Ids) -> Batch:

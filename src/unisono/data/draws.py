@@ -24,7 +24,7 @@ PERIOD = 4096  # positions after which the pattern of a mixture repeats; weights
 class Draws(Protocol):
     """Samples by global position; both results are int64 of the shape of ``positions``."""
 
-    def draw(self, positions: Ids) -> tuple[Ids, Ids]:
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         """(sample ids, visits)."""
         ...
 
@@ -35,7 +35,7 @@ class Sequential:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def draw(self, positions: Ids) -> tuple[Ids, Ids]:
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         epochs, places = np.divmod(positions, self._size)
         return places, epochs
 
@@ -46,7 +46,7 @@ class Shuffled:
     def __init__(self, order: Order) -> None:
         self._order = order
 
-    def draw(self, positions: Ids) -> tuple[Ids, Ids]:
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         return self._order(positions), positions // self._order.size
 
 
@@ -74,7 +74,7 @@ class Weighted:
         self._order = Order(given.size, seed=seed)
         self._seed = seed
 
-    def draw(self, positions: Ids) -> tuple[Ids, Ids]:
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         epochs = positions // self._order.size
         points = self._order(positions) + uniform(self._seed, epochs)  # an epoch's n points lie 1 apart
         return np.minimum(np.searchsorted(self._ends, points, side="right"), self._last), positions
@@ -97,7 +97,7 @@ class Mixed:
         self._starts = np.cumsum([0, *sizes[:-1]])
         self._orders = [Order(size, seed=seed + 0x9E37 * number) for number, size in enumerate(sizes)]
 
-    def draw(self, positions: Ids) -> tuple[Ids, Ids]:
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         flat = np.ascontiguousarray(positions, np.int64).reshape(-1)
         periods, places = np.divmod(flat, PERIOD)
         sources = self._pattern[places]
@@ -133,7 +133,7 @@ class Bucketed:
         self._window = batch * window_batches
         self._kept: tuple[int, Ids, Ids] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
 
-    def draw(self, positions: Ids) -> tuple[Ids, Ids]:
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         flat = np.ascontiguousarray(positions, np.int64).reshape(-1)
         epochs, places = np.divmod(flat, self._size)
         windows = epochs * -(-self._size // self._window) + places // self._window
@@ -152,7 +152,7 @@ class Bucketed:
         epoch, number = divmod(window, -(-self._size // self._window))
         low = number * self._window
         count = min(self._window, self._size - low)
-        ids, visits = self._draws.draw(epoch * self._size + low + np.arange(count))
+        ids, visits = self._draws.samples_at(epoch * self._size + low + np.arange(count))
         by_length = np.argsort(self._lengths[ids], kind="stable")
         batches = [by_length[i : i + self._batch] for i in range(0, count, self._batch)]
         # A short last batch stays last, so that batches keep their places; members are shuffled, or ranks' shares of a

@@ -26,18 +26,18 @@ class Steps:
     wrap      the epoch's own first samples complete it
     """
 
-    size: int
+    num_samples: int
     global_batch: int
     last_batch: LastBatch = "rollover"
 
     def __post_init__(self) -> None:
-        if self._kind == "drop" and self.size < self.global_batch:
+        if self._kind == "drop" and self.num_samples < self.global_batch:
             raise DataError(
                 Problem(
-                    given=f"last_batch drop with {self.size} samples and global_batch {self.global_batch}",
+                    given=f"last_batch drop with {self.num_samples} samples and global_batch {self.global_batch}",
                     rule="an epoch has at least one full batch",
                     consequence="every batch would be dropped",
-                    nearest=f"global_batch <= {self.size}, or last_batch pad",
+                    nearest=f"global_batch <= {self.num_samples}, or last_batch pad",
                 )
             )
 
@@ -46,9 +46,9 @@ class Steps:
         return _SAME_AS.get(self.last_batch, self.last_batch)
 
     @property
-    def per_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         """Steps of one epoch; with rollover, those it takes to have seen every sample."""
-        whole, left = divmod(self.size, self.global_batch)
+        whole, left = divmod(self.num_samples, self.global_batch)
         return whole + (left > 0 and self._kind != "drop")
 
     def positions(self, step: int) -> tuple[NDArray[np.int64], int]:
@@ -56,11 +56,11 @@ class Steps:
         if self._kind == "rollover":
             first = step * self.global_batch
             return np.arange(first, first + self.global_batch, dtype=np.int64), self.global_batch
-        epoch, turn = divmod(step, self.per_epoch)
+        epoch, turn = divmod(step, self.steps_per_epoch)
         low = turn * self.global_batch
-        there = min(self.global_batch, self.size - low)
+        there = min(self.global_batch, self.num_samples - low)
         places = np.arange(low, low + (there if self._kind == "keep" else self.global_batch), dtype=np.int64)
         if self._kind == "pad":
-            places = np.minimum(places, self.size - 1)
-            return epoch * self.size + places, there
-        return epoch * self.size + places % self.size, len(places)
+            places = np.minimum(places, self.num_samples - 1)
+            return epoch * self.num_samples + places, there
+        return epoch * self.num_samples + places % self.num_samples, len(places)

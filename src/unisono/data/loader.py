@@ -49,7 +49,7 @@ class StepBatch:
     """What one rank consumes in one step."""
 
     step: int
-    unit: int  # step * ranks + whose share it is
+    batch_shard: int  # step * ranks + whose share it is
     sample_ids: NDArray[np.int64]  # of the share, in order
     micro_batches: list[Tensors]  # as many as its share needs, the last one may be smaller; none for an empty share
     wait_s: float  # how long the consumer waited for it
@@ -61,15 +61,15 @@ class _Drawn:
     """A rank's slots ``[low, low + len(ids))`` of a step; ``own`` of them are its share, neighbours may be partners."""
 
     low: int
-    own: range
-    slots: int  # of the whole step
-    real: int  # slots that are not filler
-    ids: Ids
-    visits: Ids
+    rank_slots: range
+    num_slots: int  # of the whole step
+    num_real: int  # slots that are not filler
+    sample_ids: Ids
+    occurrences: Ids
 
     @property
-    def own_ids(self) -> Ids:
-        return self.ids[self.own.start - self.low : self.own.stop - self.low]
+    def rank_ids(self) -> Ids:
+        return self.sample_ids[self.rank_slots.start - self.low : self.rank_slots.stop - self.low]
 
 
 _NO_IDS, _NO_FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
@@ -135,11 +135,11 @@ class Loader:
                 )
             )
         self.options = options = options or LoaderOptions()
-        self.steps = Steps(len(dataset), global_batch, options.last_batch)
+        self.schedule = Steps(len(dataset), global_batch, options.last_batch)
         if isinstance(dataset, OwnOrder):
-            draws = dataset.draws(seed=seed, global_batch=global_batch)
+            draws = dataset.sample_order(seed=seed, global_batch=global_batch)
         else:
-            whole = Order(len(dataset), seed=seed, block=shuffle_block)
+            whole = Order(len(dataset), seed=seed, block_size=shuffle_block)
             draws = Shuffled(whole) if shuffle else Sequential(len(dataset))
         self._draws: Draws = draws
         self._prefetch_depth = prefetch_depth
@@ -149,10 +149,10 @@ class Loader:
             dataset=dataset,
             seed=seed,
             transform=transform,
-            pair=pair,
-            finish=finish,
-            tolerant=tolerant,
-            weighs=tolerant or options.last_batch == "pad",
+            pair_transform=pair,
+            batch_transform=finish,
+            replaces_bad=tolerant,
+            adds_weights=tolerant or options.last_batch == "pad",
         )
         # not a method: workers that know the loader would keep it from being forgotten
         self._deliver = partial(deliver, pin=wants_pinned(device))
@@ -163,13 +163,13 @@ class Loader:
         self._delivered = self._skipped = self._next_step = 0
 
     @property
-    def setting(self) -> Setting:
+    def worker_setting(self) -> Setting:
         """The kind and number of workers in use now; with ``workers=-1`` what tuning has come to."""
         return self._tuner.setting
 
     def sample_ids(self, step: int) -> Ids:
         """This rank's samples of a step, in order; computed, nothing is read."""
-        return self._drawn(self._unit(step), self._world).own_ids
+        return self._drawn(self._unit(step), self._world).rank_ids
 
     def batch(self, step: int) -> StepBatch:
         """One step's batch, built now, in this thread."""
@@ -181,7 +181,7 @@ class Loader:
         coming = iter(range(self._unit(start_step), self._unit(stop_step), self._world))
         return self._follow(lambda wait: next(coming, None), self._world)
 
-    def dealt(self, claim: Callable[[bool], int | None]) -> Generator[StepBatch, None, None]:
+    def iterate_claimed(self, claim: Callable[[bool], int | None]) -> Generator[StepBatch, None, None]:
         """Batches of the shares of steps that somebody deals this process: unit ``u`` is share ``u % world`` of step
         ``u // world``, with the samples that rank ``u % world`` would have.
 
@@ -207,8 +207,8 @@ class Loader:
                 unit, jobs = ahead.popleft()
                 made = [self._wait(job) for job in jobs]
                 waited = time.perf_counter() - begin
-                self._tuner.waited(waited)
-                yield self._step_batch(unit, self._drawn(unit, stride).own_ids, made, waited)
+                self._tuner.record_wait(waited)
+                yield self._step_batch(unit, self._drawn(unit, stride).rank_ids, made, waited)
         finally:
             for _, jobs in ahead:
                 for job in jobs:
@@ -217,7 +217,7 @@ class Loader:
     def _built(self, unit: int, stride: int) -> StepBatch:
         begin = time.perf_counter()
         made = [self._deliver(self._inline(part)) for part in self._parts(unit, stride)]
-        return self._step_batch(unit, self._drawn(unit, stride).own_ids, made, time.perf_counter() - begin)
+        return self._step_batch(unit, self._drawn(unit, stride).rank_ids, made, time.perf_counter() - begin)
 
     def close(self) -> None:
         """End the workers. The loader can be used again and then starts new ones."""
@@ -235,7 +235,7 @@ class Loader:
 
     def __iter__(self) -> Generator[Tensors, None, None]:
         """The micro-batches from where the loader stands to the end of that epoch, then the next call goes on behind it."""
-        stop = (self._next_step // self.steps.per_epoch + 1) * self.steps.per_epoch
+        stop = (self._next_step // self.schedule.steps_per_epoch + 1) * self.schedule.steps_per_epoch
         with closing(self.iterate(self._next_step, stop)) as batches:
             for batch in batches:
                 yield from batch.micro_batches
@@ -243,7 +243,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Steps of an epoch."""
-        return self.steps.per_epoch
+        return self.schedule.steps_per_epoch
 
     def state_dict(self) -> dict[str, int]:
         """Where ``iter`` goes on: the number of the first step whose batches have not all been asked for."""
@@ -262,7 +262,7 @@ class Loader:
         units, drawn = self._ahead
         if unit not in units:
             # A call of the order costs about the same for one share as for hundreds: draw the stretch this one lies in.
-            mine = max(1, self.steps.global_batch // self._world)
+            mine = max(1, self.schedule.global_batch // self._world)
             length = stride * min(_AHEAD_STEPS, max(1, _AHEAD_SAMPLES // mine))
             first = unit - unit % length + unit % stride
             units = range(first, first + length, stride)
@@ -274,56 +274,56 @@ class Loader:
         wanted: list[tuple[int, range, int, int, Ids]] = []
         for unit in units:
             step, rank = divmod(unit, self._world)
-            positions, real = self.steps.positions(step)
+            positions, real = self.schedule.positions(step)
             own = share(len(positions), rank, self._world)
-            low, high = (own.start, own.stop) if self._recipe.pair is None else _with_partners(own, len(positions))
+            low, high = (own.start, own.stop) if self._recipe.pair_transform is None else _with_partners(own, len(positions))
             wanted.append((low, own, len(positions), real, positions[low:high]))
-        ids, visits = self._draws.draw(np.concatenate([positions for *_, positions in wanted]))
+        ids, visits = self._draws.samples_at(np.concatenate([positions for *_, positions in wanted]))
         ends = np.cumsum([len(positions) for *_, positions in wanted])[:-1]
         rows = zip(wanted, np.split(ids, ends), np.split(visits, ends), strict=True)
         return [_Drawn(low, own, slots, real, i, v) for (low, own, slots, real, _), i, v in rows]
 
     def _parts(self, unit: int, stride: int) -> list[Part]:
         step, drawn = unit // self._world, self._drawn(unit, stride)
-        cuts = range(drawn.own.start, drawn.own.stop, self._micro_batch)
-        return [self._part(step, drawn, range(low, min(low + self._micro_batch, drawn.own.stop))) for low in cuts]
+        cuts = range(drawn.rank_slots.start, drawn.rank_slots.stop, self._micro_batch)
+        return [self._part(step, drawn, range(low, min(low + self._micro_batch, drawn.rank_slots.stop))) for low in cuts]
 
     def _part(self, step: int, drawn: _Drawn, own: range) -> Part:
         low, high = own.start - drawn.low, own.stop - drawn.low
         filler = np.zeros(len(own), np.bool_)
-        filler[max(0, drawn.real - own.start) :] = True
-        if self._recipe.pair is None:
-            ids, visits = drawn.ids[low:high].copy(), drawn.visits[low:high].copy()
+        filler[max(0, drawn.num_real - own.start) :] = True
+        if self._recipe.pair_transform is None:
+            ids, visits = drawn.sample_ids[low:high].copy(), drawn.occurrences[low:high].copy()
             partners, pairs, leads = _NO_IDS, _NO_IDS, _NO_FLAGS
         else:
             slots = np.arange(own.start, own.stop)
-            first, last = _with_partners(own, drawn.slots)
+            first, last = _with_partners(own, drawn.num_slots)
             slots = np.concatenate([slots, np.arange(first, own.start), np.arange(own.stop, last)])
-            ids, visits = drawn.ids[slots - drawn.low], drawn.visits[slots - drawn.low]
+            ids, visits = drawn.sample_ids[slots - drawn.low], drawn.occurrences[slots - drawn.low]
             other = slots[: len(own)] ^ 1
-            other = np.where(other < drawn.slots, other, slots[: len(own)])
+            other = np.where(other < drawn.num_slots, other, slots[: len(own)])
             partners = np.argsort(slots)[np.searchsorted(np.sort(slots), other)]
             leads = slots[: len(own)] % 2 == 0
-            pairs = step * self.steps.global_batch + slots[: len(own)] - ~leads
+            pairs = step * self.schedule.global_batch + slots[: len(own)] - ~leads
         return Part(
             step=step,
-            count=len(own),
-            ids=ids,
-            visits=visits,
-            filler=filler,
-            partners=partners,
-            pairs=pairs,
-            leads=leads,
+            num_rows=len(own),
+            sample_ids=ids,
+            occurrences=visits,
+            is_filler=filler,
+            partner_rows=partners,
+            pair_ids=pairs,
+            is_first=leads,
         )
 
     # --- who makes them --------------------------------------------------------------------------------------------
 
     def _have_workers(self) -> _Workers:
         setting = self._tuner.setting
-        if self._workers is None or not self._workers.ours:
+        if self._workers is None or not self._workers.owned_by_this_process:
             self._workers = _Workers(self._recipe, self._deliver)
             weakref.finalize(self, self._workers.close)
-        self._workers.follow(setting, self._prefetch_depth)
+        self._workers.apply_setting(setting, self._prefetch_depth)
         return self._workers
 
     def _wait(self, job: Job) -> _Made:
@@ -332,14 +332,14 @@ class Loader:
         except TimeoutError as error:
             if job.future.done():
                 raise  # the worker's own
-            sample = job.watch.sample
+            sample = job.progress.sample
             if self._workers is not None:
                 self._workers.close(patience_s=0.1)
             raise DataError(
                 Problem(
-                    given=f"sample {sample} of step {job.part.step}: no answer in {self.options.timeout_s:g} s",
+                    given=f"sample {sample} of step {job.spec.step}: no answer in {self.options.timeout_s:g} s",
                     rule="reading a step's samples ends within loader.timeout_s",
-                    consequence=f"step {job.part.step} cannot run",
+                    consequence=f"step {job.spec.step} cannot run",
                     nearest="look at that sample and the storage it is on; a larger loader.timeout_s",
                 )
             ) from error
@@ -361,7 +361,7 @@ class Loader:
             )
         parts = [tensors for tensors, _ in made]
         return StepBatch(
-            step=step, unit=unit, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped
+            step=step, batch_shard=unit, sample_ids=sample_ids, micro_batches=parts, wait_s=waited, skipped_ids=skipped
         )
 
 
@@ -379,7 +379,7 @@ def wants_pinned(device: torch.device | None) -> bool:
 def deliver(built: Built, *, pin: bool) -> tuple[Tensors, list[int]]:
     """A part as the consumer gets it."""
     tensors = {name: _tensor(name, array) for name, array in built.arrays.items()}
-    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors, built.skipped
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors, built.skipped_ids
 
 
 class _Workers:
@@ -391,7 +391,7 @@ class _Workers:
         self._retired: list[Pool] = []
         self.depth = 0
 
-    def follow(self, setting: Setting, prefetch_depth: int) -> None:
+    def apply_setting(self, setting: Setting, prefetch_depth: int) -> None:
         if setting == self._setting:
             return
         if self._setting is None or self._setting.kind != setting.kind:
@@ -410,9 +410,9 @@ class _Workers:
         self._setting = setting
 
     @property
-    def ours(self) -> bool:
+    def owned_by_this_process(self) -> bool:
         """False in a fork of the process that has the workers."""
-        return self._setting is None or self.pool.ours
+        return self._setting is None or self.pool.owned_by_this_process
 
     def close(self, *, patience_s: float = 5.0) -> None:
         for pool in [*self._retired, *([self.pool] if self._setting is not None else [])]:

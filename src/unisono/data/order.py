@@ -51,7 +51,7 @@ class Order:
 
     size: int
     seed: int = field(kw_only=True)
-    block: int = field(default=0, kw_only=True)
+    block_size: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 1 <= self.size < 1 << 62:
@@ -63,10 +63,10 @@ class Order:
                     nearest="a dataset with at least one sample",
                 )
             )
-        if self.block < 0:
+        if self.block_size < 0:
             raise DataError(
                 Problem(
-                    given=f"block {self.block}",
+                    given=f"block {self.block_size}",
                     rule="block >= 0",
                     consequence="there is no order",
                     nearest="0, which shuffles every sample on its own",
@@ -100,36 +100,36 @@ class Order:
 
     @property
     def _num_blocks(self) -> int:
-        return -(-self.size // self.block)
+        return -(-self.size // self.block_size)
 
     @property
     def _blockwise(self) -> bool:
-        return 0 < self.block < self.size
+        return 0 < self.block_size < self.size
 
     def _sample(self, epochs: Words, places: Words) -> Words:
         if not self._blockwise:
             return _permute(places, self.size, _round_keys(self.size, self.seed, _SAMPLES, epochs))
         block_keys = _round_keys(self._num_blocks, self.seed, _BLOCKS, epochs)
-        short = self.size - (self._num_blocks - 1) * self.block  # samples of the last block
-        if short < self.block:
+        short = self.size - (self._num_blocks - 1) * self.block_size  # samples of the last block
+        if short < self.block_size:
             # Where the short block comes in this epoch; every place behind it counts as if it had been full.
             turn = self._turn_of_last(epochs, block_keys)
-            behind = places >= turn * np.uint64(self.block) + np.uint64(short)
-            places = places + behind * np.uint64(self.block - short)
-        turn, inside = np.divmod(places, np.uint64(self.block))
+            behind = places >= turn * np.uint64(self.block_size) + np.uint64(short)
+            places = places + behind * np.uint64(self.block_size - short)
+        turn, inside = np.divmod(places, np.uint64(self.block_size))
         block = _permute(turn, self._num_blocks, block_keys)
-        return block * np.uint64(self.block) + self._inside(epochs, block, inside, _permute)
+        return block * np.uint64(self.block_size) + self._inside(epochs, block, inside, _permute)
 
     def _place(self, epochs: Words, samples: Words) -> Words:
         if not self._blockwise:
             return _unpermute(samples, self.size, _round_keys(self.size, self.seed, _SAMPLES, epochs))
         block_keys = _round_keys(self._num_blocks, self.seed, _BLOCKS, epochs)
-        block, inside = np.divmod(samples, np.uint64(self.block))
+        block, inside = np.divmod(samples, np.uint64(self.block_size))
         turn = _unpermute(block, self._num_blocks, block_keys)
-        missing = self._num_blocks * self.block - self.size
+        missing = self._num_blocks * self.block_size - self.size
         behind = turn > self._turn_of_last(epochs, block_keys)
         return (
-            turn * np.uint64(self.block) + self._inside(epochs, block, inside, _unpermute) - behind * np.uint64(missing)
+            turn * np.uint64(self.block_size) + self._inside(epochs, block, inside, _unpermute) - behind * np.uint64(missing)
         )
 
     def _turn_of_last(self, epochs: Words, block_keys: Words) -> Words:
@@ -142,8 +142,8 @@ class Order:
         in_last = block == np.uint64(self._num_blocks - 1)
         out = np.empty_like(inside)
         for members, size in (
-            (np.flatnonzero(~in_last), self.block),
-            (np.flatnonzero(in_last), self.size - (self._num_blocks - 1) * self.block),
+            (np.flatnonzero(~in_last), self.block_size),
+            (np.flatnonzero(in_last), self.size - (self._num_blocks - 1) * self.block_size),
         ):
             if members.size:
                 keys = _round_keys(size, self.seed, _INSIDE, epochs[members], block[members])

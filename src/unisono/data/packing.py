@@ -172,7 +172,7 @@ class PackedWindows:
         if not len(self):
             raise DataError(
                 Problem(
-                    given=f"{name} data of {tokens.documents} documents, each of at most one token",
+                    given=f"{name} data of {tokens.num_documents} documents, each of at most one token",
                     rule="a sample needs a document of two tokens or more, the closing one included",
                     consequence="there is nothing to predict",
                     nearest="a corpus with more text",
@@ -245,9 +245,9 @@ class PackedWindows:
     def _measure(self) -> PackingStats:
         facts = [packed.facts for packed in self._packed]
         slots = sum(each.slots for each in facts)
-        stream_samples = -(-(self.tokens.tokens - 1) // self.seq_len)
+        stream_samples = -(-(self.tokens.num_tokens - 1) // self.seq_len)
         return PackingStats(
-            documents=self.tokens.documents,
+            documents=self.tokens.num_documents,
             samples=len(self),
             waste_frac=1 - slots / (len(self) * self.seq_len),
             cut_documents=sum(each.cut_documents for each in facts),

@@ -21,7 +21,7 @@ class Maker(Protocol):
     """One worker's way to make parts; ``watch`` tells the sample it is at."""
 
     @property
-    def watch(self) -> Watch: ...
+    def progress(self) -> Watch: ...
 
     def __call__(self, part: Part) -> Built: ...
 
@@ -39,10 +39,10 @@ class InThread:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self.watch = Seen()
+        self.progress = Seen()
 
     def __call__(self, part: Part) -> Built:
-        return self._recipe.build(part, self.watch)
+        return self._recipe.build(part, self.progress)
 
     def interrupt(self) -> None:
         pass
@@ -55,8 +55,8 @@ class Job:
     """A part under way: ``future`` is its outcome, ``watch`` the sample its worker is at, once it has one."""
 
     def __init__(self, part: Part) -> None:
-        self.part = part
-        self.watch: Watch = Seen()
+        self.spec = part
+        self.progress: Watch = Seen()
         self.future: Future[Any] = Future()
 
 
@@ -93,7 +93,7 @@ class Pool:
         self.size = size
 
     @property
-    def ours(self) -> bool:
+    def owned_by_this_process(self) -> bool:
         """False in a fork of the process that has the workers."""
         return self._process == os.getpid()
 
@@ -105,7 +105,7 @@ class Pool:
 
     def close(self, *, patience_s: float = 5.0) -> None:
         """End all workers and wait for them so long; one that is stuck in a read of its own thread is left behind."""
-        if not self.ours:
+        if not self.owned_by_this_process:
             return
         self._closed = True
         with self._lock:
@@ -130,8 +130,8 @@ class Pool:
                         maker = self._make_maker()
                         with self._lock:
                             self._makers.add(maker)
-                    job.watch = maker.watch
-                    job.future.set_result(self._deliver(maker(job.part)))
+                    job.progress = maker.progress
+                    job.future.set_result(self._deliver(maker(job.spec)))
                 except BaseException as error:  # whatever it is, the consumer waits for it
                     job.future.set_exception(error)
         finally:

@@ -86,8 +86,8 @@ class Prepared:
     tokenizer: Tokenizer
     report: Report
     folder: Path
-    cached: bool  # found ready, nothing was built by this call
-    rebuilt_because: str  # why a cached folder was not good; empty otherwise
+    from_cache: bool  # found ready, nothing was built by this call
+    rebuild_reason: str  # why a cached folder was not good; empty otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ def _with_packing(ready: Prepared, seq_len: int) -> Prepared:
     return replace(
         ready,
         report=replace(ready.report, packing=stats),
-        rebuilt_because="; ".join([*([ready.rebuilt_because] if ready.rebuilt_because else []), *damage]),
+        rebuilt_because="; ".join([*([ready.rebuild_reason] if ready.rebuild_reason else []), *damage]),
     )
 
 
@@ -218,7 +218,7 @@ def _build(
                 )
                 for split in _SPLITS
             }
-            done = {split: open_tokens(paths).documents if paths else 0 for split, paths in finished.items()}
+            done = {split: open_tokens(paths).num_documents if paths else 0 for split, paths in finished.items()}
             progress = _Progress(sum(file.size for file in corpus.files))
             left = progress.leave_out(_documents(corpus, digests, eval_frac, skipped), done)
             encoded = stack.enter_context(
@@ -236,11 +236,11 @@ def _build(
         report = Report(
             corpus=corpus.name,
             tokenizer=tokenizer.name,
-            train_documents=sets["train"].documents,
-            train_tokens=sets["train"].tokens,
+            train_documents=sets["train"].num_documents,
+            train_tokens=sets["train"].num_tokens,
             train_bytes=sets["train"].text_bytes,
-            eval_documents=sets["eval"].documents,
-            eval_tokens=sets["eval"].tokens,
+            eval_documents=sets["eval"].num_documents,
+            eval_tokens=sets["eval"].num_tokens,
             eval_bytes=sets["eval"].text_bytes,
             empty_files=sum(file.size == 0 for file in corpus.files),
             skipped=tuple(skipped),
@@ -349,8 +349,8 @@ def _open(folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, cached: bool, r
         tokenizer=tokenizer,
         report=replace(stored.report, corpus=corpus.name, tokenizer=tokenizer.name),  # a set may be built elsewhere
         folder=folder,
-        cached=cached,
-        rebuilt_because=rebuilt_because,
+        from_cache=cached,
+        rebuild_reason=rebuilt_because,
     )
 
 

@@ -45,7 +45,7 @@ class InProcess:
         self._memory = os.memfd_create("unisono-loader")
         os.ftruncate(self._memory, _HEADER_BYTES)
         self._map = mmap.mmap(self._memory, _HEADER_BYTES)
-        self.watch = _SharedWatch(self._map)
+        self.progress = _SharedWatch(self._map)
         self._lock = threading.Lock()  # the consumer's thread may interrupt
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
@@ -58,7 +58,7 @@ class InProcess:
             except (EOFError, OSError) as error:
                 how = self._end_child()
                 if self._interrupted or death > _DEATHS:
-                    raise DataError(_died(part, self.watch.sample, how, death)) from error
+                    raise DataError(_died(part, self.progress.sample, how, death)) from error
         raise AssertionError("not reached")
 
     def interrupt(self) -> None:
@@ -87,7 +87,7 @@ class InProcess:
             arrays[name] = (
                 np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy()
             )  # its memory is used again
-        return Built(arrays=arrays, skipped=answer["skipped"])
+        return Built(arrays=arrays, skipped_ids=answer["skipped"])
 
     def _start(self) -> Connection:
         recipe = pickled(self._recipe)
@@ -195,7 +195,7 @@ def serve(pipe_handle: int, memory: int) -> None:
                 mapped = mmap.mmap(memory, total)
             for (_, dtype, shape, offset), array in zip(table, built.arrays.values(), strict=True):
                 np.frombuffer(mapped, dtype, array.size, offset).reshape(shape)[...] = array
-            answer: Mapping[str, Any] = {"arrays": table, "bytes": total, "skipped": built.skipped}
+            answer: Mapping[str, Any] = {"arrays": table, "bytes": total, "skipped": built.skipped_ids}
         except Exception as error:
             answer = {"error": _as_text(error)}
         pipe.send_bytes(json.dumps(answer).encode())
@@ -211,7 +211,7 @@ class _SharedWatch:
     def sample(self) -> int:
         return int(self._cell[0])
 
-    def at(self, sample: int) -> None:
+    def mark(self, sample: int) -> None:
         self._cell[0] = sample
 
 
@@ -229,8 +229,8 @@ def _layout(arrays: Batch) -> tuple[list[tuple[str, str, list[int], int]], int]:
 
 def _packed(part: Part) -> bytes:
     numbers = [
-        np.array([part.step, part.count, part.ids.size, part.partners.size], np.int64),
-        *(part.ids, part.visits, part.filler.astype(np.int64), part.partners, part.pairs, part.leads.astype(np.int64)),
+        np.array([part.step, part.num_rows, part.sample_ids.size, part.partner_rows.size], np.int64),
+        *(part.sample_ids, part.occurrences, part.is_filler.astype(np.int64), part.partner_rows, part.pair_ids, part.is_first.astype(np.int64)),
     ]
     return np.concatenate(numbers).astype(np.int64).tobytes()
 
@@ -243,13 +243,13 @@ def _unpacked(raw: bytes) -> Part:
     )
     return Part(
         step=step,
-        count=count,
-        ids=ids,
-        visits=visits,
-        filler=filler.astype(bool),
-        partners=partners,
-        pairs=pairs,
-        leads=leads.astype(bool),
+        num_rows=count,
+        sample_ids=ids,
+        occurrences=visits,
+        is_filler=filler.astype(bool),
+        partner_rows=partners,
+        pair_ids=pairs,
+        is_first=leads.astype(bool),
     )
 
 

@@ -28,7 +28,7 @@ _REPEATS = 3
 class Rate:
     """``per_s`` of ``what``; bytes are 0 where they say nothing."""
 
-    what: str
+    name: str
     per_s: float
     bytes_per_s: float = 0.0
 
@@ -56,7 +56,7 @@ def _reads(what: str, records: RecordFile, order: list[int], bytes_each: float, 
         return len(numbers)
 
     per_s = _rate(lambda at: read(order[at : at + 64]), len(order), 1 if once else _REPEATS, seconds)
-    return Rate(what=what, per_s=per_s, bytes_per_s=per_s * bytes_each)
+    return Rate(name=what, per_s=per_s, bytes_per_s=per_s * bytes_each)
 
 
 def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[Rate]:
@@ -69,7 +69,7 @@ def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[
             decode(unpack_header(records.view(number))[1])
         return len(order[at : at + 8])
 
-    rates = [Rate(what="images decoded whole, one thread", per_s=_rate(decoded, len(order), _REPEATS, seconds))]
+    rates = [Rate(name="images decoded whole, one thread", per_s=_rate(decoded, len(order), _REPEATS, seconds))]
     data: RecordDataset = image_records([path], classes=False)
     transform = ImageTransform(augment=Augment(size=(size, size), crop=RandomResizedCrop(), flip=0.5))
     for workers in sorted({1, usable_cores(os.environ)}):
@@ -79,7 +79,7 @@ def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[
             next(steps)
             per_s = _rate(lambda _, steps=steps: len(next(steps).sample_ids), 1, _REPEATS, seconds)
             steps.close()
-        rates.append(Rate(what=f"loader, random crops to {size}, {workers} threads", per_s=per_s))
+        rates.append(Rate(name=f"loader, random crops to {size}, {workers} threads", per_s=per_s))
     return rates
 
 

@@ -36,9 +36,9 @@ class SeparateSamples(Protocol):
 class Splits(Protocol):
     """A transform in two halves: ``finish`` of a batch of what ``begin`` gave is what calling it on each sample gives."""
 
-    def begin(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
+    def transform_sample(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
 
-    def finish(self, batch: Batch, /) -> Batch: ...
+    def transform_batch(self, batch: Batch, /) -> Batch: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,13 @@ class Part:
     """Rows of one micro-batch. The first ``count`` of ``ids`` are its own, the others partners of pairs that end elsewhere."""
 
     step: int
-    count: int
-    ids: Ids
-    visits: Ids  # together with id and seed the key of a sample's randomness
-    filler: NDArray[np.bool_]  # [count] repeats that only fill the batch up, and weigh 0
-    partners: Ids  # [count] row of the partner, or the row itself, paired with itself; empty without pairs
-    pairs: Ids  # [count] number of the pair, equal for both members; empty without pairs
-    leads: NDArray[np.bool_]  # [count] which of the two the row is; empty without pairs
+    num_rows: int
+    sample_ids: Ids
+    occurrences: Ids  # together with id and seed the key of a sample's randomness
+    is_filler: NDArray[np.bool_]  # [count] repeats that only fill the batch up, and weigh 0
+    partner_rows: Ids  # [count] row of the partner, or the row itself, paired with itself; empty without pairs
+    pair_ids: Ids  # [count] number of the pair, equal for both members; empty without pairs
+    is_first: NDArray[np.bool_]  # [count] which of the two the row is; empty without pairs
 
 
 class Watch(Protocol):
@@ -61,7 +61,7 @@ class Watch(Protocol):
     @property
     def sample(self) -> int: ...
 
-    def at(self, sample: int) -> None: ...
+    def mark(self, sample: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Seen:
 
     sample: int = -1
 
-    def at(self, sample: int) -> None:
+    def mark(self, sample: int) -> None:
         self.sample = sample
 
 
@@ -79,7 +79,7 @@ class Built:
     """Arrays with first dim ``count``, and the ids of the samples that could not be read."""
 
     arrays: Batch
-    skipped: list[int]
+    skipped_ids: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +90,15 @@ class Recipe:
     dataset: Dataset
     seed: int
     transform: Transform | None = None
-    pair: PairTransform | None = None
-    finish: BatchTransform | None = None
-    tolerant: bool = False
-    weighs: bool = False
+    pair_transform: PairTransform | None = None
+    batch_transform: BatchTransform | None = None
+    replaces_bad: bool = False
+    adds_weights: bool = False
 
     @property
     def _halves(self) -> Splits | None:
         """The transform in its two halves, where nothing has to see whole samples in between."""
-        if self.transform is None or self.pair is not None or not isinstance(self.transform, Splits):
+        if self.transform is None or self.pair_transform is not None or not isinstance(self.transform, Splits):
             return None
         return self.transform
 
@@ -106,36 +106,36 @@ class Recipe:
     def _one(self) -> Transform | None:
         """What is done to each sample by itself."""
         halves = self._halves
-        return self.transform if halves is None else halves.begin
+        return self.transform if halves is None else halves.transform_sample
 
     def build(self, part: Part, watch: Watch) -> Built:
         """Raises DataError naming step and sample."""
-        if part.count == 0:
-            return Built(arrays={}, skipped=[])
-        separate = self.transform is not None or self.pair is not None
+        if part.num_rows == 0:
+            return Built(arrays={}, skipped_ids=[])
+        separate = self.transform is not None or self.pair_transform is not None
         bad: dict[int, Exception] = {}
-        watch.at(int(part.ids[0]))
+        watch.mark(int(part.sample_ids[0]))
         if separate:
             samples = self._samples(part, bad, watch)
-            if self.pair is not None:
+            if self.pair_transform is not None:
                 samples = self._paired(samples, part, watch)
-            batch = _attempt(part, lambda: collate(samples[: part.count], part.ids[: part.count].tolist()))
+            batch = _attempt(part, lambda: collate(samples[: part.num_rows], part.sample_ids[: part.num_rows].tolist()))
         else:
             batch = self._read_whole(part, bad, watch)
         halves = self._halves
-        for finish in (None if halves is None else halves.finish, self.finish):
+        for finish in (None if halves is None else halves.transform_batch, self.batch_transform):
             if finish is not None:
-                batch = _attempt(part, lambda finish=finish, batch=batch: checked(finish(batch), part.count))
-        rows_of_bad = [row for row in range(part.count) if int(part.ids[row]) in bad] if bad else []
-        if self.weighs:
-            silent = part.filler.copy()
+                batch = _attempt(part, lambda finish=finish, batch=batch: checked(finish(batch), part.num_rows))
+        rows_of_bad = [row for row in range(part.num_rows) if int(part.sample_ids[row]) in bad] if bad else []
+        if self.adds_weights:
+            silent = part.is_filler.copy()
             silent[rows_of_bad] = True
             batch["weights"] = _weighed(batch.get("weights"), silent)
-        return Built(arrays=batch, skipped=[int(part.ids[row]) for row in rows_of_bad])
+        return Built(arrays=batch, skipped_ids=[int(part.sample_ids[row]) for row in rows_of_bad])
 
     def _read_whole(self, part: Part, bad: dict[int, Exception], watch: Watch) -> Batch:
         try:
-            return checked(self.dataset.read(part.ids), part.ids.size)
+            return checked(self.dataset.read(part.sample_ids), part.sample_ids.size)
         except Exception as error:
             rows = self._one_by_one(part, bad, watch, error)
         return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
@@ -143,12 +143,12 @@ class Recipe:
     def _one_by_one(self, part: Part, bad: dict[int, Exception], watch: Watch, error: Exception) -> list[Batch]:
         """Rows [1, …] after reading all together has failed, to name the bad ones or to go on without them."""
         rows: list[Batch] = []
-        for row, sample in enumerate(part.ids.tolist()):
-            watch.at(sample)
+        for row, sample in enumerate(part.sample_ids.tolist()):
+            watch.mark(sample)
             try:
-                rows.append(checked(self.dataset.read(part.ids[row : row + 1]), 1))
+                rows.append(checked(self.dataset.read(part.sample_ids[row : row + 1]), 1))
             except Exception as own:
-                instead = self._instead(sample, int(part.visits[row]), part, own, bad)
+                instead = self._instead(sample, int(part.occurrences[row]), part, own, bad)
                 rows.append({name: array[None] for name, array in instead.items()})
         if not bad:
             raise unreadable(part, None, error) from error
@@ -156,24 +156,24 @@ class Recipe:
 
     def _samples(self, part: Part, bad: dict[int, Exception], watch: Watch) -> list[Batch]:
         try:
-            raw = self._raw(part.ids)
+            raw = self._raw(part.sample_ids)
         except Exception:  # some sample is bad: reading each by itself tells which
             raw = None
         one = self._one
         samples: list[Batch] = []
-        rngs = sample_generators(self.seed, part.visits, part.ids)
-        for row, (sample, rng) in enumerate(zip(part.ids.tolist(), rngs, strict=True)):
-            watch.at(sample)
+        rngs = sample_generators(self.seed, part.occurrences, part.sample_ids)
+        for row, (sample, rng) in enumerate(zip(part.sample_ids.tolist(), rngs, strict=True)):
+            watch.mark(sample)
             try:
-                whole = self._raw(part.ids[row : row + 1])[0] if raw is None else raw[row]
+                whole = self._raw(part.sample_ids[row : row + 1])[0] if raw is None else raw[row]
                 samples.append(whole if one is None else named(one(whole, rng)))
             except Exception as error:
-                samples.append(self._instead(sample, int(part.visits[row]), part, error, bad))
+                samples.append(self._instead(sample, int(part.occurrences[row]), part, error, bad))
         return samples
 
     def _instead(self, sample: int, visit: int, part: Part, error: Exception, bad: dict[int, Exception]) -> Batch:
         """In place of a bad sample the first one after it that is not; raises DataError where none may be bad."""
-        if not self.tolerant:
+        if not self.replaces_bad:
             raise unreadable(part, sample, error) from error
         bad[sample] = error
         size = len(self.dataset)
@@ -193,20 +193,20 @@ class Recipe:
         return [{name: array[row] for name, array in batch.items()} for row in range(ids.size)]
 
     def _paired(self, samples: list[Batch], part: Part, watch: Watch) -> list[Batch]:
-        assert self.pair is not None
+        assert self.pair_transform is not None
         made: dict[int, tuple[Batch, Batch]] = {}
         mixed: list[Batch] = []
-        rows = zip(part.partners.tolist(), part.pairs.tolist(), part.leads.tolist(), strict=True)
+        rows = zip(part.partner_rows.tolist(), part.pair_ids.tolist(), part.is_first.tolist(), strict=True)
         for row, (partner, number, leads) in enumerate(rows):
-            watch.at(int(part.ids[row]))
+            watch.mark(int(part.sample_ids[row]))
             if number not in made:
                 first, second = (row, partner) if leads else (partner, row)
                 rng = pair_generator(self.seed, number)
                 try:
-                    one, other = self.pair(samples[first], samples[second], rng)
+                    one, other = self.pair_transform(samples[first], samples[second], rng)
                     made[number] = named(one), named(other)
                 except Exception as error:
-                    raise unreadable(part, int(part.ids[row]), error) from error
+                    raise unreadable(part, int(part.sample_ids[row]), error) from error
             mixed.append(made[number][0 if leads else 1])
         return mixed
 
@@ -228,7 +228,7 @@ def checked(batch: Batch, count: int) -> Batch:
 
 def unreadable(part: Part, sample: int | None, error: Exception) -> DataError:
     """The error of a part that could not be made; ``sample`` where it is one sample's fault."""
-    ids = part.ids[: part.count]
+    ids = part.sample_ids[: part.num_rows]
     shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
     what = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
     who = f"samples {shown}" if sample is None else f"sample {sample}"

@@ -120,7 +120,7 @@ class StreamLoader:
             ids = np.array([number for _, number, _ in mine], np.int64)
             waited = time.perf_counter() - begin
             unit = step * self._world + self._rank
-            yield StepBatch(step=step, unit=unit, sample_ids=ids, micro_batches=parts, wait_s=waited, skipped_ids=[])
+            yield StepBatch(step=step, batch_shard=unit, sample_ids=ids, micro_batches=parts, wait_s=waited, skipped_ids=[])
 
     def _part(self, items: list[tuple[int, int, Any]]) -> dict[str, Any]:
         samples = [named(item) for _, _, item in items]
@@ -129,7 +129,7 @@ class StreamLoader:
             pairs = zip(samples, keys, strict=True)
             samples = [named(self._transform(sample, sample_generator(self._seed, *key))) for sample, key in pairs]
         batch = collate(samples, [number for _, number, _ in items])
-        return deliver(Built(arrays=batch, skipped=[]), pin=self._pin)[0]
+        return deliver(Built(arrays=batch, skipped_ids=[]), pin=self._pin)[0]
 
     def _from(self, sample: int) -> Iterator[tuple[int, int, Any]]:
         """(epoch, number in the epoch, item) from the run's ``sample``-th on."""

@@ -55,8 +55,8 @@ class TokenSet:
     """Shards read as one stream of ``tokens`` ids below ``vocab_size``."""
 
     shards: tuple[Shard, ...]
-    tokens: int
-    documents: int
+    num_tokens: int
+    num_documents: int
     text_bytes: int
     vocab_size: int
     end_of_document: int
@@ -94,8 +94,8 @@ def open_tokens(paths: Sequence[Path]) -> TokenSet:
         )
     return TokenSet(
         shards=shards,
-        tokens=sum(s.tokens.size for s in shards),
-        documents=sum(s.starts.size for s in shards),
+        num_tokens=sum(s.tokens.size for s in shards),
+        num_documents=sum(s.starts.size for s in shards),
         text_bytes=sum(s.facts.text_bytes for s in shards),
         vocab_size=shards[0].facts.vocab_size,
         end_of_document=shards[0].facts.end_of_document,

@@ -66,7 +66,7 @@ class Tuner:
         self._best: tuple[Setting, float] | None = None
         self._begin_window(settling=0)
 
-    def waited(self, seconds: float) -> None:
+    def record_wait(self, seconds: float) -> None:
         """A step's data came after so long."""
         if self._fixed:
             return
@@ -145,7 +145,7 @@ def _memory_path(recipe: Recipe, limit: int) -> Path:
     """Where the setting for this data set, these transforms and this number of cores is kept."""
     made_by = [
         getattr(part, "__qualname__", type(part).__qualname__)
-        for part in (recipe.transform, recipe.pair, recipe.finish)
+        for part in (recipe.transform, recipe.pair_transform, recipe.batch_transform)
     ]
     about = "\n".join([recipe.dataset.fingerprint, *made_by, str(limit)])
     return default_cache_dir(os.environ) / "loader" / f"{xxhash.xxh3_64_hexdigest(about.encode())}.json"

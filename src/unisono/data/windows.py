@@ -68,14 +68,14 @@ class TokenWindows:
                     nearest=f"stride={min(max(stride, 1), seq_len)}",
                 )
             )
-        if tokens.tokens < seq_len + 1:
+        if tokens.num_tokens < seq_len + 1:
             raise DataError(
                 Problem(
-                    given=f"{name} data of {tokens.tokens} tokens with seq_len {seq_len}",
+                    given=f"{name} data of {tokens.num_tokens} tokens with seq_len {seq_len}",
                     rule="the data holds at least one window: seq_len tokens and the one that follows",
                     consequence="there is no sample to read",
-                    nearest=f"seq_len <= {tokens.tokens - 1}, or more text"
-                    if tokens.tokens > 2
+                    nearest=f"seq_len <= {tokens.num_tokens - 1}, or more text"
+                    if tokens.num_tokens > 2
                     else "a corpus with more text",
                 )
             )
@@ -85,7 +85,7 @@ class TokenWindows:
         self.fingerprint = f"windows:{seq_len}{every}:{boundaries}:{tokens.fingerprint}"
         self.seq_len = seq_len
         self._stride = stride
-        self._count = -(-(tokens.tokens - 1 - seq_len) // stride) + 1
+        self._count = -(-(tokens.num_tokens - 1 - seq_len) // stride) + 1
         self.tokens = tokens
         self._boundaries = boundaries
         self._target_bytes = target_bytes
@@ -148,7 +148,7 @@ class TokenWindows:
             start = int(indices[row]) * self._stride
             stream, sizes, begins = self._assemble(start)
             batch["tokens"][row], batch["targets"][row] = stream[:-1], stream[1:]
-            batch["weights"][row, max(0, self.tokens.tokens - start - 1) :] = 0
+            batch["weights"][row, max(0, self.tokens.num_tokens - start - 1) :] = 0
             if self._target_bytes:
                 batch["target_bytes"][row] = sizes[1:]
             edges.append(row * self.seq_len + begins[begins > 0] - 1)
@@ -164,7 +164,7 @@ class TokenWindows:
         sizes = np.zeros(length, np.float32)
         begins: list[Ids] = []
         filled = 0
-        while filled < length and start + filled < self.tokens.tokens:
+        while filled < length and start + filled < self.tokens.num_tokens:
             number = self._shard_of(start + filled)
             shard = self.tokens.shards[number]
             local = start + filled - (int(self._ends[number]) - shard.tokens.size)

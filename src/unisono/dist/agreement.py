@@ -30,7 +30,7 @@ def agree(world: World, name: str, value: Any) -> None:
     raise CommError(
         Problem(
             given=f"{name} is {_short(other)} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank {those}",
-            rule=f"{name} is the same on all {world.world} ranks",
+            rule=f"{name} is the same on all {world.world_size} ranks",
             consequence="the ranks would train different things, so no step was made",
             nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others",
         )

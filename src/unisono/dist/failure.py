@@ -37,7 +37,7 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
     """Writes ``failure-rank-N.json`` into ``folder`` in one piece and returns its path."""
     failure = Failure(
         rank=job.rank,
-        epoch=job.epoch,
+        epoch=job.restart_count,
         step=step,
         type=type(error).__name__,
         message=str(error),

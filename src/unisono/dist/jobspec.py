@@ -47,10 +47,10 @@ class JobSpec:
     """
 
     run_id: str = "single"
-    epoch: int = 0
+    restart_count: int = 0
     rank: int = 0
     local_rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local_world: int = 1
     master_addr: str = LOOPBACK
     master_port: int = 0
@@ -66,17 +66,17 @@ class JobSpec:
     @property
     def is_local(self) -> bool:
         """All ranks share this host, so nothing needs to leave the loopback interface."""
-        return self.local_world == self.world
+        return self.local_world == self.world_size
 
     def environ(self) -> dict[str, str]:
         """The variables our launcher sets for this process; to a worker torch's ``env://`` names say the same."""
         own = {
             "UNISONO_ROLE": self.role,
             "UNISONO_RUN_ID": self.run_id,
-            "UNISONO_EPOCH": str(self.epoch),
+            "UNISONO_EPOCH": str(self.restart_count),
             "UNISONO_RANK": str(self.rank),
             "UNISONO_LOCAL_RANK": str(self.local_rank),
-            "UNISONO_WORLD": str(self.world),
+            "UNISONO_WORLD": str(self.world_size),
             "UNISONO_LOCAL_WORLD": str(self.local_world),
             "UNISONO_MASTER_ADDR": self.master_addr,
             "UNISONO_MASTER_PORT": str(self.master_port),
@@ -93,7 +93,7 @@ class JobSpec:
         return own | {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world),
+            "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_world),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
@@ -111,11 +111,11 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
     for other in launchers[1:]:
         if other.role != launchers[0].role:
             raise LaunchError(_contradiction(launchers[0], other, "both say what this process is for"))
-        if (other.rank, other.world) != (launchers[0].rank, launchers[0].world):
+        if (other.rank, other.world_size) != (launchers[0].rank, launchers[0].world_size):
             raise LaunchError(_contradiction(launchers[0], other, "both number this process"))
     if launchers:
         for outer in allocations:
-            if launchers[0].world % outer.world:
+            if launchers[0].world_size % outer.world_size:
                 raise LaunchError(
                     _contradiction(launchers[0], outer, "a world must be a multiple of the tasks it is started in")
                 )
@@ -150,10 +150,10 @@ def _own(environ: Mapping[str, str]) -> JobSpec | None:
             server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
             server_index=_maybe(environ, "UNISONO_SERVER"),
             run_id=environ["UNISONO_RUN_ID"],
-            epoch=_whole(environ, "UNISONO_EPOCH"),
+            restart_count=_whole(environ, "UNISONO_EPOCH"),
             rank=_whole(environ, "UNISONO_RANK"),
             local_rank=_whole(environ, "UNISONO_LOCAL_RANK"),
-            world=_whole(environ, "UNISONO_WORLD"),
+            world_size=_whole(environ, "UNISONO_WORLD"),
             local_world=_whole(environ, "UNISONO_LOCAL_WORLD"),
             master_addr=environ["UNISONO_MASTER_ADDR"],
             master_port=_whole(environ, "UNISONO_MASTER_PORT"),
@@ -173,10 +173,10 @@ def _torchrun(environ: Mapping[str, str]) -> JobSpec | None:
     return _checked(
         JobSpec(
             run_id=environ.get("TORCHELASTIC_RUN_ID", "torchrun"),
-            epoch=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            restart_count=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
             rank=_whole(environ, "RANK"),
             local_rank=_whole(environ, "LOCAL_RANK"),
-            world=world,
+            world_size=world,
             local_world=_whole(environ, "LOCAL_WORLD_SIZE", world if _is_loopback(environ["MASTER_ADDR"]) else 1),
             master_addr=environ["MASTER_ADDR"],
             master_port=_whole(environ, "MASTER_PORT"),
@@ -216,7 +216,7 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
             interface=environ.get("DMLC_INTERFACE"),
             rank=rank,
             local_rank=rank if on_one_host else 0,
-            world=world,
+            world_size=world,
             local_world=world if on_one_host else 1,
             master_addr=environ["DMLC_PS_ROOT_URI"],
             master_port=_whole(environ, "DMLC_PS_ROOT_PORT"),
@@ -249,10 +249,10 @@ def _slurm(environ: Mapping[str, str]) -> JobSpec | None:
     return _checked(
         JobSpec(
             run_id=f"slurm-{job_id}.{step}",
-            epoch=_whole(environ, "SLURM_RESTART_COUNT", 0),
+            restart_count=_whole(environ, "SLURM_RESTART_COUNT", 0),
             rank=_whole(environ, "SLURM_PROCID"),
             local_rank=_whole(environ, "SLURM_LOCALID"),
-            world=world,
+            world_size=world,
             local_world=local_world,
             master_addr=_master_addr(environ, "slurm", LOOPBACK if local_world == world else first_slurm_host(nodes)),
             master_port=_master_port(environ, f"slurm-{job_id}"),
@@ -273,7 +273,7 @@ def _openmpi(environ: Mapping[str, str]) -> JobSpec | None:
             run_id=run_id,
             rank=rank,
             local_rank=local_rank,
-            world=world,
+            world_size=world,
             local_world=local_world,
             master_addr=_master_addr(environ, "openmpi", LOOPBACK if local_world == world else None),
             master_port=_master_port(environ, run_id),
@@ -341,9 +341,9 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
 def _checked(job: JobSpec) -> JobSpec:
     def wrong() -> Iterator[tuple[str, str]]:
         joins = bool(job.server_addresses) and job.role == "worker"  # to servers one worker more is welcome at any time
-        if job.world < 1 or not (0 <= job.rank < job.world or joins):
-            yield f"rank {job.rank} of world {job.world}", "0 <= rank < world"
-        if not 1 <= job.local_world <= max(job.world, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
+        if job.world_size < 1 or not (0 <= job.rank < job.world_size or joins):
+            yield f"rank {job.rank} of world {job.world_size}", "0 <= rank < world"
+        if not 1 <= job.local_world <= max(job.world_size, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
         if len(job.server_addresses) not in (0, job.servers):
             yield f"{len(job.server_addresses)} server addresses for {job.servers} servers", "each server has one address"
@@ -376,7 +376,7 @@ def _contradiction(a: JobSpec, b: JobSpec, rule: str) -> Problem:
 
 
 def _place(job: JobSpec) -> str:
-    return f"rank {job.rank} of {job.world}" if job.role == "worker" else f"a {job.role}"
+    return f"rank {job.rank} of {job.world_size}" if job.role == "worker" else f"a {job.role}"
 
 
 def _is_loopback(host: str) -> bool:

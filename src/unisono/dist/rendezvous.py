@@ -60,7 +60,7 @@ def open_store(job: JobSpec, timeout_s: float) -> TCPStore:
     except RuntimeError as error:
         raise CommError(
             Problem(
-                given=f"rank {job.rank} of {job.world} found no store at {job.master_addr}:{job.master_port} in "
+                given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
                 f"{timeout_s:g} s ({_first_line(error)})",
                 rule=f"{'the launcher' if job.shared_store else 'rank 0'} keeps a store open there while the job runs",
                 consequence="this rank cannot join and has not trained",
@@ -77,15 +77,15 @@ def fresh_prefix(store: Store, job: JobSpec, timeout_s: float) -> tuple[PrefixSt
     lobby = PrefixStore(f"unisono/{job.run_id}", store)
     deadline = time.monotonic() + timeout_s
     if job.rank == 0:
-        nonce, epoch = _host(lobby, job, deadline, timeout_s), job.epoch
+        nonce, epoch = _host(lobby, job, deadline, timeout_s), job.restart_count
     else:
         nonce, epoch = _visit(lobby, job, deadline, timeout_s)
     return PrefixStore(f"unisono/{job.run_id}/{epoch}.{nonce}", store), epoch
 
 
 def _host(lobby: Store, job: JobSpec, deadline: float, timeout_s: float) -> str:
-    hello = [f"hello/{rank}" for rank in range(1, job.world)]
-    ack = [f"ack/{rank}" for rank in range(1, job.world)]
+    hello = [f"hello/{rank}" for rank in range(1, job.world_size)]
+    ack = [f"ack/{rank}" for rank in range(1, job.world_size)]
     tokens: list[str] = []
     nonce = ""
     started = time.monotonic()
@@ -94,7 +94,7 @@ def _host(lobby: Store, job: JobSpec, deadline: float, timeout_s: float) -> str:
             seen = [lobby.get(key).decode() for key in hello]
             if seen != tokens:
                 tokens, nonce = seen, secrets.token_hex(8)
-                lobby.set("offer", json.dumps({"nonce": nonce, "epoch": job.epoch, "tokens": ["", *tokens]}))
+                lobby.set("offer", json.dumps({"nonce": nonce, "epoch": job.restart_count, "tokens": ["", *tokens]}))
             if lobby.check(ack) and all(lobby.get(key).decode() == nonce for key in ack):
                 lobby.set("go", nonce)
                 return nonce
@@ -110,19 +110,19 @@ def _host(lobby: Store, job: JobSpec, deadline: float, timeout_s: float) -> str:
 def _visit(lobby: Store, job: JobSpec, deadline: float, timeout_s: float) -> tuple[str, int]:
     token = secrets.token_hex(8)
     lobby.set(f"hello/{job.rank}", token)
-    acked, epoch = "", job.epoch
+    acked, epoch = "", job.restart_count
     started = time.monotonic()
     while True:
         if lobby.check(["offer"]):
             offer = json.loads(lobby.get("offer"))
             tokens: list[str] = offer["tokens"]
-            if len(tokens) == job.world and tokens[job.rank] == token and offer["nonce"] != acked:
+            if len(tokens) == job.world_size and tokens[job.rank] == token and offer["nonce"] != acked:
                 acked, epoch = str(offer["nonce"]), int(offer["epoch"])
                 lobby.set(f"ack/{job.rank}", acked)
         if acked and lobby.check(["go"]) and lobby.get("go").decode() == acked:
             return acked, epoch
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(1, job.world) if not lobby.check([f"hello/{rank}"])]
+            missing = [rank for rank in range(1, job.world_size) if not lobby.check([f"hello/{rank}"])]
             raise _absent(job, missing or [0], timeout_s)
         time.sleep(_POLL_S if time.monotonic() - started < 1 else _SLOW_POLL_S)
 
@@ -132,7 +132,7 @@ def _absent(job: JobSpec, ranks: list[int], timeout_s: float) -> CommError:
     one = len(ranks) == 1
     return CommError(
         Problem(
-            given=f"rank{'' if one else 's'} {names} of {job.world} did not arrive within {timeout_s:g} s "
+            given=f"rank{'' if one else 's'} {names} of {job.world_size} did not arrive within {timeout_s:g} s "
             f"(seen from rank {job.rank})",
             rule="all ranks join before the first step",
             consequence="no step was made",

@@ -63,7 +63,7 @@ class World:
     ) -> None:
         self.job = job
         self.rank = job.rank
-        self.world = job.world
+        self.world_size = job.world_size
         self.group = group
         self.timeout_s = timeout_s
         self.name = name
@@ -75,7 +75,7 @@ class World:
     def alone(cls, job: JobSpec) -> World:
         """This process by itself, whatever the number of others in ``job``: it keeps its place there, and is rank 0 of one."""
         made = cls(job)
-        made.rank, made.world = 0, 1
+        made.rank, made.world_size = 0, 1
         return made
 
     # --- tensors ---------------------------------------------------------------------------------------------------
@@ -122,12 +122,12 @@ class World:
             return [json.loads(json.dumps(value))]
         payload = self._encode(value)
         with self.guard("gather_json", payload.numel()):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.tensor([payload.numel()]), group=self.group)
             longest = max(int(size.item()) for size in sizes)
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: payload.numel()] = payload
-            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
+            parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
             dist.all_gather(parts, padded, group=self.group)
         return [json.loads(part[: int(size.item())].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
@@ -147,7 +147,7 @@ class World:
         """
         if self.group is None or self._store is None:
             made = World(self.job, name=name)
-            made.rank, made.world = self.rank, self.world
+            made.rank, made.world_size = self.rank, self.world_size
             return made
         with self.guard(f"new_group({name!r})"), _gloo_interface(self.job):
             group = cast(
@@ -208,11 +208,11 @@ class World:
         timed_out = "imed out" in text or "imeout" in text
         culprits = suspects(self._peers, self.rank, settle=not timed_out)
         if not culprits and timed_out and self._store is not None:
-            culprits = roll_call(self._store, self.rank, self.world, operation)
+            culprits = roll_call(self._store, self.rank, self.world_size, operation)
         size = f" of {num_bytes} bytes" if num_bytes else ""
         return CommError(
             Problem(
-                given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world} after "
+                given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
                 f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
                 rule=f"every rank takes part in every collective within {self.timeout_s:g} s",
                 consequence="the ranks are no longer in step, and this process cannot go on",
@@ -243,14 +243,14 @@ def join(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: fl
 
     Raises LaunchError (port taken, no such address, no such device) and CommError (a rank did not arrive).
     """
-    if job.world == 1:
+    if job.world_size == 1:
         return World(job, timeout_s=timeout_s)
     if timeout_s <= 0:
         raise ValueError(f"timeout_s is {timeout_s}; a collective needs some time above 0")
     if job.server_addresses and not job.master_port:
         raise LaunchError(
             Problem(
-                given=f"rank {job.rank} of {job.world} was to meet the others in a job with parameter servers",
+                given=f"rank {job.rank} of {job.world_size} was to meet the others in a job with parameter servers",
                 rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
                 consequence="there is nobody to all-reduce with, so nothing was started",
                 nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))",
@@ -265,7 +265,7 @@ def join(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: fl
             _backend(job, device_type),
             store=prefix,
             rank=job.rank,
-            world_size=job.world,
+            world_size=job.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=None if device_type == "cpu" else torch.device(device_type, job.local_rank),
         )

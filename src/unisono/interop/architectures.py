@@ -63,13 +63,13 @@ def tensors(model: GPT) -> Iterator[Exported]:
         number, _, rest = inner_name.partition(".")
         name, layer, inner = f"blocks.{inner_name}", f"model.layers.{number}.", rest.removesuffix(".weight")
         if inner == "ffn.router.bias":
-            yield Exported(key=f"{layer}mlp.moe_statics.e_score_correction_bias", name=name, take=itemgetter(None))
+            yield Exported(key=f"{layer}mlp.moe_statics.e_score_correction_bias", name=name, transform=itemgetter(None))
         elif inner.startswith("ffn.experts."):
             for expert in range(options.experts):
                 key = f"{layer}{names[inner].format(expert)}.weight"
-                yield Exported(key=key, name=name, take=itemgetter(expert))
+                yield Exported(key=key, name=name, transform=itemgetter(expert))
         elif inner in turned:
-            yield Exported(key=f"{layer}{names[inner]}.weight", name=name, take=partial(_neighbours, options=options))
+            yield Exported(key=f"{layer}{names[inner]}.weight", name=name, transform=partial(_neighbours, options=options))
         else:
             yield Exported(key=f"{layer}{names[inner]}.weight", name=name)
     yield Exported(key="model.norm.weight", name="norm.weight")

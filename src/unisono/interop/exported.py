@@ -18,4 +18,4 @@ class Exported:
 
     key: str
     name: str
-    take: Callable[[Tensor], Tensor] = _as_it_is
+    transform: Callable[[Tensor], Tensor] = _as_it_is

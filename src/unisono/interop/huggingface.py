@@ -114,7 +114,7 @@ def write_weights(
     """The model's tensors as safetensors files in ``folder``, one tensor of the model in memory at a time."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     named, tied = _names(model)
-    sizes = {each.key: each.take(tensors[each.name].detach()) for each in named}  # views, of which only shapes are read
+    sizes = {each.key: each.transform(tensors[each.name].detach()) for each in named}  # views, of which only shapes are read
     files = _spread(named, sizes, max_shard_bytes)
     one = len(files) == 1
     names = [_WEIGHTS if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
@@ -130,7 +130,7 @@ def write_weights(
                 if whole[0] != each.name:
                     whole = "", torch.empty(0)  # let it go first
                     whole = each.name, _values(each.name, tensors[each.name], read)
-                part = each.take(whole[1]).contiguous()
+                part = each.transform(whole[1]).contiguous()
                 file.write(cast(Any, part.reshape(-1).view(torch.uint8).numpy()).data)
     if not one:
         index = {

@@ -83,11 +83,11 @@ class AsyncBackend:
         layerwise = self._options is not None and self._options.kind in LAYERWISE
         agreed = Agreed(
             table={key: (tuple(value.shape), value.dtype) for key, value in values.items()},
-            servers=len(self._addresses),
-            whole=tuple(sorted(values)) if layerwise else (),
+            num_servers=len(self._addresses),
+            uncut_keys=tuple(sorted(values)) if layerwise else (),
             staleness=self._staleness,
             codec=self._codec.name if self._codec is not None else "none",
-            about={"run": self._world.job.run_id},
+            labels={"run": self._world.job.run_id},
         )
         servers = Servers(
             self._addresses,
@@ -99,18 +99,18 @@ class AsyncBackend:
             tls=self._tls,
         )
         try:
-            if not servers.initialised:
+            if not servers.is_initialised:
                 if self._world.rank == 0:
                     servers.init(values)
                 self._meet(servers)
             if self._options is not None:
-                servers.set_recipe(self._recipe(self._options))
+                servers.set_optimizer(self._recipe(self._options))
         except BaseException:
             servers.close()
             raise
         self._connected, self._clock = servers, servers.clock
 
-    def home(self, key: str, first: Tensor) -> torch.device:
+    def reduce_device(self, key: str, first: Tensor) -> torch.device:
         """Beside the first one."""
         return first.device
 
@@ -162,7 +162,7 @@ class AsyncBackend:
 
         return Future(finish, pulled.done)
 
-    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Some rows of the servers' value."""
         ids = ids.to(_HOST)
         found = self._servers("row_sparse_pull").pull_rows(key, ids, priority=self._behind([key], 0))
@@ -191,14 +191,14 @@ class AsyncBackend:
         servers = self._connected
         if servers is not None:
             require_floating(self._facts)
-            cut = [key for key in self._facts if len(servers.placement.of(key)) > 1]
+            cut = [key for key in self._facts if len(servers.placement.chunks_of(key)) > 1]
             if options.kind in LAYERWISE and cut:
                 raise _refused(
                     f"set_optimizer({options.kind!r}) after init, which has cut {', '.join(map(repr, cut[:5]))}",
                     "it needs the norms of whole keys, and keys are placed at init",
                     "set_optimizer, then init",
                 )
-            servers.set_recipe(self._recipe(options))
+            servers.set_optimizer(self._recipe(options))
         self._options = options
 
     def set_learning_rate(self, lr: float) -> None:
@@ -217,7 +217,7 @@ class AsyncBackend:
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Of this worker's codec, by key."""
-        return {} if self._connected is None else self._connected.compression()
+        return {} if self._connected is None else self._connected.compression_stats()
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class AsyncBackend:
         servers.load_residuals(held)
         self.barrier()
         # all load the same: no worker is needed for it
-        servers.load({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
+        servers.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
         self.barrier()
 
     def close(self) -> None:
@@ -262,7 +262,7 @@ class AsyncBackend:
 
     def _recipe(self, options: OptimOptions) -> Recipe:
         roles = {key: role_of(key, each.shape, options) for key, each in self._facts.items()}
-        return Recipe(options=options, roles=roles, damped=self._damped)
+        return Recipe(options=options, roles=roles, staleness_lr_decay=self._damped)
 
     def _meet(self, servers: Servers) -> None:
         """At the first start all come, so that the first barrier is one; a worker that comes later finds values and goes on."""
@@ -270,12 +270,12 @@ class AsyncBackend:
         while True:
             stats = servers.stats()
             here, chunks = int(stats[0].get("workers_ever", 0)), sum(int(each.get("chunks", 0)) for each in stats)
-            if here >= self._world.world and chunks == len(servers.placement.chunks):
+            if here >= self._world.world_size and chunks == len(servers.placement.chunks):
                 return
             if time.monotonic() > deadline:
                 raise CommError(
                     Problem(
-                        given=f"{here} of {self._world.world} workers, and values for {chunks} of "
+                        given=f"{here} of {self._world.world_size} workers, and values for {chunks} of "
                         f"{len(servers.placement.chunks)} chunks, after {_MEETING_S:.0f} s",
                         rule="at the first start all workers come, and rank 0 gives the values",
                         consequence="no step was made",

@@ -124,7 +124,7 @@ class CollectiveBackend:
             )
         self._values.init(values)
 
-    def home(self, key: str, first: Tensor) -> torch.device:
+    def reduce_device(self, key: str, first: Tensor) -> torch.device:
         """Beside the first one."""
         return first.device
 
@@ -166,7 +166,7 @@ class CollectiveBackend:
                 awaited.append(entry)
         return self._when_applied(awaited)
 
-    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Some rows of what is here already."""
         if key in self._open:
             self._settle(self._open[key])
@@ -176,18 +176,18 @@ class CollectiveBackend:
 
     def barrier(self) -> None:
         """Send and apply everything, then compare the calls once more, which no worker leaves before the last has come."""
-        self.settle()
+        self.apply_all()
         self._note("barrier")
         self._compare()
 
     def set_optimizer(self, options: OptimOptions) -> None:
         """Pushes so far still replace."""
-        self.settle()
+        self.apply_all()
         self._values.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
         """Pushes so far are applied with the rate before."""
-        self.settle()
+        self.apply_all()
         self._note(f"set_learning_rate {lr!r}")
         self._values.set_learning_rate(lr)
 
@@ -213,14 +213,14 @@ class CollectiveBackend:
 
     def state_dict(self) -> dict[str, Tensor]:
         """After all pushes so far; residuals are this worker's own."""
-        self.settle()
+        self.apply_all()
         coder = self._coder()
         held = {} if coder is None else coder.state_dict()
         return self._values.state_dict() | {f"{_HELD}{name}": each for name, each in held.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """After all pushes so far, which it overwrites."""
-        self.settle()
+        self.apply_all()
         coder = self._coder()
         if coder is not None:
             held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
@@ -239,7 +239,7 @@ class CollectiveBackend:
 
     # --- sending and applying --------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def apply_all(self) -> None:
         """Send and apply everything."""
         for entry in list(self._open.values()):
             self._settle(entry)
@@ -289,7 +289,7 @@ class CollectiveBackend:
         """Raises CommError, on all workers, unless all have made the same calls."""
         mine = self._hash >> 1  # fits int64, and so does its negative
         if self._staging is not None:
-            alike = self._staging.same(mine)
+            alike = self._staging.all_equal(mine)
         else:
             ends = self._world.all_reduce(torch.tensor([mine, -mine]), "max")
             alike = int(ends[0]) == -int(ends[1])
@@ -301,7 +301,7 @@ class CollectiveBackend:
         """Launch the queue, highest priority first; what lies in shared memory is added and applied at once."""
         self._compare()
         if self._staging is not None:
-            for key, total in self._staging.sums():
+            for key, total in self._staging.drain():
                 self._apply_one(self._open[key], total)
         queue = sorted(self._queue, key=lambda entry: -entry.priority)  # stable: then in the order of the calls
         self._queue, self._queued_bytes = [], 0
@@ -352,7 +352,7 @@ class CollectiveBackend:
         group = self._world.group
         ids = ids.to(rows.device, torch.int64)
         if group is not None:
-            counts = [ids.new_zeros(1) for _ in range(self._world.world)]
+            counts = [ids.new_zeros(1) for _ in range(self._world.world_size)]
             dist.all_gather(counts, ids.new_tensor([len(ids)]), group=group)
             longest = max(int(count) for count in counts)
             ids, rows = (

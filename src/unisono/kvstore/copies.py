@@ -58,7 +58,7 @@ class Copies:
             for copy in self._copies.values():
                 copy.free = False
 
-    def taken(
+    def decode_when_received(
         self, reply: Reply[Frame], chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]
     ) -> Reply[Frame]:
         """The reply to a pull that named ``based``, done once its values are in ``places``, the chunks' own memory."""
@@ -68,7 +68,7 @@ class Copies:
             try:
                 answer = reply.result()
                 if answer.op is Op.DATA:
-                    self.take(answer, chunks, based, places)
+                    self.decode(answer, chunks, based, places)
             except Exception as error:  # this thread receives for others too: who waits is told
                 told.set_exception(error)
             else:
@@ -78,7 +78,7 @@ class Copies:
         return told
 
     @torch.no_grad()
-    def take(self, answer: Frame, chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]) -> None:
+    def decode(self, answer: Frame, chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]) -> None:
         """Bring copies up to what an answer says, and put them where they are wanted. CommError for one that does not fit."""
         parts, _, _ = read(answer, prefix=False)
         numbers = bases(answer, prefix=False)
@@ -92,7 +92,7 @@ class Copies:
                 raise _unlike(answer, f"a difference from number {base}", f"this worker has number {copy.number}")
             else:
                 code = torch.frombuffer(data, dtype=torch.uint8)
-                value = copy.value + self._codec.decode(code, chunk.elements, wide(chunk.dtype))
+                value = copy.value + self._codec.decode(code, chunk.num_elements, wide(chunk.dtype))
             torch.frombuffer(place, dtype=chunk.dtype).copy_(value)
             with self._lock:
                 copy.value, copy.number, copy.free, copy.nbytes = value, number, True, data.nbytes

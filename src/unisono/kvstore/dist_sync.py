@@ -86,7 +86,7 @@ class BucketedAllReduce:
         if codec is not None and travels:
             raise _two_ways(codec, travels)
         self._world, self._group = world, group or world.group
-        self.workers = self._group.size() if self._group is not None else 1
+        self.num_workers = self._group.size() if self._group is not None else 1
         self._parameters = dict(parameters)
         sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
@@ -106,7 +106,7 @@ class BucketedAllReduce:
             parameter.register_post_accumulate_grad_hook(self._hook(name))
             for name, parameter in self._parameters.items()
         ]
-        self.reset()
+        self.zero_grad()
 
     def _hook(self, name: str) -> Any:
         bucket = self._home[name]
@@ -127,9 +127,9 @@ class BucketedAllReduce:
     def _way(self) -> str:
         """How to sum, and why; the same answer on all ranks."""
         by = transport(self._group)
-        if self.workers == 1:
+        if self.num_workers == 1:
             return "nothing travels: no other rank has these parameters"
-        if self._group is None or self._group.size() < self._world.world:
+        if self._group is None or self._group.size() < self._world.world_size:
             return f"{by}: a group of some of the workers"
         hosts: list[str] = self._world.gather_json(this_host())
         if worth_a_hierarchy(hosts):
@@ -150,7 +150,7 @@ class BucketedAllReduce:
     def _plain_sum(self, tensor: Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._group, async_op=True)
 
-    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Count the coming backward pass's gradients as final. Those of a part wait until all are: buckets leave in order."""
         if part is not None:
             return
@@ -180,12 +180,12 @@ class BucketedAllReduce:
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
 
-    def finish(self, totals: Tensor) -> None:
+    def wait(self, totals: Tensor) -> None:
         """Send what never became complete (parameters no sample of this rank used), then wait for everything."""
         self._launch(only_complete=False)
         self._armed = False
         with self._world.guard("gradient all-reduce"):
-            whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world)
+            whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
             everywhere = self._sum if whole else self._sum_over_all
             self._works.append(everywhere(totals))
             for work in self._works:
@@ -198,7 +198,7 @@ class BucketedAllReduce:
         """In parameter order, each a view into its bucket."""
         return [self._home[name].views[name] for name in self._parameters]
 
-    def reset(self) -> None:
+    def zero_grad(self) -> None:
         """Zero the buckets and make every gradient a view again."""
         for bucket in self._buckets:
             bucket.flat.zero_()

@@ -61,12 +61,12 @@ class Future(Generic[T]):
 class Keys:
     """Shape and dtype by key, and the questions asked of every call."""
 
-    facts: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    specs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Register new keys. Raises ConfigError for one that is there already."""
         for key in values:
-            if key in self.facts:
+            if key in self.specs:
                 raise ConfigError(
                     Problem(
                         given=f"init of key {key!r}, which has a value",
@@ -75,26 +75,26 @@ class Keys:
                         nearest="push without an optimizer to replace the value, or load_state_dict",
                     )
                 )
-        self.facts |= {key: (value.shape, value.dtype) for key, value in values.items()}
+        self.specs |= {key: (value.shape, value.dtype) for key, value in values.items()}
 
-    def known(self, key: str) -> tuple[torch.Size, torch.dtype]:
+    def lookup(self, key: str) -> tuple[torch.Size, torch.dtype]:
         """What is kept under ``key``. Raises ConfigError for a key never initialised."""
-        if key not in self.facts:
+        if key not in self.specs:
             raise ConfigError(
                 Problem(
                     given=f"key {key!r}",
                     rule="a key is initialised before it is pushed or pulled",
                     consequence="nothing was sent",
-                    nearest=nearest_name(key, self.facts)
-                    if self.facts
+                    nearest=nearest_name(key, self.specs)
+                    if self.specs
                     else f"init({key!r}, value) on every worker first",
                 )
             )
-        return self.facts[key]
+        return self.specs[key]
 
-    def fits(self, key: str, value: One) -> None:
+    def check_value(self, key: str, value: One) -> None:
         """Raises ConfigError unless ``value`` has the key's shape and dtype."""
-        shape, dtype = self.known(key)
+        shape, dtype = self.lookup(key)
         if isinstance(value, Tensor):
             same, given = value.shape == shape, f"a value of shape {list(value.shape)} and dtype {value.dtype}"
             want = f"{key!r} was initialised with shape {list(shape)} and dtype {dtype}"

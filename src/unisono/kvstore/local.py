@@ -32,7 +32,7 @@ class LocalBackend:
         """Keep copies."""
         self._values.init({key: value.to(HOST) if self._on_host else value for key, value in values.items()})
 
-    def home(self, key: str, first: Tensor) -> torch.device:
+    def reduce_device(self, key: str, first: Tensor) -> torch.device:
         """Where the values of a push are added."""
         if self._on_host:
             return HOST
@@ -57,9 +57,9 @@ class LocalBackend:
         """Copied at once."""
         return self._values.copy_to(items)
 
-    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Copies of some rows."""
-        return self._values.rows(key, ids)
+        return self._values.pull_rows(key, ids)
 
     def barrier(self) -> None:
         """Nobody to wait for."""
@@ -103,10 +103,10 @@ class LocalGradients:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = list(parameters.values())
 
-    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Nothing to prepare."""
 
-    def finish(self, totals: Tensor) -> None:
+    def wait(self, totals: Tensor) -> None:
         """Materialise the gradients no sample touched; ``totals`` is already complete."""
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -116,11 +116,11 @@ class LocalGradients:
         """In parameter order."""
         return [p.grad for p in self._parameters if p.grad is not None]
 
-    def reset(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients, so that the next backward stores its own instead of adding to zeros."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def close(self) -> None:
         """Drop the gradients."""
-        self.reset()
+        self.zero_grad()

@@ -43,15 +43,15 @@ class Rounds:
     """H: steps from one boundary of a parameter to its next."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
-    fragments: int = 1
+    num_fragments: int = 1
     """Fragment f of F has its boundaries at steps (f + 1) H // F, and then every H."""
-    overlap_steps: int = 0
+    outer_delay_steps: int = 0
     """Steps between a boundary and the use of the sum."""
     mix: float | None = None
     """Share of a worker's own parameters in the mixture; unset: 0.5 with overlap, else 0."""
 
     def __post_init__(self) -> None:
-        own = self.overlap_steps == 0 and self.mix not in (None, 0)
+        own = self.outer_delay_steps == 0 and self.mix not in (None, 0)
         broken = [
             (f"local_steps = {self.local_steps}", "local_steps is at least 1", self.local_steps < 1),
             (f"outer_lr = {self.outer_lr}", "outer_lr is above 0", not self.outer_lr > 0),
@@ -61,14 +61,14 @@ class Rounds:
                 not 0 <= self.outer_momentum < 1,
             ),
             (
-                f"fragments = {self.fragments} with local_steps = {self.local_steps}",
+                f"fragments = {self.num_fragments} with local_steps = {self.local_steps}",
                 "each fragment has a boundary of its own within local_steps",
-                not 1 <= self.fragments <= max(self.local_steps, 1),
+                not 1 <= self.num_fragments <= max(self.local_steps, 1),
             ),
             (
-                f"overlap_steps = {self.overlap_steps} with local_steps = {self.local_steps}",
+                f"overlap_steps = {self.outer_delay_steps} with local_steps = {self.local_steps}",
                 "a sum arrives before the next boundary of its fragment",
-                not 0 <= self.overlap_steps < max(self.local_steps, 1),
+                not 0 <= self.outer_delay_steps < max(self.local_steps, 1),
             ),
             (f"mix = {self.mix}", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
             (f"mix = {self.mix} without overlap", "own parameters are mixed in where a sum arrives later", own),
@@ -87,9 +87,9 @@ class Rounds:
             raise ConfigError(*problems)
 
     @property
-    def own_share(self) -> float:
+    def local_weight(self) -> float:
         """``mix``, or its default."""
-        return self.mix if self.mix is not None else 0.5 if self.overlap_steps else 0.0
+        return self.mix if self.mix is not None else 0.5 if self.outer_delay_steps else 0.0
 
 
 class _Piece:
@@ -120,9 +120,9 @@ class _Piece:
         parts = self.outer.split([each.numel() for each in self._members.values()])
         for local, new in zip(self._members.values(), parts, strict=True):
             new = new.view(local.shape).to(local.dtype)
-            local.detach().mul_(rounds.own_share).add_(
-                new, alpha=1 - rounds.own_share
-            ) if rounds.own_share else local.detach().copy_(new)
+            local.detach().mul_(rounds.local_weight).add_(
+                new, alpha=1 - rounds.local_weight
+            ) if rounds.local_weight else local.detach().copy_(new)
 
 
 class LocalSteps:
@@ -142,7 +142,7 @@ class LocalSteps:
                 _Piece(f"{number}/{place}", {name: parameters[name] for name in names})
                 for place, (_, names) in enumerate(_by_kind(run, parameters))
             ]
-            for number, run in enumerate(fragments(parameters, rounds.fragments))
+            for number, run in enumerate(fragments(parameters, rounds.num_fragments))
         ]
         self._pending: dict[int, list[Any]] = {}
         self.sent_bytes = self.received_bytes = 0
@@ -153,26 +153,26 @@ class LocalSteps:
             if codec is not None
         ]
 
-    def due(self, step: int) -> list[int]:
+    def due_fragments(self, step: int) -> list[int]:
         """The fragments whose boundary lies behind step ``step`` (counted from 0)."""
-        every, count = self._rounds.local_steps, self._rounds.fragments
+        every, count = self._rounds.local_steps, self._rounds.num_fragments
         return [f for f in range(count) if (step + 1 - (f + 1) * every // count) % every == 0]
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
         """Do what is due behind step ``step``; whether any parameter was changed. Raises CommError when a worker is gone."""
-        overlap = self._rounds.overlap_steps
-        for fragment in self.due(step):
+        overlap = self._rounds.outer_delay_steps
+        for fragment in self.due_fragments(step):
             self._launch(fragment)
-        arriving = [fragment for fragment in self.due(step - overlap) if fragment in self._pending]
+        arriving = [fragment for fragment in self.due_fragments(step - overlap) if fragment in self._pending]
         for fragment in arriving:
             self._wait(fragment)
             del self._pending[fragment]
             for piece in self._fragments[fragment]:
-                piece.update(self._world.world, self._rounds)
+                piece.update(self._world.world_size, self._rounds)
         return bool(arriving)
 
-    def outer(self) -> dict[str, Tensor]:
+    def outer_state(self) -> dict[str, Tensor]:
         """By parameter name what all workers agree on, and the outer momentum as ``momentum/<name>``: the tensors themselves."""
         pieces = [piece for each in self._fragments for piece in each]
         values = {name: part for piece in pieces for name, part in piece.named(piece.outer).items()}
@@ -180,11 +180,11 @@ class LocalSteps:
             f"momentum/{name}": part for piece in pieces for name, part in piece.named(piece.momentum).items()
         }
 
-    def underway(self) -> dict[str, Tensor]:
+    def in_flight_state(self) -> dict[str, Tensor]:
         """``state_dict`` without ``outer``: sums under way, and what a codec holds back."""
         return {name: each for name, each in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))}
 
-    def take_up(self, underway: Mapping[str, Tensor]) -> None:
+    def load_in_flight_state(self, underway: Mapping[str, Tensor]) -> None:
         """Go on with that; ``outer`` stays as it is. Raises CheckpointError for another cut of the parameters, or compression."""
         agreed = {n: each for n, each in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
         self.load_state_dict(agreed | dict(underway))
@@ -232,7 +232,7 @@ class LocalSteps:
                     given=f"saved local steps that differ in {', '.join(map(repr, sorted(wrong)[:5]))}",
                     rule="fragments and parameters are those of the run that was saved",
                     consequence="nothing was loaded",
-                    nearest=f"the number of fragments it was saved with (here {self._rounds.fragments}) and the same model",
+                    nearest=f"the number of fragments it was saved with (here {self._rounds.num_fragments}) and the same model",
                 )
             )
         for name, tensor in state.items():
@@ -330,13 +330,13 @@ class PeriodicBackend:
             )
         self._values.init(values)
 
-    def home(self, key: str, first: Tensor) -> torch.device:
+    def reduce_device(self, key: str, first: Tensor) -> torch.device:
         """Beside the first one."""
         return first.device
 
     def push(self, items: Sequence[tuple[str, One]], priority: int) -> Future[None]:
         """Update the local copy; average if this push ends a step at a boundary."""
-        if not self._values.updates:
+        if not self._values.has_optimizer:
             raise _refused("a push without an optimizer", "'dist_local' averages what optimizers did", "set_optimizer")
         if self._local is None:
             self._local = LocalSteps(self._values.tensors, self._world, self._rounds, self._codec)
@@ -360,9 +360,9 @@ class PeriodicBackend:
         """This worker's copy."""
         return self._values.copy_to(items)
 
-    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Some rows of this worker's copy."""
-        return self._values.rows(key, ids)
+        return self._values.pull_rows(key, ids)
 
     def barrier(self) -> None:
         """Nothing is under way but averages, which their boundary waits for."""

@@ -48,7 +48,7 @@ _GOODBYE_S = 1.0
 class Sent:
     """What became of a push: chunks that had it already, whether it was refused as not finite, the oldest version there was."""
 
-    duplicates: int
+    num_duplicates: int
     refused: bool
 
 
@@ -56,9 +56,9 @@ class Sent:
 class Claimed:
     """``weight``: of all units that are done. ``last``: nothing comes after this save, as far as is known."""
 
-    work: Work
+    item: Work
     weight: float
-    last: bool
+    is_last: bool
 
 
 class Servers:
@@ -91,7 +91,7 @@ class Servers:
         self._copies = Copies(codec) if codec is not None and codes_values(codec) else None
         self._groups = cache(self._grouped)
         me = Peer("worker", worker, incarnation, agreed.job, "")
-        facts = agreed.json()
+        facts = agreed.to_json()
         self._links: list[Connection] = []
         self._versions = [0] * len(addresses)
         self._acknowledged = [0] * len(addresses)  # one more than the last push of this worker's own stream
@@ -126,10 +126,10 @@ class Servers:
     # --- values ----------------------------------------------------------------------------------------------------
 
     @property
-    def initialised(self) -> bool:
+    def is_initialised(self) -> bool:
         """Whether the servers had all values when this worker came."""
         here = [set(link.hello["initialised"]) for link in self._links]
-        return all({c.number for c in self.placement.on(s)} <= found for s, found in enumerate(here))
+        return all({c.number for c in self.placement.chunks_on(s)} <= found for s, found in enumerate(here))
 
     @property
     def clock(self) -> int:
@@ -196,7 +196,7 @@ class Servers:
 
     def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
         """The rows ``ids`` [n] int64, rising, of now: [n, ...]. ConfigError as for ``push_rows``."""
-        parts, chunks = self._row_parts(key, ids), self.placement.of(key)
+        parts, chunks = self._row_parts(key, ids), self.placement.chunks_of(key)
         dtype = chunks[0].dtype if chunks else torch.float32
         found = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
         answers: list[Answer[Frame]] = []
@@ -225,7 +225,7 @@ class Servers:
         if self._feedback is not None:
             self._feedback.load_state_dict(state)
 
-    def compression(self) -> dict[str, dict[str, float]]:
+    def compression_stats(self) -> dict[str, dict[str, float]]:
         """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
         ``Feedback.stats``); and of what came last with a codec that codes values: ``pull_bytes_in``, the values' own size, and
         ``pull_bytes_out``, what travelled."""
@@ -241,9 +241,9 @@ class Servers:
 
     # --- the optimizer ---------------------------------------------------------------------------------------------
 
-    def set_recipe(self, recipe: Recipe) -> None:
+    def set_optimizer(self, recipe: Recipe) -> None:
         """How the servers apply gradients. Raises CommError where they were told otherwise."""
-        _all([link.request(json_frame(Op.OPTIMIZER, recipe.json())) for link in self._links])
+        _all([link.request(json_frame(Op.OPTIMIZER, recipe.to_json())) for link in self._links])
 
     def state(self) -> dict[str, Tensor]:
         """Values and the optimizer's tensors, whole, as ``<key>`` and ``optim/<state>/<key>``; of a key without pushes its value
@@ -256,7 +256,7 @@ class Servers:
             tensors |= decode(b"".join(buffers(self._links[server].request(frame).result())))[1]
         return join(self.placement, tensors)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace values and optimizer state (as ``state`` gives them), as if nothing had been pushed yet."""
         pieces = cut(self.placement, tensors)
         for server, group in self._groups(tuple(self.placement.shapes)):
@@ -272,9 +272,9 @@ class Servers:
         content = {"wait_s": _WAIT_S if wait else 0.0}
         answer = read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))
         work = Work(answer["kind"], answer["number"])
-        return Claimed(work=work, weight=float(answer["weight"]), last=bool(answer["last"]))
+        return Claimed(item=work, weight=float(answer["weight"]), is_last=bool(answer["last"]))
 
-    def done(self, work: Work, weight: float = 0.0) -> None:
+    def mark_done(self, work: Work, weight: float = 0.0) -> None:
         """It is: of a unit, all pushes are acknowledged, and its samples weighed this much."""
         self._say_to_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
 
@@ -363,7 +363,7 @@ class Servers:
                         self._units[server].add(unit)
                 if pulled:
                     self._versions[server] = reply.clock
-            return Sent(duplicates=duplicates, refused=refused)
+            return Sent(num_duplicates=duplicates, refused=refused)
 
         return Future(finish, lambda: all(answer.done() for *_, answer in answers))
 
@@ -386,31 +386,31 @@ class Servers:
         places = [_of(targets[chunk.key], chunk) for chunk in group] if targets else None
         if self._copies is None or places is None or not based:
             return self._links[server].request(frame, priority, places)
-        return self._copies.taken(self._links[server].request(frame, priority), group, based, places)
+        return self._copies.decode_when_received(self._links[server].request(frame, priority), group, based, places)
 
     def _coded(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Every chunk's code, by key and start."""
         assert self._codec is not None
         assert self._feedback is not None
         parts = {
-            _name(chunk): (chunk, value.reshape(-1)[chunk.start : chunk.start + chunk.elements])
+            _name(chunk): (chunk, value.reshape(-1)[chunk.start : chunk.start + chunk.num_elements])
             for key, value in values.items()
-            for chunk in self.placement.of(key)
+            for chunk in self.placement.chunks_of(key)
         }
         return {name: raw(self._feedback.encode(self._codec, name, value)) for name, (_, value) in parts.items()}
 
     def _residuals(self) -> Feedback:
         chunks = [chunk for chunk in self.placement.chunks if chunk.dtype.is_floating_point]
-        whole = {_name(chunk): torch.empty(chunk.elements, dtype=chunk.dtype) for chunk in chunks}
+        whole = {_name(chunk): torch.empty(chunk.num_elements, dtype=chunk.dtype) for chunk in chunks}
         return Feedback(whole, worker=self.worker)
 
     def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
         """The chunks that hold some of these rows: row numbers as they count them, and where in ``ids`` those stand."""
         parts: list[tuple[Chunk, Tensor, slice]] = []
-        for chunk in self.placement.of(key):
+        for chunk in self.placement.chunks_of(key):
             if not chunk.row_elements:
                 raise _no_rows(key)
-            first, count = chunk.start // chunk.row_elements, chunk.elements // chunk.row_elements
+            first, count = chunk.start // chunk.row_elements, chunk.num_elements // chunk.row_elements
             low, high = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
             if low < high:
                 parts.append((chunk, ids[low:high] - first, slice(low, high)))
@@ -432,7 +432,7 @@ class Servers:
 
     def _grouped(self, keys: tuple[str, ...]) -> list[tuple[int, list[Chunk]]]:
         """(server, chunks that travel in one frame), in the order of sending: servers take turns."""
-        lines = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.servers)]
+        lines = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.num_servers)]
         turns = itertools.zip_longest(*lines)
         return [each for turn in turns for each in turn if each is not None]
 
@@ -448,7 +448,7 @@ class Servers:
                 lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
                 self._acknowledged[server] -= lost  # said once
                 kept = [RangeSet(spans) for spans in hello["units"]]
-                units = [unit for first, end in self._units[server].json() for unit in range(first, end)]
+                units = [unit for first, end in self._units[server].to_json() for unit in range(first, end)]
                 there = [unit for unit in units if all(unit in each for each in kept)]
                 if len(there) < len(units):
                     lost += len(units) - len(there)

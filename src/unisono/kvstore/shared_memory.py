@@ -43,13 +43,13 @@ class SharedSum:
 
     def __init__(self, world: World, slot_bytes: int = SLOT_BYTES) -> None:
         self._world = world
-        head = _LINE * world.world
-        size = head + slot_bytes * (world.world + 1)
+        head = _LINE * world.world_size
+        size = head + slot_bytes * (world.world_size + 1)
         self._peers = world.gather_json(identity())
         self._memory = _open(world, self._peers, size)
         self._counters = memoryview(self._memory)[:head].cast("q")
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._parts = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world + 1)]
+        self._parts = [whole[head + n * slot_bytes :][:slot_bytes] for n in range(world.world_size + 1)]
         self._typed = {torch.uint8: self._parts}
         self.slot_bytes = slot_bytes
         self._turn = 0
@@ -58,7 +58,7 @@ class SharedSum:
         """This worker's slot, [slot_bytes / element size]."""
         return self._as(dtype)[self._world.rank]
 
-    def total(self, dtype: torch.dtype) -> Tensor:
+    def sums(self, dtype: torch.dtype) -> Tensor:
         """Where sums are, as large as a slot."""
         return self._as(dtype)[-1]
 
@@ -73,27 +73,27 @@ class SharedSum:
 
         A collective. Raises CommError naming the worker that is gone or late.
         """
-        slot, total = self.slot(tensor.dtype), self.total(tensor.dtype)
+        slot, total = self.slot(tensor.dtype), self.sums(tensor.dtype)
         for piece in tensor.detach().view(-1).split(len(slot)):
             slot[: len(piece)].copy_(piece)
             self._meet(tensor.nbytes)
-            self.add([(tensor.dtype, 0, len(piece))])
+            self.reduce_slots([(tensor.dtype, 0, len(piece))])
             piece.copy_(total[: len(piece)])
         return SharedWork()
 
-    def same(self, number: int) -> bool:
+    def all_equal(self, number: int) -> bool:
         """Whether all workers came with the same ``number``, of 63 bits. A collective; slots may be added afterwards."""
         self._counters[self._world.rank * _COUNTERS + 1] = number
         self._meet(_LINE)
-        return all(self._counters[rank * _COUNTERS + 1] == number for rank in range(self._world.world))
+        return all(self._counters[rank * _COUNTERS + 1] == number for rank in range(self._world.world_size))
 
     @torch.no_grad()
-    def add(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
+    def reduce_slots(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
         """Adds all workers' slots into ``total`` where ``runs`` say: dtype, first element of it and end. A collective.
 
         ``slot`` may be written at once afterwards; ``total`` holds until the next meeting of all workers.
         """
-        rank, workers = self._world.rank, self._world.world
+        rank, workers = self._world.rank, self._world.world_size
         for dtype, first, end in runs:
             count = end - first
             mine = slice(first + rank * count // workers, first + (rank + 1) * count // workers)
@@ -112,7 +112,7 @@ class SharedSum:
         self._turn += 1
         self._counters[self._world.rank * _COUNTERS] = self._turn
         started = looked = time.monotonic()
-        for rank in range(self._world.world):
+        for rank in range(self._world.world_size):
             tries = 0
             while self._counters[rank * _COUNTERS] < self._turn:
                 tries += 1
@@ -131,7 +131,7 @@ class SharedSum:
             why = "; ".join(found) if found else f"rank {rank} has not come"
             raise CommError(
                 Problem(
-                    given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world} "
+                    given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world_size} "
                     f"after {waited_s:.1f} s: {why}",
                     rule=f"every rank takes part in every sum within {self._world.timeout_s:g} s",
                     consequence="the ranks are no longer in step, and this process cannot go on",
@@ -160,7 +160,7 @@ class SharedWork:
 
 def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
     """The same memory on all workers, all zeros. Raises ConfigError on all of them if one cannot share."""
-    if world.world < 2:
+    if world.world_size < 2:
         raise _refused("1 worker", "no sum is needed")
     if len({each["host"] for each in peers}) > 1:
         raise _refused("workers on several hosts", "a sum over torch.distributed")

@@ -55,17 +55,17 @@ class Staging:
                 return
             flush()
 
-    def same(self, number: int) -> bool:
+    def all_equal(self, number: int) -> bool:
         """Whether all workers came with the same ``number``. A collective."""
-        return self._memory.same(number)
+        return self._memory.all_equal(number)
 
-    def sums(self) -> Iterator[tuple[str, Tensor]]:
+    def drain(self) -> Iterator[tuple[str, Tensor]]:
         """Add what all workers have put in, after ``same``; each key with its sum, to be read before the next. A collective."""
         parts, self._parts, self._used_bytes = self._parts, [], 0
         if parts:
-            self._memory.add(_runs(parts))
+            self._memory.reduce_slots(_runs(parts))
         for part in parts:
-            total = self._memory.total(part.dtype)[part.start : part.end]
+            total = self._memory.sums(part.dtype)[part.start : part.end]
             if len(total) == part.shape.numel():
                 yield part.key, total.view(part.shape)
                 continue

@@ -46,12 +46,12 @@ Out = Tensor | Sequence[Tensor]
 class GradientSync(Protocol):
     """Sums the gradients of a step's micro-batches over all workers."""
 
-    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """The next backward pass is the step's last, or the last of a ``part`` of the model: each gradient may leave as soon as
         it is complete."""
         ...
 
-    def finish(self, totals: Tensor) -> None:
+    def wait(self, totals: Tensor) -> None:
         """Return when all gradients, and ``totals`` [k], hold the sum over workers. Raises CommError when a peer is gone."""
         ...
 
@@ -59,7 +59,7 @@ class GradientSync(Protocol):
         """The reduced gradients in parameter order; a parameter no sample used has zeros."""
         ...
 
-    def reset(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients before the next step."""
         ...
 
@@ -75,7 +75,7 @@ class Backend(Protocol):
         """Keep these tensors, equal on all workers and nobody else's, under new keys."""
         ...
 
-    def home(self, key: str, first: Tensor) -> torch.device:
+    def reduce_device(self, key: str, first: Tensor) -> torch.device:
         """Where several values of one push are added."""
         ...
 
@@ -87,7 +87,7 @@ class Backend(Protocol):
         """Write the stored value into each of the key's tensors."""
         ...
 
-    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Some rows of the stored value; ``ids`` are sorted and distinct."""
         ...
 
@@ -152,7 +152,7 @@ class KVStore:
     @property
     def num_workers(self) -> int:
         """How many workers share the store."""
-        return self.world.world
+        return self.world.world_size
 
     # --- values ----------------------------------------------------------------------------------------------------
 
@@ -248,11 +248,11 @@ class KVStore:
 
     def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[Rows]:
         """The rows of these ids, sorted and each once. ``out`` gets them at their places, and zeros everywhere else."""
-        shape, _ = self._keys.known(key)
+        shape, _ = self._keys.lookup(key)
         ids = rows_of(key, (rows, rows), shape).ids.unique()
         if out is not None:
-            self._keys.fits(key, out)
-        found = self._backend.rows(key, ids)
+            self._keys.check_value(key, out)
+        found = self._backend.pull_rows(key, ids)
 
         def result() -> Rows:
             some = found.wait()
@@ -354,12 +354,12 @@ class KVStore:
                 )
             )
         for part in parts:
-            self._keys.fits(key, part)
+            self._keys.check_value(key, part)
         first = parts[0]
-        home = self._backend.home(key, first if isinstance(first, Tensor) else first[1])
+        home = self._backend.reduce_device(key, first if isinstance(first, Tensor) else first[1])
         if len(parts) == 1 and not isinstance(first, Tensor):
             return first
-        shape, _ = self._keys.known(key)
+        shape, _ = self._keys.lookup(key)
         with torch.no_grad():
             whole = [
                 each.detach() if isinstance(each, Tensor) else dense(rows_of(key, each, shape), shape) for each in parts
@@ -370,12 +370,12 @@ class KVStore:
         return total
 
     def _targets(self, key: str, out: Any) -> list[Tensor]:
-        shape, dtype = self._keys.known(key)
+        shape, dtype = self._keys.lookup(key)
         if out is None:
             return [torch.empty(shape, dtype=dtype, device=self._devices[key])]
         targets = [out] if isinstance(out, Tensor) else list(out)
         for target in targets:
-            self._keys.fits(key, target)
+            self._keys.check_value(key, target)
         return [target.detach() for target in targets]
 
 
@@ -430,8 +430,8 @@ def create(
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
     match kind:
         case "local" | "device":
-            if world.world > 1:
-                raise _no_store(kind, f"{world.world} workers", f"{kind!r} is a store of one process", "'dist_sync'")
+            if world.world_size > 1:
+                raise _no_store(kind, f"{world.world_size} workers", f"{kind!r} is a store of one process", "'dist_sync'")
             return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
         case "dist_sync":
             backend = CollectiveBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
@@ -461,7 +461,7 @@ def create(
             return KVStore(kind, world, PeriodicBackend(world, rounds))
         case _:
             kinds = get_args(Kind)
-            given, rule = f"{world.world} workers", f"kinds are {', '.join(kinds)}"
+            given, rule = f"{world.world_size} workers", f"kinds are {', '.join(kinds)}"
             raise _no_store(kind, given, rule, nearest_name(kind, kinds))
 
 

@@ -33,7 +33,7 @@ class Values:
         self._optimizers: dict[str, tuple[nn.Parameter, Optimizer]] = {}
 
     @property
-    def updates(self) -> bool:
+    def has_optimizer(self) -> bool:
         """Whether sums are gradients for an optimizer."""
         return self._options is not None
 
@@ -64,7 +64,7 @@ class Values:
                 target.copy_(self.tensors[key])
         return Future(lambda: None)
 
-    def rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
         """Copies of some rows."""
         stored = self.tensors[key]
         found = Rows(ids, stored.index_select(0, ids.to(stored.device)))

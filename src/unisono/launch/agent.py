@@ -167,7 +167,7 @@ class Agent:
             self.send(event="line", id=each.id, text=each.partial.decode(errors="replace"))
         os.close(each.output)
         del self.started[each.id]
-        failure = read_failure(self.logs, each.job.rank, each.job.epoch) if each.job.role == "worker" else None
+        failure = read_failure(self.logs, each.job.rank, each.job.restart_count) if each.job.role == "worker" else None
         told = None if failure is None else asdict(failure)
         # clocks of two hosts have nothing in common but their pace
         age_s = 0.0 if failure is None else time.monotonic() - failure.at_monotonic_s

@@ -87,10 +87,10 @@ class Job:
         host, _, port = master.rpartition(":")
         return JobSpec(
             run_id=self.run_id,
-            epoch=epoch,
+            restart_count=epoch,
             rank=seat.index if seat.role == "worker" else 0,
             local_rank=seat.local_rank,
-            world=len(self.workers),
+            world_size=len(self.workers),
             local_world=seat.local_world,
             master_addr=host,
             master_port=int(port),

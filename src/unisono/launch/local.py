@@ -59,12 +59,12 @@ def launch(
 def refuse_inside_a_job(run_dir: Path) -> None:
     """Raises LaunchError where another launcher has started several of this process."""
     outer = job_from_environ(os.environ)
-    if outer.world > 1:
+    if outer.world_size > 1:
         raise LaunchError(
             Problem(
-                given=f"this process is rank {outer.rank} of {outer.world} of a job that {outer.source} started",
+                given=f"this process is rank {outer.rank} of {outer.world_size} of a job that {outer.source} started",
                 rule="the local launcher starts a whole job by itself",
-                consequence=f"{outer.world} jobs would write into {run_dir}, so nothing was started",
+                consequence=f"{outer.world_size} jobs would write into {run_dir}, so nothing was started",
                 nearest="run the training command itself here; it joins the job it is started in",
             )
         )

@@ -155,8 +155,8 @@ def start_workers(
     listener = socket.create_server((LOOPBACK, 0), backlog=2048) if share.processes > 1 else None
     job = JobSpec(
         run_id=run_id,
-        epoch=epoch,
-        world=share.processes,
+        restart_count=epoch,
+        world_size=share.processes,
         local_world=share.processes,
         master_port=listener.getsockname()[1] if listener else 0,
         source="unisono",

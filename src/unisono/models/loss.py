@@ -48,8 +48,8 @@ class Head(NamedTuple):
 
     hidden: Tensor
     weight: Tensor
-    chunk: int
-    part: Part | None = None
+    chunk_rows: int
+    vocab_sharding: Part | None = None
     compute: torch.dtype | None = None
 
     def logits(self) -> Tensor:
@@ -59,8 +59,8 @@ class Head(NamedTuple):
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """(rows, logits [rows, vocab]) over the flattened tokens, never all at once."""
         flat = self.hidden.flatten(0, -2)  # [N, dim]
-        for start in range(0, flat.shape[0], self.chunk):
-            rows = slice(start, min(start + self.chunk, flat.shape[0]))
+        for start in range(0, flat.shape[0], self.chunk_rows):
+            rows = slice(start, min(start + self.chunk_rows, flat.shape[0]))
             yield rows, self._times_weight(flat[rows])
 
     def _times_weight(self, hidden: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ class Head(NamedTuple):
         with torch.autocast(
             hidden.device.type, enabled=torch.is_autocast_enabled(hidden.device.type) and not self.compute
         ):
-            if self.part is None:
+            if self.vocab_sharding is None:
                 return F.linear(hidden, weight)
-            return self.part.gather(F.linear(self.part.enter(hidden), weight))
+            return self.vocab_sharding.gather(F.linear(self.vocab_sharding.enter(hidden), weight))
 
 
 def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,11 +81,11 @@ def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Ten
     """
     hidden = head.hidden.flatten(0, -2)
     hidden = hidden.to(head.compute or product_dtype(hidden))
-    if head.part is not None:
-        hidden = head.part.enter(hidden)
+    if head.vocab_sharding is not None:
+        hidden = head.vocab_sharding.enter(hidden)
     flat_weights = weights.flatten().float()
     loss: Tensor = _ChunkedCrossEntropy.apply(
-        hidden, head.weight, targets.flatten(), flat_weights, head.chunk, head.part
+        hidden, head.weight, targets.flatten(), flat_weights, head.chunk_rows, head.vocab_sharding
     )  # pyright: ignore[reportAssignmentType]
     return loss, flat_weights.sum()
 

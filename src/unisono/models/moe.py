@@ -48,7 +48,7 @@ class Router(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.chosen, self.balance = options.experts_per_token, options.balance
+        self.experts_per_token, self.balance = options.experts_per_token, options.balance
         self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
         self.weight = nn.Parameter(torch.empty(options.experts, options.dim))
         if self.balance == "bias":
@@ -63,9 +63,9 @@ class Router(nn.Module):
             dtype = torch.promote_types(x.dtype, torch.float32)
             scores = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(-1)  # [B, T, E]
             preferred = scores.detach()
-            choice = (preferred + self.bias if self.balance == "bias" else preferred).topk(self.chosen).indices
+            choice = (preferred + self.bias if self.balance == "bias" else preferred).topk(self.experts_per_token).indices
             weights = scores.gather(-1, choice)  # [B, T, k]
-            if self.chosen > 1:
+            if self.experts_per_token > 1:
                 weights = weights / weights.sum(-1, keepdim=True)
             if self.balance == "bias":
                 weights = _AddLoad.apply(weights, self.load, _count(choice.flatten(), scores.shape[-1]))
@@ -90,19 +90,19 @@ class Experts(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.count, self.capacity_factor = options.experts, options.capacity_factor
-        self.gate = nn.Parameter(torch.empty(self.count, options.hidden_ffn, options.dim))
-        self.up = nn.Parameter(torch.empty(self.count, options.hidden_ffn, options.dim))
-        self.down = nn.Parameter(torch.empty(self.count, options.dim, options.hidden_ffn))
+        self.num_experts, self.capacity_factor = options.experts, options.capacity_factor
+        self.gate = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
+        self.up = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
+        self.down = nn.Parameter(torch.empty(self.num_experts, options.dim, options.hidden_ffn))
 
     def forward(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
         """x [B, T, D], weights and choice [B, T, k] → Σ over the chosen of weight · expert(x), [B, T, D]."""
         k = choice.shape[-1]
-        order, counts = self._sort(choice.flatten())  # [N·k], [E]
+        order, counts = self._sort_by_expert(choice.flatten())  # [N·k], [E]
         places = torch.empty_like(order)  # of each choice among the rows [N·k]
         places[order] = torch.arange(order.numel(), device=order.device)
         rows = gather(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
-        if self._bounded:
+        if self._has_capacity_limit:
             kept = int(counts.sum())
             made = F.pad(self.compute(rows[:kept], counts), (0, 0, 0, rows.shape[0] - kept))
         else:
@@ -111,16 +111,16 @@ class Experts(nn.Module):
         return (made * weights[..., None]).sum(-2).to(made.dtype)
 
     @property
-    def _bounded(self) -> bool:
+    def _has_capacity_limit(self) -> bool:
         return self.training and self.capacity_factor > 0
 
-    def _sort(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+    def _sort_by_expert(self, choice: Tensor) -> tuple[Tensor, Tensor]:
         """The order that puts choices [N·k] by expert, then by position, those without a place last; rows per expert [E]."""
-        counts = _count(choice, self.count)
+        counts = _count(choice, self.num_experts)
         order = choice.argsort(stable=True)
-        if not self._bounded:
+        if not self._has_capacity_limit:
             return order, counts
-        limit = math.ceil(Fraction(str(self.capacity_factor)) * choice.numel() / self.count)
+        limit = math.ceil(Fraction(str(self.capacity_factor)) * choice.numel() / self.num_experts)
         start = counts.cumsum(0) - counts  # [E]
         place = torch.arange(order.numel(), device=order.device) - start[choice[order]]
         return torch.cat([order[place < limit], order[place >= limit]]), counts.clamp(max=limit)
@@ -184,7 +184,7 @@ def even_loads(model: nn.Module) -> Generator[None]:
 
 def _evenly(layer: Experts, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
     """The shapes and the parameters of ``Experts.forward``."""
-    parts = x.flatten(0, -2).repeat_interleave(choice.shape[-1], 0).tensor_split(layer.count)
+    parts = x.flatten(0, -2).repeat_interleave(choice.shape[-1], 0).tensor_split(layer.num_experts)
     stacks = zip(parts, layer.gate.unbind(), layer.up.unbind(), layer.down.unbind(), strict=True)
     made = [F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down) for rows, gate, up, down in stacks]
     whole = torch.cat(made).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
@@ -196,8 +196,8 @@ def idle_parameters(model: nn.Module) -> int:
     layers = (module for module in model.modules() if isinstance(module, MoE))
     return sum(
         sum(p.numel() for p in layer.experts.parameters())
-        * (layer.experts.count - layer.router.chosen)
-        // layer.experts.count
+        * (layer.experts.num_experts - layer.router.experts_per_token)
+        // layer.experts.num_experts
         for layer in layers
     )
 

@@ -46,7 +46,7 @@ class Applied(NamedTuple):
     """The model as the plan wants it, what it was before, and in a pipeline the stages of it that are here."""
 
     model: nn.Module
-    whole: Whole
+    global_spec: Whole
     stages: Stages | None
 
 
@@ -94,10 +94,10 @@ def apply(
     use_fp8(plan, blocks)
     check_batch_norm(model, plan)
     computes = convert(plan, model)
-    whole = Whole.of(model)
+    whole = Whole.from_model(model)
     stages = None
     if grid is not None:
-        if plan.data_ranks > 1 and batch_norms(model):
+        if plan.dp_world_size > 1 and batch_norms(model):
             synchronise_batch_norm(model, grid.group("data"))
         if plan.placements:
             place(model, grid)
@@ -110,14 +110,14 @@ def apply(
     compute_in(model, computes, plan.device)
     if context is not None:
         inside = {inner for block in blocks for inner in block.modules()} - set(blocks)
-        context.wrap(blocks, [module for module in named.values() if module in inside])
+        context.wrap_blocks(blocks, [module for module in named.values() if module in inside])
     if layout is not None:
         assert grid is not None
         stages = Stages(
-            model, layout, [stage_of(plan.schedule, plan.pp, grid.index("pp"), n) for n in range(plan.chunks)]
+            model, layout, [stage_of(plan.schedule, plan.pp, grid.rank_along("pp"), n) for n in range(plan.stages_per_rank)]
         )
         blocks = stages.blocks
-    pieces = {each: stages.members(each) for each in stages.numbers} if stages else {0: blocks}
+    pieces = {each: stages.blocks_of(each) for each in stages.stage_ids} if stages else {0: blocks}
     if plan.recompute_modules:
         recompute_named(plan, named, list(pieces.values()) if stages else [[model]])
     else:
@@ -130,7 +130,7 @@ def apply(
             block.compile(**_compile_arguments(plan))
     elif plan.compile == "model":
         model.compile(**_compile_arguments(plan))
-    if plan.sharded:
+    if plan.uses_fsdp:
         assert grid is not None
         shard(model, whole, blocks, grid)
     return Applied(model, whole, stages)

@@ -70,7 +70,7 @@ class Context:
     """
 
     def __init__(self, grid: Grid, model: nn.Module) -> None:
-        index = grid.index("cp")
+        index = grid.rank_along("cp")
         self._group, self._count = grid.group("cp"), grid.plan.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
@@ -79,7 +79,7 @@ class Context:
         self._current: _Current | None = None
         self._inside = False  # a block's forward pass
 
-    def cut(self, micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def shard_batch(self, micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's T/cp tokens of every entry whose dim 1 is the sequence; other entries as they are.
 
         T is dim 1 of ``tokens`` or ``input_ids``, else the size of dim 1 that most entries share. A model that takes
@@ -115,7 +115,7 @@ class Context:
                 )
 
     @contextmanager
-    def of(self, micro: Mapping[str, Tensor]) -> Generator[None]:
+    def micro_batch(self, micro: Mapping[str, Tensor]) -> Generator[None]:
         """Inside, attention is that of the whole ``micro``. Recompute needs it around the backward pass too."""
         before, length = self._current, self._length(micro)
         documents = micro.get("documents") if "documents" in self._takes else self._transformers.documents(micro)
@@ -132,7 +132,7 @@ class Context:
         finally:
             self._current = before
 
-    def wrap(self, blocks: Iterable[nn.Module], again: Iterable[nn.Module] = ()) -> None:
+    def wrap_blocks(self, blocks: Iterable[nn.Module], again: Iterable[nn.Module] = ()) -> None:
         """Put the attention into each block's forward, in place, and so into what recompute runs again; ``again`` are modules
         in blocks that it runs without the block around them."""
         for module in again:

@@ -400,7 +400,7 @@ def fill(recipe: Recipe, model: nn.Module, pieces: Pieces) -> None:
     targets = {**buffers, **pieces.parameters}
     for name, whole in recipe.values(targets.keys()):
         target = targets[name]
-        part = pieces.part(name, target) if name in pieces.parameters else None
+        part = pieces.shard_of(name, target) if name in pieces.parameters else None
         if part is None:
             target.copy_(whole)
             continue

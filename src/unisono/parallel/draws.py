@@ -29,7 +29,7 @@ class Draws:
         self._began = b""
         self._wrap(module)
 
-    def add(self, first: list[nn.Module], last: nn.Module) -> None:
+    def add_pair(self, first: list[nn.Module], last: nn.Module) -> None:
         """A pair inside the module: layers cut by columns, and the one by rows."""
 
         def begin(_module: nn.Module, _args: Any, output: Tensor) -> None:

@@ -55,7 +55,7 @@ def convert(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
             )
             break
     problems += _shared_unlike(kept, modules)
-    if "bf16" in kept.values() and plan.sharded and plan.zero > 1 and plan.accumulation > 1:
+    if "bf16" in kept.values() and plan.uses_fsdp and plan.zero > 1 and plan.accumulation > 1:
         problems.append(
             Problem(
                 given=f"parameters 'bf16' with zero {plan.zero} and accumulation {plan.accumulation}",
@@ -204,7 +204,7 @@ def _acts_on_nothing(
         _around(path.rpartition(".")[0], computes, plan.precision) == rule.compute for path in names
     ):
         yield inert(f"compute {rule.compute!r}", f"what is around it computes in {rule.compute} already")
-    ranks = plan.dp_replicate * plan.shards
+    ranks = plan.dp_replicate * plan.shard_degree
     if rule.gradients and ranks == 1:
         yield inert(f"gradients {rule.gradients!r}", "gradients travel between ranks that compute different samples")
     elif rule.gradients == "fp32" and not any(value != "fp32" for value in travels.values()):

@@ -52,7 +52,7 @@ def cut_experts(model: nn.Module, grid: Grid) -> None:
     check_experts(model, ep)
     for _, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
-            part = stack.detach().chunk(ep)[grid.index("ep")].clone(memory_format=torch.contiguous_format)
+            part = stack.detach().chunk(ep)[grid.rank_along("ep")].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(part, requires_grad=stack.requires_grad))
         layer.compute = _elsewhere(layer.compute, group)
 
@@ -61,7 +61,7 @@ def cut_hidden_units(layer: Any, cutter: Cutter, *, along_sequence: bool) -> Non
     """Keep this rank's hidden units of each of the experts in ``layer``, in place."""
     group, tokens = cutter.group, -2  # [B, T, D], and [B, T, k]
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-        cutter.keep(layer, name, dim)
+        cutter.shard(layer, name, dim)
     if along_sequence:
         into, out = (partial(each, dim=tokens, group=group) for each in (collectives.gather, collectives.scatter))
     else:
@@ -100,14 +100,14 @@ def check_experts(model: nn.Module, ep: int) -> None:
             )
         )
     for path, layer in layers:
-        if layer.count % ep:
-            near = max(n for n in range(1, ep + 1) if layer.count % n == 0)
+        if layer.num_experts % ep:
+            near = max(n for n in range(1, ep + 1) if layer.num_experts % n == 0)
             raise PlanError(
                 Problem(
-                    given=f"plan.ep={ep} for {path} with {layer.count} experts",
+                    given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
                     rule="each rank has equally many experts",
                     consequence="the layer cannot be cut",
-                    nearest=f"plan.ep={near}, or model.experts={-(-layer.count // ep) * ep}",
+                    nearest=f"plan.ep={near}, or model.experts={-(-layer.num_experts // ep) * ep}",
                 )
             )
 

@@ -31,7 +31,7 @@ class Grid:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        ranks = torch.arange(plan.world).view([int(getattr(plan, axis)) for axis in AXES])
+        ranks = torch.arange(plan.world_size).view([int(getattr(plan, axis)) for axis in AXES])
         shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
         experts = shard.unflatten(2, (-1, plan.ep))  # pp, dp_replicate, experts, ep, tp
         along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}
@@ -40,7 +40,7 @@ class Grid:
         self._lines = {name: grid.reshape(-1, grid.shape[-1]) for name, grid in along.items()}
         self.sizes = {name: lines.shape[1] for name, lines in self._lines.items()}
         self._groups: dict[str, ProcessGroup] = {}
-        if plan.spread:
+        if plan.is_model_sharded:
             # those that sum gradients want a group of one rank too
             sums = {"dp_replicate", "shard"} | ({"experts"} if plan.ep > 1 else set())
             wanted = [name for name in LINES if self.sizes[name] > 1 or name in sums]
@@ -49,32 +49,32 @@ class Grid:
             # one of its own beside that of the gradients, whose sums are under way while others are asked for
             self._groups = world.groups({"data": self._lines["data"].tolist()}) | {"dp_replicate": world.group}
 
-    def line(self, name: str) -> list[int]:
+    def ranks_along(self, name: str) -> list[int]:
         """The ranks along ``name`` with this one among them, in order."""
         lines = self._lines[name]
         (row,) = (lines == self.world.rank).any(1).nonzero().flatten().tolist()
         return lines[row].tolist()
 
-    def index(self, name: str) -> int:
+    def rank_along(self, name: str) -> int:
         """This rank's place along ``name``."""
-        return self.line(name).index(self.world.rank)
+        return self.ranks_along(name).index(self.world.rank)
 
     @property
     def data_rank(self) -> int:
         """Which part of a batch this rank computes (with others along cp, tp and pp), of ``plan.data_ranks``."""
-        return self.index("dp_replicate") * self.plan.dp_shard + self.index("dp_shard")
+        return self.rank_along("dp_replicate") * self.plan.dp_shard + self.rank_along("dp_shard")
 
     @property
-    def draw_rank(self) -> int:
+    def rng_rank(self) -> int:
         """Whose random numbers this rank draws: ranks along tp compute the same and draw the same, all others their own."""
-        return (self.index("pp") * self.plan.data_ranks + self.data_rank) * self.plan.cp + self.index("cp")
+        return (self.rank_along("pp") * self.plan.dp_world_size + self.data_rank) * self.plan.cp + self.rank_along("cp")
 
     def group(self, name: str) -> ProcessGroup:
         """The ranks that differ from this one along ``name`` only."""
         return self._groups[name]
 
     @cached_property
-    def state_mesh(self) -> DeviceMesh:
+    def fsdp_mesh(self) -> DeviceMesh:
         """The ranks that FSDP2 spreads the state over, and the copies of it where there are any."""
         return self._mesh("shard")
 
@@ -84,10 +84,10 @@ class Grid:
         return self._mesh("experts")
 
     def _mesh(self, name: str) -> DeviceMesh:
-        line = torch.tensor(self.line(name))
+        line = torch.tensor(self.ranks_along(name))
         if self.plan.dp_replicate == 1:
             return DeviceMesh.from_group(self.group(name), self.plan.device, mesh=line, mesh_dim_names=(name,))
-        copies = torch.tensor(self.line("dp_replicate"))
+        copies = torch.tensor(self.ranks_along("dp_replicate"))
         return DeviceMesh.from_group(
             [self.group("dp_replicate"), self.group(name)],
             self.plan.device,

@@ -21,19 +21,19 @@ class Layout:
     """Where a model is cut: the names of its blocks, how many each stage has, and the stages that use each parameter."""
 
     blocks: tuple[str, ...]
-    splits: tuple[int, ...]
-    homes: Mapping[str, tuple[int, ...]]
-    members: int  # of the tuple that a block returns, the hidden state first; 0 where it returns that alone
+    layers_per_stage: tuple[int, ...]
+    stages_of_parameter: Mapping[str, tuple[int, ...]]
+    num_block_outputs: int  # of the tuple that a block returns, the hidden state first; 0 where it returns that alone
 
     @property
-    def shared(self) -> dict[str, tuple[int, ...]]:
+    def shared_parameters(self) -> dict[str, tuple[int, ...]]:
         """Parameters of several stages, whose gradients are parts of a sum over these."""
-        return {name: stages for name, stages in self.homes.items() if len(stages) > 1}
+        return {name: stages for name, stages in self.stages_of_parameter.items() if len(stages) > 1}
 
-    def span(self, stage: int) -> range:
+    def blocks_of_stage(self, stage: int) -> range:
         """The numbers of the blocks of a stage."""
-        start = sum(self.splits[:stage])
-        return range(start, start + self.splits[stage])
+        start = sum(self.layers_per_stage[:stage])
+        return range(start, start + self.layers_per_stage[stage])
 
 
 def lay_out(
@@ -95,7 +95,7 @@ def lay_out(
     for name in sizes:
         inside = [number for number, path in enumerate(paths, 1) if name.startswith(f"{path}.")]
         homes[name] = tuple(sorted({places[place] for place in (inside or users.get(name) or [0])}))
-    return Layout(blocks=paths, splits=splits, homes=homes, members=len(ordered[0].outputs) * ordered[0].returns_tuple)
+    return Layout(blocks=paths, layers_per_stage=splits, stages_of_parameter=homes, num_block_outputs=len(ordered[0].outputs) * ordered[0].returns_tuple)
 
 
 def _raise(problems: Sequence[Problem]) -> None:
@@ -168,7 +168,7 @@ def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[Call]]) -> li
 
 def _ways_around(seen: Trace, ordered: Sequence[Call]) -> list[Problem]:
     """Values that depend on parameters and come to a block, or behind the blocks, by another way than the hidden state."""
-    weighed = seen.weighed()
+    weighed = seen.parameter_dependent()
     bounds = _bounds(seen, ordered)
     place = {number: index for index, (first, end) in enumerate(bounds) for number in range(first, end)}
     made: dict[int, int] = {}  # value: place of the operation that made it; -1 between two blocks

@@ -52,24 +52,24 @@ class Held:
 class Ledger:
     """What a rank holds, by parameter name."""
 
-    held: Mapping[str, Held]
+    parameters: Mapping[str, Held]
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(each.parameter_bytes for each in self.held.values())
+        return sum(each.parameter_bytes for each in self.parameters.values())
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(each.gradient_bytes for each in self.held.values())
+        return sum(each.gradient_bytes for each in self.parameters.values())
 
     @property
     def state_bytes(self) -> int:
-        return sum(each.state_bytes for each in self.held.values())
+        return sum(each.state_bytes for each in self.parameters.values())
 
     @property
     def numel(self) -> int:
         """Elements of parameters."""
-        return sum(each.numel for each in self.held.values())
+        return sum(each.numel for each in self.parameters.values())
 
 
 def place_of(plan: Plan, rank: int) -> dict[str, int]:
@@ -98,10 +98,10 @@ def ledger(
     name. ``stacks``: names of parameters that are stacks of experts. ``layout``: where the stages of a pipeline begin.
     """
     place = place_of(plan, rank)
-    stages = {stage_of(plan.schedule, plan.pp, place["pp"], chunk) for chunk in range(plan.chunks)}
+    stages = {stage_of(plan.schedule, plan.pp, place["pp"], chunk) for chunk in range(plan.stages_per_rank)}
     held: dict[str, Held] = {}
-    for name, entry in whole.entries.items():
-        if layout is not None and stages.isdisjoint(layout.homes[name]):
+    for name, entry in whole.parameters.items():
+        if layout is not None and stages.isdisjoint(layout.stages_of_parameter[name]):
             continue
         shape, block, expert = list(entry.shape), (blocks or {}).get(name), name in stacks
         if block is not None:
@@ -109,8 +109,8 @@ def ledger(
         if expert:
             shape[0] //= plan.ep
         before_rows = math.prod(shape)
-        if plan.sharded:
-            line, ranks = "experts" if expert else "shard", plan.shards_of(name, entry.numel, expert=expert)
+        if plan.uses_fsdp:
+            line, ranks = "experts" if expert else "shard", plan.shard_degree_of(name, entry.numel, expert=expert)
             dim = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
             size = -(-shape[dim] // ranks)
             shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))
@@ -127,7 +127,7 @@ def ledger(
             state_numel=numel * len(moments),
             state_bytes=numel * len(moments) * wide + counters * _COUNTER_BYTES,
         )
-    return Ledger(held=held)
+    return Ledger(parameters=held)
 
 
 def check_held(expected: Ledger, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
@@ -135,7 +135,7 @@ def check_held(expected: Ledger, parameters: Mapping[str, nn.Parameter], optimiz
 
     Raises PlanError naming the first parameters that differ, and how.
     """
-    held = expected.held
+    held = expected.parameters
     states: dict[str, list[Tensor]] = {}
     for path, tensor in state_tensors(parameters, optimizer).items():
         states.setdefault(path.split("/", 2)[2], []).append(tensor)

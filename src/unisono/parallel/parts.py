@@ -21,7 +21,7 @@ class Part:
     """
 
     tensor: Tensor
-    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     replica: int = 0
     dim: int = 0

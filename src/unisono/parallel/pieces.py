@@ -45,75 +45,75 @@ class Pieces:
             if grid.plan.dtypes and piece.dtype == torch.bfloat16:
                 piece.grad_dtype = torch.float32
         # in what gradients travel between data ranks where it is not their own dtype
-        self.travels = {
+        self.grad_reduce_dtypes = {
             whole.first_names[name]: dtype
             for name, dtype in travels(model).items()
             if whole.first_names[name] in self.parameters
         }
         self._cut = {self.parameters[name]: block for name, block in self._blocks.items()}
         # those that FSDP2 was not given; experts among them, which are others on each rank, are not equal
-        uncut = [name for name, live in self._live.items() if grid.plan.sharded and not isinstance(live, DTensor)]
+        uncut = [name for name, live in self._live.items() if grid.plan.uses_fsdp and not isinstance(live, DTensor)]
         equal = [name for name in uncut if name not in self._experts]
         sums = [(grid.group(line), names) for line, names in (("shard", equal), ("dp_replicate", uncut)) if names]
-        self.summed: list[tuple[ProcessGroup, list[str]]] = [each for each in sums if each[0].size() > 1]
-        first_of_shard = not grid.plan.sharded or grid.index("shard") == 0
+        self.replicated_grad_groups: list[tuple[ProcessGroup, list[str]]] = [each for each in sums if each[0].size() > 1]
+        first_of_shard = not grid.plan.uses_fsdp or grid.rank_along("shard") == 0
         self._counted_before = {self.parameters[name] for name in ([] if first_of_shard else equal)}
         self._repeated = {self.parameters[name] for name in repeated if name in self.parameters} | self._counted_before
 
     @property
-    def spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether any parameter is not whole."""
-        return self._grid.plan.sharded or bool(self._cut)
+        return self._grid.plan.uses_fsdp or bool(self._cut)
 
     @property
-    def count(self) -> int:
+    def num_parameters(self) -> int:
         """Number of parameters of the whole model."""
-        return self._whole.count
+        return self._whole.num_parameters
 
-    def part(self, name: str, tensor: Tensor) -> Part | None:
+    def shard_of(self, name: str, tensor: Tensor) -> Part | None:
         """``tensor`` (the parameter ``name`` here, or anything of its shape) as a block of the whole; None where it is whole."""
         live, block, experts = self._live[name], self._blocks.get(name), self._experts.get(name)
         # DTensors of the plan's placements lie along tp, and have blocks
-        by_fsdp, sizes = isinstance(live, DTensor) and self._grid.plan.sharded, self._grid.sizes
+        by_fsdp, sizes = isinstance(live, DTensor) and self._grid.plan.uses_fsdp, self._grid.sizes
         sharded = by_fsdp or experts is not None
         if not (sharded or block) or tensor.shape != self.parameters[name].shape:
             return None
-        shape, offset = self._whole.entries[name].shape, [0] * live.ndim
+        shape, offset = self._whole.parameters[name].shape, [0] * live.ndim
         if isinstance(live, DTensor) and by_fsdp:
             line, placed = "shard" if experts is None else "experts", live.placements[-1]
             along = placed.dim if isinstance(placed, Shard) else 0
             size = -(-live.shape[along] // sizes[line])
-            offset[along] = min(self._grid.index(line) * size, live.shape[along])
+            offset[along] = min(self._grid.rank_along(line) * size, live.shape[along])
         if experts is not None:
-            offset[experts] += self._grid.index("ep") * live.shape[experts]
+            offset[experts] += self._grid.rank_along("ep") * live.shape[experts]
         replica = 0
         for axis, cuts in (("dp_replicate", False), ("shard", sharded), ("tp", block is not None)):
-            replica = replica if cuts else replica * sizes[axis] + self._grid.index(axis)
+            replica = replica if cuts else replica * sizes[axis] + self._grid.rank_along(axis)
         if block is None:
-            return Part(tensor=tensor, shape=shape, offset=tuple(offset), replica=replica)
+            return Part(tensor=tensor, global_shape=shape, offset=tuple(offset), replica=replica)
         runs = _within(block.runs, offset[block.dim], tensor.shape[block.dim])
         offset[block.dim] = runs[0][0]
         return Part(
             tensor=tensor,
-            shape=shape,
+            global_shape=shape,
             offset=tuple(offset),
             replica=replica + block.replica,
             dim=block.dim,
             runs=runs if len(runs) > 1 else (),
         )
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+    def global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
         """The norm of all gradients together, whose pieces here are ``gradients``, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
         pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._repeated]
-        if not self.spread and self._grid.plan.pp == 1:
+        if not self.is_sharded and self._grid.plan.pp == 1:
             return global_norm([g for _, g in pairs])
         cut = global_norm([g for p, g in pairs if p in self._cut and not self._cut[p].replica]).square()
         rest = global_norm([g for p, g in pairs if p not in self._cut]).square()
         of_stage = self._grid.sum(self._grid.sum(cut, "tp") + rest, "shard")
         return self._grid.sum(of_stage, "pp").sqrt()
 
-    def sums(self, pieces: Sequence[nn.Parameter], values: Tensor) -> Tensor:
+    def sum_over_shards(self, pieces: Sequence[nn.Parameter], values: Tensor) -> Tensor:
         """``values`` [n], one of each piece, summed over the pieces of the same parameters."""
         if self._cut:
             cut = torch.tensor([piece in self._cut for piece in pieces], device=values.device)
@@ -125,27 +125,27 @@ class Pieces:
             values = torch.where(again, 0, values)
         return self._grid.sum(values, "shard")
 
-    def sum_over_data(self, values: Tensor) -> Tensor:
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """``values`` of this rank's tokens between the cut layers, summed over all tokens of the step, in place."""
         values = self._grid.sum(self._grid.sum(values, "dp_replicate"), "shard")
         return self._grid.sum(values, "tp") if self._grid.plan.sequence_parallel else values
 
-    def largest(self, values: Tensor) -> Tensor:
+    def max_over_shards(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold pieces; NaN where one has it."""
         return self._grid.max(self._grid.max(values, "tp"), "shard")
 
-    def whole_norms(self, pieces: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+    def global_norms(self, pieces: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
         """Norms [n] of whole parameters, or of anything of their shapes, from those of the pieces."""
-        return self.sums(pieces, norms.square()).sqrt()
+        return self.sum_over_shards(pieces, norms.square()).sqrt()
 
-    def of_all_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def gather_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
         if self._grid.plan.pp == 1:
             return dict(values)
         found = {name: value for each in self._grid.world.gather_json(values) for name, value in each.items()}
-        return {name: found[name] for name in self._whole.entries if name in found}
+        return {name: found[name] for name in self._whole.parameters if name in found}
 
-    def take_gradients(self) -> None:
+    def collect_grads(self) -> None:
         """Give each piece its gradient: that of its parameter, zeros where no sample used it."""
         for name, piece in self.parameters.items():
             if not piece.requires_grad:
@@ -156,7 +156,7 @@ class Pieces:
             dtype = piece.grad_dtype or piece.dtype
             piece.grad = torch.zeros_like(piece, dtype=dtype) if gradient is None else gradient.to(dtype)
 
-    def drop_gradients(self) -> None:
+    def zero_grad(self) -> None:
         """Forget all gradients."""
         for parameter in (*self._live.values(), *self.parameters.values()):
             parameter.grad = None

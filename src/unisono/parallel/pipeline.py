@@ -34,15 +34,15 @@ class Pipeline:
 
     def __init__(self, stages: Stages, grid: Grid, device: torch.device) -> None:
         self._stages, self._plan, self._world, self._device = stages, grid.plan, grid.world, device
-        self._rank = grid.index("pp")
+        self._rank = grid.rank_along("pp")
         self._weights = WeightGradients(stages.blocks) if grid.plan.schedule == "zbv" else None
         plan = grid.plan
         places = {
             stage_of(plan.schedule, plan.pp, rank, chunk): rank
             for rank in range(plan.pp)
-            for chunk in range(plan.chunks)
+            for chunk in range(plan.stages_per_rank)
         }
-        self._place = [places[stage] for stage in range(stages.count)]
+        self._place = [places[stage] for stage in range(stages.num_stages)]
         self._connect(grid)
         self._specs: dict[Any, Spec] = {}
         self._posted: dict[Action, tuple[Any, Tensor]] = {}
@@ -51,38 +51,38 @@ class Pipeline:
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
 
     @property
-    def ends_here(self) -> bool:
+    def has_last_stage(self) -> bool:
         """Whether this rank has the last stage."""
         return self._place[-1] == self._rank
 
     def _connect(self, grid: Grid) -> None:
-        place, last = self._place, self._stages.count - 1
+        place, last = self._place, self._stages.num_stages - 1
         ways = [
             (a, b) for low in range(last) for a, b in ((low, low + 1), (low + 1, low)) if place[low] != place[low + 1]
         ]
-        lines = torch.arange(self._plan.world).view(
+        lines = torch.arange(self._plan.world_size).view(
             self._plan.pp, -1
         )  # every rank knows every pipeline: groups are made by all
         wanted = {_link(*way): lines[[place[way[0]], place[way[1]]]].T.tolist() for way in ways}
-        for stages in sorted(set(self._stages.layout.shared.values())):
+        for stages in sorted(set(self._stages.partition.shared_parameters.values())):
             ranks = sorted({place[stage] for stage in stages})
             if len(ranks) > 1:
                 wanted[_sharers(stages)] = lines[ranks].T.tolist()
         self._groups = self._world.groups(wanted)
-        self._peers = dict(enumerate(grid.line("pp")))
+        self._peers = dict(enumerate(grid.ranks_along("pp")))
         # the first message makes the connection, which may hold up both ends (NCCL): here all do it in one order
         for way in ways:
             if _link(*way) in self._groups:
                 token = torch.zeros(1, device=self._device)
                 with self._world.guard(f"connecting stages {way[0]} and {way[1]}"):
-                    if way[0] in self._stages.numbers:
+                    if way[0] in self._stages.stage_ids:
                         self._isend(token, *way).wait()
                     else:
                         self._irecv(token, *way).wait()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def run(
+    def forward_backward(
         self,
         micros: Sequence[Micro],
         forward: Callable[[Micro], Any],
@@ -98,7 +98,7 @@ class Pipeline:
         ``around("forward", micro)`` or ``around("backward", micro)``.
         """
         plan = self._plan
-        actions = order(plan.schedule, plan.pp, plan.chunks, len(micros))[self._rank]
+        actions = order(plan.schedule, plan.pp, plan.stages_per_rank, len(micros))[self._rank]
         owed: dict[tuple[int, int], Owed] = {}
         last = {action.stage: number for number, action in enumerate(actions) if action.kind in "BI"}
         try:
@@ -106,7 +106,7 @@ class Pipeline:
                 self._post_next(actions[number:], micros)
                 # a weight gradient may come later still
                 if number == last[action.stage] and self._weights is None:
-                    before_last_backward(None if number == max(last.values()) else self._stages.members(action.stage))
+                    before_last_backward(None if number == max(last.values()) else self._stages.blocks_of(action.stage))
                 micro = micros[action.micro]
                 if action.kind == "F":
                     self._forward(action, micros, forward, loss, around("forward", micro))
@@ -114,7 +114,7 @@ class Pipeline:
                     self._backward(action, around("backward", micro))
                 elif action.kind == "W":
                     with around("backward", micro):
-                        WeightGradients.settle(owed.pop(action[1:]))
+                        WeightGradients.accumulate(owed.pop(action[1:]))
                 else:
                     assert self._weights is not None
                     with self._weights.collect() as owed[action[1:]]:
@@ -128,14 +128,14 @@ class Pipeline:
 
         Forward passes only, of any number of micro-batches."""
         plan = self._plan
-        actions = forward_order(plan.schedule, plan.pp, self._rank, plan.chunks, len(micros))
+        actions = forward_order(plan.schedule, plan.pp, self._rank, plan.stages_per_rank, len(micros))
         outputs: list[Any] = [None] * len(micros)
         try:
             with torch.no_grad():
                 for number, action in enumerate(actions):
                     self._post_next(actions[number:], micros)
                     returned = self._pass(action, self._hidden(action, micros), micros, forward)
-                    if action.stage == self._stages.count - 1:
+                    if action.stage == self._stages.num_stages - 1:
                         outputs[action.micro] = returned
                     else:
                         self._send_hidden(action, returned, micros)
@@ -145,10 +145,10 @@ class Pipeline:
         return outputs
 
     @property
-    def shared(self) -> list[tuple[ProcessGroup, list[str]]]:
+    def shared_parameter_groups(self) -> list[tuple[ProcessGroup, list[str]]]:
         """Groups of ranks whose stages use the same parameters, and these, for ``SharedGradients``."""
         named: dict[str, list[str]] = {}
-        for name, stages in sorted(self._stages.layout.shared.items()):
+        for name, stages in sorted(self._stages.partition.shared_parameters.items()):
             named.setdefault(_sharers(stages), []).append(name)
         return [(self._groups[sharers], names) for sharers, names in named.items() if sharers in self._groups]
 
@@ -163,7 +163,7 @@ class Pipeline:
     def _pass(
         self, action: Action, received: Tensor | None, micros: Sequence[Micro], forward: Callable[[Micro], Any]
     ) -> Any:
-        self._stages.enter(action.stage, received)
+        self._stages.activate(action.stage, received)
         return forward(micros[action.micro])
 
     def _forward(
@@ -177,14 +177,14 @@ class Pipeline:
         received = self._hidden(action, micros)
         with around:
             output = self._pass(action, received, micros, forward)
-            if action.stage == self._stages.count - 1:
+            if action.stage == self._stages.num_stages - 1:
                 output = loss(output, micros[action.micro])
-        if action.stage < self._stages.count - 1:
+        if action.stage < self._stages.num_stages - 1:
             self._send_hidden(action, output, micros)
         self._kept[action[1:]] = received, output
 
     def _backward(self, action: Action, around: AbstractContextManager[Any]) -> None:
-        gradient = None if action.stage == self._stages.count - 1 else self._receive(action, ())
+        gradient = None if action.stage == self._stages.num_stages - 1 else self._receive(action, ())
         received, output = self._kept.pop(action[1:])
         if output.requires_grad:  # a first stage may have nothing to train
             with around, self._world.guard_collectives("backward pass"):
@@ -201,7 +201,7 @@ class Pipeline:
     def _source(self, action: Action) -> Action | None:
         """Whose result ``action`` waits for; None at the ends of the pipeline."""
         stage = action.stage + (-1 if action.kind == "F" else 1)
-        return action._replace(stage=stage) if action.kind != "W" and 0 <= stage < self._stages.count else None
+        return action._replace(stage=stage) if action.kind != "W" and 0 <= stage < self._stages.num_stages else None
 
     def _spec(self, action: Action, micros: Sequence[Micro]) -> Spec | None:
         """Shape and dtype of what ``action`` receives, where they are known."""

@@ -38,7 +38,7 @@ def cut_sequence(matched: list[Matched], cutter: Cutter) -> None:
         module
         for each in matched
         if isinstance(each.rule, Pair)
-        for name in each.rule.entries
+        for name in each.rule.input_modules
         for module in each.module.get_submodule(name).modules()
     }
     for module in {inner: None for outer in between for inner in outer.modules()}:

@@ -164,7 +164,7 @@ def _block(dims: Dims, shape: tuple[int, ...], grid: Grid) -> Block:
     """Where this rank's part lies."""
     layout = Layout((grid.plan.tp,), (AXIS,))(*(dim or WHOLE for dim in dims))
     at = dims.index(AXIS)
-    held = layout.slices(shape)[grid.index(AXIS)][at]
+    held = layout.slices(shape)[grid.rank_along(AXIS)][at]
     return Block(dim=at, size=shape[at], runs=((held.start, held.stop - held.start),))
 
 
@@ -174,16 +174,16 @@ class PlacedGradients:
     def __init__(self, model: nn.Module, pieces: Pieces, grid: Grid) -> None:
         self._model, self._pieces, self._grid = model, pieces, grid
 
-    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Nothing leaves before the end."""
 
-    def finish(self, totals: Tensor) -> None:
+    def wait(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
         world = self._grid.world
         with world.guard("gradient totals"):
             dist.all_reduce(totals, group=world.group)
         settle_gradients(self._model)
-        self._pieces.take_gradients()
+        self._pieces.collect_grads()
         for gradient in self.gradients():
             self._grid.sum(gradient, "dp_replicate")
 
@@ -191,13 +191,13 @@ class PlacedGradients:
         """This rank's pieces, in parameter order."""
         return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
 
-    def reset(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients."""
-        self._pieces.drop_gradients()
+        self._pieces.zero_grad()
 
     def close(self) -> None:
         """Let the gradients go, and the mesh."""
-        self._pieces.drop_gradients()
+        self._pieces.zero_grad()
         forget_meshes()
 
 
@@ -255,7 +255,7 @@ def _sum_at_once(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> An
 
 
 def _mesh(grid: Grid) -> DeviceMesh:
-    line = torch.tensor(grid.line(AXIS))
+    line = torch.tensor(grid.ranks_along(AXIS))
     return DeviceMesh.from_group(grid.group(AXIS), grid.plan.device, mesh=line, mesh_dim_names=(AXIS,))
 
 

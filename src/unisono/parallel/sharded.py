@@ -48,8 +48,8 @@ def shard(model: nn.Module, whole: Whole, blocks: list[nn.Module], grid: Grid) -
     _check_unsharded(model, plan)
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
-        parameter: plan.shards_of(
-            whole.first_names[name], whole.entries[whole.first_names[name]].numel, expert=parameter in stacks
+        parameter: plan.shard_degree_of(
+            whole.first_names[name], whole.parameters[whole.first_names[name]].numel, expert=parameter in stacks
         )
         for name, parameter in model.named_parameters()
     }
@@ -61,13 +61,13 @@ def shard(model: nn.Module, whole: Whole, blocks: list[nn.Module], grid: Grid) -
         return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)
 
     unit_of = partial(_by_kind, left=left, placed=placed)
-    if plan.ep > 1 and plan.shards > plan.ep:
+    if plan.ep > 1 and plan.shard_degree > plan.ep:
         for _, experts in expert_layers(model):
             unit_of(experts, grid.expert_mesh, reshard=plan.zero == 3)
     for block in blocks:
-        unit_of(block, grid.state_mesh, reshard=plan.zero == 3)
+        unit_of(block, grid.fsdp_mesh, reshard=plan.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
-    unit_of(model, grid.state_mesh, reshard=False)
+    unit_of(model, grid.fsdp_mesh, reshard=False)
     units: Any = blocks
     for number in range(len(blocks) if plan.prefetch_blocks else 0):
         units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.prefetch_blocks])
@@ -156,7 +156,7 @@ class ShardedGradients:
     def __init__(self, model: nn.Module, pieces: Pieces, grid: Grid) -> None:
         self._plan, self._pieces, self._world = grid.plan, pieces, grid.world
         self._units = list(_units(model))
-        self._whole = SharedGradients(pieces.summed, grid.world)
+        self._whole = SharedGradients(pieces.replicated_grad_groups, grid.world)
         self._set(self._units, last=False)
 
     def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
@@ -165,30 +165,30 @@ class ShardedGradients:
             unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
 
-    def arm(self, part: Sequence[nn.Module] | None = None) -> None:
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """The next backward pass is the step's last, or the last through a ``part`` of the model."""
         units = self._units if part is None else [unit for module in part for unit in _units(module)]
         self._set(units, last=True)
 
-    def finish(self, totals: Tensor) -> None:
+    def wait(self, totals: Tensor) -> None:
         """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
         with self._world.guard("gradient totals"):
             dist.all_reduce(totals, group=self._world.group)
-        self._pieces.take_gradients()
-        self._whole.finish(self._pieces)
+        self._pieces.collect_grads()
+        self._whole.reduce(self._pieces)
 
     def gradients(self) -> list[Tensor]:
         """This rank's pieces, in parameter order."""
         return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
 
-    def reset(self) -> None:
+    def zero_grad(self) -> None:
         """Forget the gradients; further backward passes are not the last."""
-        self._pieces.drop_gradients()
+        self._pieces.zero_grad()
         self._set(self._units, last=False)
 
     def close(self) -> None:
         """Let the gradients go, and the mesh."""
-        self._pieces.drop_gradients()
+        self._pieces.zero_grad()
         forget_meshes()
 
 

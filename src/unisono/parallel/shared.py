@@ -28,7 +28,7 @@ class SharedGradients:
         self._groups, self._world = groups, world
 
     @torch.no_grad()
-    def finish(self, pieces: Pieces) -> None:
+    def reduce(self, pieces: Pieces) -> None:
         """Sum, in place: after the gradients have been summed over data ranks, before anyone reads them."""
         for group, names in self._groups:
             gradients = [pieces.parameters[name].grad for name in names if name in pieces.parameters]

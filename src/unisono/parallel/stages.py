@@ -30,18 +30,18 @@ class Stages:
     """
 
     def __init__(self, model: nn.Module, layout: Layout, numbers: Sequence[int]) -> None:
-        self.model, self.layout, self.numbers = model, layout, tuple(sorted(numbers))
-        self.count = len(layout.splits)
+        self.model, self.partition, self.stage_ids = model, layout, tuple(sorted(numbers))
+        self.num_stages = len(layout.layers_per_stage)
         self._active = -1
         self._received: Tensor | None = None
-        kept = {number for stage in self.numbers for number in layout.span(stage)}
+        kept = {number for stage in self.stage_ids for number in layout.blocks_of_stage(stage)}
         self._homes = [_home(model, path) for path in layout.blocks]
         self._own = {number: self._homes[number][0][self._homes[number][1]] for number in sorted(kept)}
         self._passes = [_Pass(self._skip(number), parent[key]) for number, (parent, key) in enumerate(self._homes)]
         for number, (parent, key) in enumerate(self._homes):
             if number not in kept:
                 parent[key] = self._passes[number]
-        _drop(model, {name for name, stages in layout.homes.items() if set(stages).isdisjoint(self.numbers)})
+        _drop(model, {name for name, stages in layout.stages_of_parameter.items() if set(stages).isdisjoint(self.stage_ids)})
         self._inner = model.forward
         model.forward = self._forward
 
@@ -51,16 +51,16 @@ class Stages:
         return list(self._own.values())
 
     @property
-    def repeated(self) -> list[str]:
+    def duplicated_parameters(self) -> list[str]:
         """Parameters here that an earlier rank's stage has too."""
-        homes = self.layout.homes.items()
-        return [name for name, stages in homes if set(stages) & set(self.numbers) and stages[0] not in self.numbers]
+        homes = self.partition.stages_of_parameter.items()
+        return [name for name, stages in homes if set(stages) & set(self.stage_ids) and stages[0] not in self.stage_ids]
 
-    def members(self, stage: int) -> list[nn.Module]:
+    def blocks_of(self, stage: int) -> list[nn.Module]:
         """The blocks of a stage that is here."""
-        return [self._own[number] for number in self.layout.span(stage)]
+        return [self._own[number] for number in self.partition.blocks_of_stage(stage)]
 
-    def enter(self, stage: int, received: Tensor | None) -> None:
+    def activate(self, stage: int, received: Tensor | None) -> None:
         """The next call of the model is of ``stage``, from ``received`` on; the first stage gets None."""
         self._active, self._received = stage, received
 
@@ -78,7 +78,7 @@ class Stages:
     @contextmanager
     def _only_active(self) -> Generator[None]:
         """Passes in place of this rank's other stages' blocks."""
-        span = self.layout.span(self._active)
+        span = self.partition.blocks_of_stage(self._active)
         aside = [number for number in self._own if number not in span]
         try:
             for number in aside:
@@ -92,13 +92,13 @@ class Stages:
 
     def _skip(self, number: int) -> Callable[[Tensor], Any]:
         def skip(hidden: Tensor) -> Any:
-            span = self.layout.span(self._active)
+            span = self.partition.blocks_of_stage(self._active)
             if number == span.stop:
                 raise _Leave(hidden)
             if number == span.start - 1:
                 assert self._received is not None
                 hidden = self._received
-            return (hidden, *[None] * (self.layout.members - 1)) if self.layout.members else hidden
+            return (hidden, *[None] * (self.partition.num_block_outputs - 1)) if self.partition.num_block_outputs else hidden
 
         return skip
 

@@ -52,9 +52,9 @@ def cut(model: nn.Module, grid: Grid) -> None:
             case Pair():
                 _cut_pair(each, each.rule, cutter, replicas, along_sequence=grid.plan.sequence_parallel)
                 around = _called(model, each.path)
-                draws[around] = draws.get(around) or Draws(around, cutter.index)
+                draws[around] = draws.get(around) or Draws(around, cutter.rank)
                 *first, last = map(each.module.get_submodule, each.rule.layers)
-                draws[around].add(first, last)
+                draws[around].add_pair(first, last)
             case Experts():
                 cut_hidden_units(each.module, cutter, along_sequence=grid.plan.sequence_parallel)
             case Embedding():
@@ -84,7 +84,7 @@ def _groups_of_replicas(matched: list[Matched], grid: Grid) -> dict[int, Process
         if isinstance(each.rule, Pair) and each.rule.shared_units:
             counts.add(count // min(count, count_of(each, each.rule.shared_units)))
     lines = {
-        str(n): torch.arange(grid.plan.world).view(-1, n).tolist()  # the ranks along tp are neighbours
+        str(n): torch.arange(grid.plan.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
         if 1 < n < count
     }
@@ -101,17 +101,17 @@ def _cut_pair(
         layer = module.get_submodule(name)
         held = parts if name in pair.shared else 0
         fused = 3 if name in pair.fused else 1
-        cutter.keep(layer, "weight", features(layer)[0], parts=held, fused=fused)
-        cutter.keep(layer, "bias", 0, parts=held, fused=fused)
-        if 0 < held < cutter.count:
+        cutter.shard(layer, "weight", features(layer)[0], parts=held, fused=fused)
+        cutter.shard(layer, "bias", 0, parts=held, fused=fused)
+        if 0 < held < cutter.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
-                note_summed(layer, parameter, replicas[cutter.count // held])
+                note_summed(layer, parameter, replicas[cutter.num_ranks // held])
     last = module.get_submodule(pair.row)
-    cutter.keep(last, "weight", features(last)[1])
+    cutter.shard(last, "weight", features(last)[1])
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
-    _tell_counts(module, pair, cutter.count)
-    for first in map(module.get_submodule, pair.entries):
+    _tell_counts(module, pair, cutter.num_ranks)
+    for first in map(module.get_submodule, pair.input_modules):
         _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
         before(first, lambda x: gather(x, TOKENS, group) if along_sequence else enter(x, group))
     _leave_behind(last, group, along_sequence=along_sequence)
@@ -128,7 +128,7 @@ def _tell_sizes(layer: Any) -> None:
 def _tell_counts(module: nn.Module, pair: Pair, count: int) -> None:
     """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
     local: dict[str, int] = {}
-    for name in pair.told:
+    for name in pair.local_attrs:
         local[name] = max(1, int(attrgetter(name)(module)) // count)
     if pair.ratio:
         local[pair.ratio] = local[pair.units] // local[pair.shared_units]

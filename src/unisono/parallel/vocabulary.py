@@ -55,12 +55,12 @@ class VocabularyPart:
 
 def cut_embedding(layer: Any, cutter: Cutter) -> VocabularyPart:
     """Keep this rank's rows of an ``nn.Embedding``."""
-    part = VocabularyPart(sizes=even(layer.num_embeddings, cutter.count), group=cutter.group)
+    part = VocabularyPart(sizes=even(layer.num_embeddings, cutter.num_ranks), group=cutter.group)
     padding = layer.padding_idx
     if padding is not None:  # the row whose gradient stays zero
         place, here = part.place(torch.tensor(padding))
         padding = int(place) if here else None
-    cutter.keep(layer, "weight", 0)
+    cutter.shard(layer, "weight", 0)
     inner = layer.forward  # a subclass may scale what it looks up
 
     def forward(tokens: Tensor) -> Tensor:
@@ -68,16 +68,16 @@ def cut_embedding(layer: Any, cutter: Cutter) -> VocabularyPart:
         return leave(inner(places).where(here[..., None], 0), part.group)
 
     layer.forward = forward
-    layer.num_embeddings, layer.padding_idx = part.sizes[cutter.index], padding
+    layer.num_embeddings, layer.padding_idx = part.sizes[cutter.rank], padding
     return part
 
 
 def cut_output(layer: Any, cutter: Cutter) -> VocabularyPart:
     """Keep this rank's rows of an ``nn.Linear``; called as a layer it returns all logits on every rank."""
-    part = VocabularyPart(sizes=even(layer.out_features, cutter.count), group=cutter.group)
-    cutter.keep(layer, "weight", 0)
-    cutter.keep(layer, "bias", 0)
-    layer.out_features = part.sizes[cutter.index]
+    part = VocabularyPart(sizes=even(layer.out_features, cutter.num_ranks), group=cutter.group)
+    cutter.shard(layer, "weight", 0)
+    cutter.shard(layer, "bias", 0)
+    layer.out_features = part.sizes[cutter.rank]
     inner = layer.forward
 
     def forward(x: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class WeightGradients:
         finally:
             self._owed = None
 
-    def owe(self, x: Tensor, gradient: Tensor, weight: Tensor) -> bool:
+    def defer(self, x: Tensor, gradient: Tensor, weight: Tensor) -> bool:
         """Take it on, if anyone collects."""
         if self._owed is None:
             return False
@@ -54,7 +54,7 @@ class WeightGradients:
         return True
 
     @staticmethod
-    def settle(owed: Owed) -> None:
+    def accumulate(owed: Owed) -> None:
         """Add the gradients to those of the weights, as autograd does, and forget the rest.
 
         Hooks that wait for a weight's gradient run here, and ran in the backward pass before, which had none for it.

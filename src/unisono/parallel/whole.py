@@ -26,15 +26,15 @@ class Entry:
 class Whole:
     """``entries`` by first name; ``first_names`` from every name, as a parameter that is used twice may have several."""
 
-    entries: dict[str, Entry]
+    parameters: dict[str, Entry]
     first_names: dict[str, str]
 
     @staticmethod
-    def of(model: nn.Module) -> Whole:
+    def from_model(model: nn.Module) -> Whole:
         """Of a model that is not cut yet; its parameters may be on the meta device."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         return Whole(
-            entries={
+            parameters={
                 name: Entry(shape=tuple(p.shape), dtype=p.dtype, trained=p.requires_grad)
                 for name, p in model.named_parameters()
             },
@@ -42,6 +42,6 @@ class Whole:
         )
 
     @property
-    def count(self) -> int:
+    def num_parameters(self) -> int:
         """Number of parameters."""
-        return sum(entry.numel for entry in self.entries.values())
+        return sum(entry.numel for entry in self.parameters.values())

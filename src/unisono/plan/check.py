@@ -53,7 +53,7 @@ def _counts(plan: Plan) -> Iterator[Problem]:
 
 def _mesh(plan: Plan, world: int) -> Iterator[Problem]:
     axes = {"pp": plan.pp, "dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
-    if plan.world != world:
+    if plan.world_size != world:
         near: dict[str, int] = {}
         left = world
         for name in ("tp", "cp", "pp", "dp_shard"):
@@ -65,20 +65,20 @@ def _mesh(plan: Plan, world: int) -> Iterator[Problem]:
         yield Problem(
             given=f"{' x '.join(f'{name} {axes[name]}' for name in said)} on {world} ranks",
             rule="the product of the mesh axes is the number of ranks",
-            consequence=f"the plan is for {plan.world} ranks",
-            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, or launch.processes={plan.world}",
+            consequence=f"the plan is for {plan.world_size} ranks",
+            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, or launch.processes={plan.world_size}",
         )
-    if plan.shards % plan.ep:
+    if plan.shard_degree % plan.ep:
         yield Problem(
             given=f"ep {plan.ep} with dp_shard {plan.dp_shard} x cp {plan.cp}",
             rule="experts are spread over ranks that share one copy of the state: ep divides dp_shard x cp",
             consequence="experts would have no place",
-            nearest=f"ep={largest_divisor(plan.shards, plan.ep)}, or dp_shard={plan.ep}",
+            nearest=f"ep={largest_divisor(plan.shard_degree, plan.ep)}, or dp_shard={plan.ep}",
         )
 
 
 def _batch(plan: Plan, world: int) -> Iterator[Problem]:
-    ranks = plan.data_ranks if plan.world == world else max(1, world // (plan.pp * plan.cp * plan.tp))
+    ranks = plan.dp_world_size if plan.world_size == world else max(1, world // (plan.pp * plan.cp * plan.tp))
     if plan.global_batch < ranks:
         yield Problem(
             given=f"global_batch {plan.global_batch} on {ranks} ranks",
@@ -86,7 +86,7 @@ def _batch(plan: Plan, world: int) -> Iterator[Problem]:
             consequence=f"{ranks - plan.global_batch} ranks would never see data",
             nearest=f"plan.global_batch={ranks}, or launch.processes={plan.global_batch}",
         )
-    elif plan.sharded and plan.global_batch % ranks:
+    elif plan.uses_fsdp and plan.global_batch % ranks:
         yield Problem(
             given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {ranks} ranks",
             rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
@@ -151,9 +151,9 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
     if plan.pp == 1:
         return
     one = CHUNKS[plan.schedule] == 1
-    if (plan.chunks == 1) != one or (plan.schedule == "zbv" and plan.chunks != 2):
+    if (plan.stages_per_rank == 1) != one or (plan.schedule == "zbv" and plan.stages_per_rank != 2):
         yield Problem(
-            given=f"schedule {plan.schedule!r} with {plan.chunks} pieces of the model per rank",
+            given=f"schedule {plan.schedule!r} with {plan.stages_per_rank} pieces of the model per rank",
             rule="gpipe and 1f1b run one piece per rank, zbv two, interleaved two or more",
             consequence="there is no such order of passes",
             nearest=f"{plan.pp * CHUNKS[plan.schedule]} splits, or schedule={'interleaved' if one else '1f1b'!r}",
@@ -165,7 +165,7 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
             rule=f"the schedule keeps {least} micro-batches under way at once",
             consequence="some ranks would never have work",
             nearest=f"micro_batch={max(1, plan.micro_batch * plan.accumulation // least)}, or "
-            f"global_batch={least * plan.micro_batch * plan.data_ranks} with micro_batch={plan.micro_batch}, "
+            f"global_batch={least * plan.micro_batch * plan.dp_world_size} with micro_batch={plan.micro_batch}, "
             "or schedule='gpipe'",
         )
     elif plan.schedule == "interleaved" and plan.accumulation % plan.pp:
@@ -175,12 +175,12 @@ def _pipeline(plan: Plan) -> Iterator[Problem]:
             consequence="the last group would not be whole",
             nearest=f"accumulation {plan.accumulation // plan.pp * plan.pp}, by global_batch or micro_batch",
         )
-    if plan.global_batch % plan.data_ranks:
+    if plan.global_batch % plan.dp_world_size:
         yield Problem(
-            given=f"pp {plan.pp} with global_batch {plan.global_batch} on {plan.data_ranks} data ranks",
+            given=f"pp {plan.pp} with global_batch {plan.global_batch} on {plan.dp_world_size} data ranks",
             rule="all pipelines run the same number of micro-batches: global_batch is a multiple of the data ranks",
             consequence="the schedules would not fit together",
-            nearest=f"plan.global_batch={max(1, plan.global_batch // plan.data_ranks) * plan.data_ranks}",
+            nearest=f"plan.global_batch={max(1, plan.global_batch // plan.dp_world_size) * plan.dp_world_size}",
         )
 
 
@@ -202,7 +202,7 @@ def _recompute(plan: Plan) -> Iterator[Problem]:
             consequence="it would be unclear which of the two counts",
             nearest="names of blocks among recompute_modules, or no recompute_modules",
         )
-    pieces = plan.pp * plan.chunks if plan.pp > 1 else 1
+    pieces = plan.pp * plan.stages_per_rank if plan.pp > 1 else 1
     blocks = list(plan.recompute_blocks)
     if plan.recompute == "none" and blocks:
         yield Problem(
@@ -250,14 +250,14 @@ def _state(plan: Plan) -> Iterator[Problem]:
     """How the state is cut and summed."""
     for name in ("shard_threshold_numel", "prefetch_blocks"):
         number: int = getattr(plan, name)
-        if number < 0 or (number and not plan.sharded):
+        if number < 0 or (number and not plan.uses_fsdp):
             yield Problem(
                 given=f"{name} {number} with dp_shard {plan.dp_shard} x cp {plan.cp}",
                 rule="it is 0 or more, and says something of a state that ranks share",
                 consequence="it would change nothing",
                 nearest=f"{name}=0, or dp_shard=2",
             )
-    if plan.unsharded and not plan.sharded:
+    if plan.unsharded and not plan.uses_fsdp:
         yield Problem(
             given=f"unsharded {list(plan.unsharded)} with dp_shard {plan.dp_shard} x cp {plan.cp}",
             rule="it names modules that stay whole beside a state that ranks share",
@@ -309,7 +309,7 @@ def _choices(plan: Plan, world: int) -> Iterator[Problem]:
             consequence="they would not compute in fp8",
             nearest="precision='bf16', or dp_shard in place of tp and schedule='interleaved'",
         )
-    if plan.schedule == "zbv" and plan.pp > 1 and plan.sharded:
+    if plan.schedule == "zbv" and plan.pp > 1 and plan.uses_fsdp:
         yield Problem(
             given=f"schedule 'zbv' with dp_shard {plan.dp_shard} x cp {plan.cp}",
             rule="zbv computes weight gradients after a block's backward pass, and sharded states reduce them at its end",

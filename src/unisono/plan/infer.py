@@ -78,8 +78,8 @@ def kind_of(name: str) -> str:
 def _apart(made: Pair | str, alike: Mapping[str, list[Pair]]) -> Pair | str:
     """``made``, unless it would divide an attribute that another pair of the same module divides."""
     if isinstance(made, Pair):
-        others = {name for pair in alike.get(kind_of(made.module), ()) for name in pair.told}
-        twice = others.intersection(made.told)
+        others = {name for pair in alike.get(kind_of(made.module), ()) for name in pair.local_attrs}
+        twice = others.intersection(made.local_attrs)
         if twice:
             return f"{', '.join(sorted(twice))} is of another pair too"
     return made

@@ -82,50 +82,50 @@ class Plan:
     provenance: str = field(default="", compare=False)
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks the plan needs."""
-        return self.pp * self.data_ranks * self.cp * self.tp
+        return self.pp * self.dp_world_size * self.cp * self.tp
 
     @property
-    def data_ranks(self) -> int:
+    def dp_world_size(self) -> int:
         """How many different parts of a batch are computed at the same time."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def shards(self) -> int:
+    def shard_degree(self) -> int:
         """How many ranks share one copy of the state: those of ``cp`` compute parts of the same samples and share it too."""
         return self.dp_shard * self.cp
 
     @property
-    def sharded(self) -> bool:
+    def uses_fsdp(self) -> bool:
         """Whether ranks gather parameters from each other."""
-        return self.shards > 1
+        return self.shard_degree > 1
 
-    def shards_of(self, name: str, numel: int, *, expert: bool = False) -> int:
+    def shard_degree_of(self, name: str, numel: int, *, expert: bool = False) -> int:
         """Over how many ranks the parameter ``name``, of ``numel`` elements in the whole model, is cut as part of the state.
 
         ``expert``: of a stack of experts, which ``ep`` spreads first. Others stay whole on each rank where they are below the
         threshold or in a module that ``unsharded`` names.
         """
         if expert and self.ep > 1:
-            return self.shards // self.ep
+            return self.shard_degree // self.ep
         parts = name.split(".")[:-1]
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         whole = numel < self.shard_threshold_numel or any(matching(pattern, around) for pattern in self.unsharded)
-        return 1 if whole else self.shards
+        return 1 if whole else self.shard_degree
 
     @property
-    def spread(self) -> bool:
+    def is_model_sharded(self) -> bool:
         """Whether no rank holds the whole model."""
-        return self.sharded or self.tp > 1 or self.pp > 1
+        return self.uses_fsdp or self.tp > 1 or self.pp > 1
 
     @property
-    def scaled(self) -> bool:
+    def uses_loss_scale(self) -> bool:
         """Whether anything computes in fp16, whose small gradients need a loss scale."""
         return self.precision == "fp16" or any(rule.compute == "fp16" for rule in self.dtypes)
 
     @property
-    def chunks(self) -> int:
+    def stages_per_rank(self) -> int:
         """How many pieces of the model one pipeline rank runs, one after the other."""
         return len(self.splits) // self.pp if self.splits else CHUNKS[self.schedule]
 
@@ -201,12 +201,12 @@ class Plan:
     def describe(self) -> str:
         """One line for people."""
         shards = f", {self.pp} stages ({self.schedule})" if self.pp > 1 else ""
-        shards += f", state cut over {self.shards} (zero {self.zero})" if self.sharded else ""
+        shards += f", state cut over {self.shard_degree} (zero {self.zero})" if self.uses_fsdp else ""
         shards += f", sequences over {self.cp}" if self.cp > 1 else ""
         shards += f", layers over {self.tp}" if self.tp > 1 else ""
         shards += f", experts over {self.ep}" if self.ep > 1 else ""
         return (
-            f"{self.world} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.data_ranks} ranks"
+            f"{self.world_size} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.dp_world_size} ranks"
             f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}{self._sent()}, recompute {self.recompute},"
             f" compile {self.compile}"
         )

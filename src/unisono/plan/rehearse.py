@@ -291,7 +291,7 @@ def _as_one_of(count: int, few: int, pair: Pair, module: nn.Module) -> Generator
         last: Any = module.get_submodule(pair.row)
         narrow(last, "weight", 1, count)
         change(last, "in_features", last.in_features // count)
-        local = {name: max(1, attrgetter(name)(module) // count) for name in pair.told}
+        local = {name: max(1, attrgetter(name)(module) // count) for name in pair.local_attrs}
         if pair.ratio:
             local[pair.ratio] = local[pair.units] // local[pair.shared_units]
         for name, value in local.items():

@@ -48,12 +48,12 @@ class Pair(
         return (*self.column, *self.shared, *self.fused, self.row)
 
     @property
-    def told(self) -> tuple[str, ...]:
+    def local_attrs(self) -> tuple[str, ...]:
         """The attributes that are divided."""
         return tuple(name for name in (self.units, self.shared_units, *self.divided) if name)
 
     @property
-    def entries(self) -> tuple[str, ...]:
+    def input_modules(self) -> tuple[str, ...]:
         """The submodules whose inputs the columns read."""
         return self.layers[:-1] if self.enter == "*" else (self.enter,)
 

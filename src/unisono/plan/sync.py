@@ -58,14 +58,14 @@ def _alone(plan: Plan) -> Iterator[Problem]:
             consequence="some would wait in a collective for ranks that are elsewhere",
             nearest=f"plan.sync='dist_sync', or {', '.join(f'{name}=1' for name in others)}",
         )
-    if plan.global_batch % plan.data_ranks:
+    if plan.global_batch % plan.dp_world_size:
         yield Problem(
-            given=f"sync {plan.sync!r} with global_batch {plan.global_batch} on {plan.data_ranks} ranks",
+            given=f"sync {plan.sync!r} with global_batch {plan.global_batch} on {plan.dp_world_size} ranks",
             rule="each rank's gradient counts alike, so all have equally many samples",
             consequence="samples of smaller shares would weigh more",
-            nearest=f"plan.global_batch={max(1, plan.global_batch // plan.data_ranks) * plan.data_ranks}",
+            nearest=f"plan.global_batch={max(1, plan.global_batch // plan.dp_world_size) * plan.dp_world_size}",
         )
-    if plan.sync == "dist_local" and plan.scaled:
+    if plan.sync == "dist_local" and plan.uses_loss_scale:
         yield Problem(
             given="sync 'dist_local' with fp16",
             rule="a loss scale is agreed in every step, and these ranks agree once a round",
@@ -76,13 +76,13 @@ def _alone(plan: Plan) -> Iterator[Problem]:
 
 def _compression(plan: Plan) -> Iterator[Problem]:
     why = ""
-    if plan.sharded:
+    if plan.uses_fsdp:
         why = "FSDP2 reduces the gradients of sharded states itself"
     elif plan.placements:
         why = "DTensor reduces the gradients of placed parameters itself"
     elif plan.dp_replicate == 1:
         why = "no gradient is sent from rank to rank"
-    if plan.scaled:
+    if plan.uses_loss_scale:
         yield Problem(
             given=f"compression {plan.compression!r} with fp16",
             rule="what a codec holds back is in units of the gradients, which a loss scale changes from step to step",

@@ -71,7 +71,7 @@ class Trace:
     outputs: tuple[int, ...]
     returned: tuple[str, ...]
 
-    def weighed(self) -> frozenset[int]:
+    def parameter_dependent(self) -> frozenset[int]:
         """The values that depend on any parameter."""
         found: set[int] = set()
         for op in self.ops:

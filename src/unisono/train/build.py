@@ -135,7 +135,7 @@ def build_trainer(
     _, plan = plan_for(config.plan, world.job)
     build = partial(build_model, config, data.tokenizer)
     return Trainer(
-        build if plan.spread else build(),
+        build if plan.is_model_sharded else build(),
         data.train,
         config.plan,
         objective=find_objective(config),

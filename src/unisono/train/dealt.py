@@ -70,7 +70,7 @@ class RemoteOptimizer:
         self.param_groups, self.state = local.param_groups, local.state
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
-        self.unit = 0
+        self.batch_shard = 0
         self._servers, self._late_pull, self._timers = servers, late_pull, timers
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._sent = {name: _host_like(p) for name, p in self._trained.items()}
@@ -88,9 +88,9 @@ class RemoteOptimizer:
         lr = float(self.param_groups[0]["lr"])
         with self._timers.phase("comm_exposed"):
             if self._late_pull:
-                self._servers.push(self._sent, lr=lr, unit=self.unit).wait()
+                self._servers.push(self._sent, lr=lr, unit=self.batch_shard).wait()
             else:
-                self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.unit).wait()
+                self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.batch_shard).wait()
         if not self._late_pull:
             self._take()
         self._servers.commit()
@@ -114,7 +114,7 @@ class Dealt:
     Raises LaunchError where there are no servers, CommError when they cannot be reached or know another run.
     """
 
-    apart = False
+    params_diverge = False
 
     def __init__(
         self,
@@ -134,21 +134,21 @@ class Dealt:
         self._events, self._units = events, 0
         self._plan, self._state = plan, state
         # each update's rate comes with its push; clipping is done here
-        self._recipe = Recipe(options=replace(options, clip_norm=0.0), roles=dict(roles), damped=plan.damping)
-        held = state.held()
+        self._recipe = Recipe(options=replace(options, clip_norm=0.0), roles=dict(roles), staleness_lr_decay=plan.damping)
+        held = state.local_state()
         self._values = {path[6:]: cast(Tensor, each) for path, each in held.items() if path.startswith("model/")}
-        self._parameters = state.pieces.parameters
+        self._parameters = state.sharded.parameters
         workers = plan.dp_replicate
         agreed = Agreed(
             table={name: (tuple(value.shape), value.dtype) for name, value in self._values.items()},
-            servers=len(job.server_addresses),
-            whole=tuple(self._parameters) if options.kind in LAYERWISE else (),
+            num_servers=len(job.server_addresses),
+            uncut_keys=tuple(self._parameters) if options.kind in LAYERWISE else (),
             staleness=plan.staleness,
-            units=steps * workers,
-            units_per_step=workers,
-            units_per_save=save_every * workers,
+            num_batch_shards=steps * workers,
+            batch_shards_per_step=workers,
+            batch_shards_per_save=save_every * workers,
             codec=plan.compression,
-            about={"run": job.run_id, **about},
+            labels={"run": job.run_id, **about},
         )
         self._addresses = job.server_addresses
         self._servers = Servers(
@@ -156,7 +156,7 @@ class Dealt:
             read_secret(os.environ),
             agreed,
             worker=job.rank,
-            incarnation=job.epoch,
+            incarnation=job.restart_count,
             codec=None if plan.compression == "none" else server_codec(plan.compression),
             tls=read_tls(os.environ),
             say=lambda text: events.emit("servers", message=text),
@@ -169,17 +169,17 @@ class Dealt:
             local, self._servers, self._parameters, late_pull=self._bounded, timers=timers
         )
         state.optimizer = cast(torch.optim.Optimizer, self._optimizer)
-        self.drop()
+        self.drop_optimizer_state()
         self._kept: Work | None = None
         self._weight = 0.0
         self._asked_to_stop = False
         self._saved_at = -1
-        self.work = Work("wait")  # what ended the last stretch of units: save, end or stopped
-        self.last = False  # whether that is the run's last save
+        self.work_item = Work("wait")  # what ended the last stretch of units: save, end or stopped
+        self.is_final_save = False  # whether that is the run's last save
 
     # --- the start of a run ----------------------------------------------------------------------------------------
 
-    def begins(self) -> bool:
+    def claim_start(self) -> bool:
         """Whether it is this worker that brings in what the run starts from; else waits until another has."""
         self._kept = self._claimed()
         if self._kept.kind != "begin":
@@ -190,31 +190,31 @@ class Dealt:
     def publish(self, state: RunState, *, resumed: bool) -> None:
         """Give the servers the model as it is here, and of a run that goes on the optimizer's state; work begins at its step."""
         self._servers.init(self._values)
-        self._servers.set_recipe(self._recipe)
+        self._servers.set_optimizer(self._recipe)
         if resumed:
-            moments = {path: cast(Tensor, each) for path, each in state.held().items() if path.startswith("optim/")}
-            self._servers.load({**self._values, **moments})
-        self.drop()
+            moments = {path: cast(Tensor, each) for path, each in state.local_state().items() if path.startswith("optim/")}
+            self._servers.load_state({**self._values, **moments})
+        self.drop_optimizer_state()
         self._servers.snapshot()
-        self._servers.done(Work("begin", state.step * self._plan.dp_replicate), float(state.weight_total))
+        self._servers.mark_done(Work("begin", state.step * self._plan.dp_replicate), float(state.weight_total))
 
     # --- its course ------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Loader) -> Generator[StepBatch]:
         """The units that this worker is dealt, up to a save that falls to it or the end (then ``work`` says which)."""
-        return loader.dealt(self._claim)
+        return loader.iterate_claimed(self._claim)
 
-    def start_unit(self, batch: StepBatch) -> None:
+    def start_shard(self, batch: StepBatch) -> None:
         """Its gradients are the next to be pushed."""
-        self._state.step, self._optimizer.unit = batch.step, batch.unit
+        self._state.step, self._optimizer.batch_shard = batch.step, batch.batch_shard
         if self._bounded:
             self._optimizer.pull()
 
-    def finish_unit(self, unit: int, weight: float) -> None:
+    def finish_shard(self, unit: int, weight: float) -> None:
         """Its gradients are applied, or it did not count."""
-        self._servers.done(Work("unit", unit), weight)
+        self._servers.mark_done(Work("unit", unit), weight)
         self._units += 1
-        if is_due(_TOLD_EVERY_UNITS, self._units) and (told := self._servers.compression()):
+        if is_due(_TOLD_EVERY_UNITS, self._units) and (told := self._servers.compression_stats()):
             self._events.emit(
                 "compressed",
                 step=self._state.step,
@@ -222,16 +222,16 @@ class Dealt:
                 residual_norms={name: each["residual"] for name, each in told.items() if "residual" in each},
             )
 
-    def links(self) -> list[Link]:
+    def peer_traffic(self) -> list[Link]:
         """One to each server; ``apart`` says why nothing goes through memory, empty where it does."""
         return [
             Link(
                 peer=peer,
-                sent_bytes=each.sent_bytes + each.memory_bytes,
-                received_bytes=each.received_bytes + each.taken_bytes,
+                sent_bytes=each.sent_bytes + each.shared_sent_bytes,
+                received_bytes=each.received_bytes + each.shared_received_bytes,
                 facts={
-                    "apart": each.apart,
-                    "reconnects": each.reconnects,
+                    "apart": each.no_shared_memory_reason,
+                    "reconnects": each.num_reconnects,
                 },
             )
             for peer, each in zip(self._addresses, self._servers.traffic(), strict=True)
@@ -244,56 +244,56 @@ class Dealt:
         self._asked_to_stop = True
 
     @torch.no_grad()
-    def join(self) -> None:
+    def pull_model(self) -> None:
         """Take over all values of now, those that are not trained too, exactly, and the step that the servers stand at."""
         got = {name: _host_like(value) for name, value in self._values.items()}
         self._servers.pull(got, exact=True).wait()
         for name, value in self._values.items():
             value.copy_(got[name])
-        if self.work.kind != "wait":
+        if self.work_item.kind != "wait":
             self._state.step = self.step
             self._state.weight_total.fill_(self._weight)
 
     @property
     def step(self) -> int:
         """Where the servers stand, at a save or the end."""
-        return self.work.number // self._plan.dp_replicate
+        return self.work_item.number // self._plan.dp_replicate
 
     def finish_save(self) -> None:
         """What was to be done at this step is done."""
         self._saved_at = self.step
-        self._servers.done(self.work)
+        self._servers.mark_done(self.work_item)
 
     @property
-    def saves_here(self) -> bool:
+    def owns_save(self) -> bool:
         """Whether the save at which the run stands is this worker's."""
-        return self._saved_at == self.step and self.work.kind != "wait"
+        return self._saved_at == self.step and self.work_item.kind != "wait"
 
     # --- state -----------------------------------------------------------------------------------------------------
 
-    def fetch(self) -> None:
+    def fetch_optimizer_state(self) -> None:
         """Have the optimizer's state here, until ``drop``."""
         for path, tensor in self._servers.state().items():
             if path.startswith("optim/"):
                 _, name, key = path.split("/", 2)
                 self._optimizer.state[self._parameters[key]][name] = tensor
 
-    def drop(self) -> None:
+    def drop_optimizer_state(self) -> None:
         """Let the optimizer's state go: the servers have it."""
         self._optimizer.state.clear()
 
-    def settle(self, step: int, good: Tensor) -> None:
+    def after_step(self, step: int, good: Tensor) -> None:
         """Pushes settle themselves: one that did not count was not made."""
 
-    def shared(self) -> dict[str, Tensor]:
+    def global_state(self) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
-    def own(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """What the codec holds back of this worker's gradients."""
         return self._servers.residuals()
 
-    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
         """Workers come and go: what one held back is not another's, and starts at zero."""
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ class Dealt:
         if work.kind == "unit":
             return work.number
         if work.kind != "wait":
-            self.work = work
+            self.work_item = work
         return None
 
     def _claimed(self) -> Work:
@@ -319,8 +319,8 @@ class Dealt:
 
     def _ask(self, *, wait: bool) -> Work:
         claimed = self._servers.claim(wait=wait)
-        self._weight, self.last = claimed.weight, claimed.last
-        return claimed.work
+        self._weight, self.is_final_save = claimed.weight, claimed.is_last
+        return claimed.item
 
 
 def check_dealt(data: Any) -> None:

@@ -26,7 +26,7 @@ class Average:
             average.lerp_(self._weights[name].detach().to(average.dtype), step.to(average.dtype))
 
     @contextmanager
-    def in_place(self) -> Generator[None]:
+    def swapped_in(self) -> Generator[None]:
         """Inside, the model's parameters hold the averages."""
         with torch.no_grad():
             kept = {name: p.detach().clone() for name, p in self._weights.items()}

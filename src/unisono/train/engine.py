@@ -63,7 +63,7 @@ class Step:
 class Engine:
     """The pieces of a step. ``run`` is the hot path: no host synchronisation in it."""
 
-    passes: Passes
+    forward_backward: Passes
     objective: Objective
     schedule: Callable[[int], float]
     clip_norm: float
@@ -71,9 +71,9 @@ class Engine:
     world: World
     device: torch.device
     state: RunState
-    pieces: Pieces
+    sharded: Pieces
     sync: GradientSync
-    shared: SharedGradients
+    replicated_grads: SharedGradients
     timers: StepTimers
     stop: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
@@ -81,7 +81,7 @@ class Engine:
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; returns with ``state.step`` one higher."""
         state, timers = self.state, self.timers
-        weigh_balance(self.passes.model, state.scale.scale / self.plan.global_batch)
+        weigh_balance(self.forward_backward.model, state.loss_scale.scale / self.plan.global_batch)
         totals = torch.zeros(3, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
 
         def copied(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,13 +92,13 @@ class Engine:
             loss_sum, weight = self.objective(outputs, micro)
             totals[0] += loss_sum.detach()
             totals[1] += weight
-            return loss_sum * (state.scale.scale / self.plan.global_batch)
+            return loss_sum * (state.loss_scale.scale / self.plan.global_batch)
 
-        self.passes.train(batch.micro_batches, copied, loss, self.sync.arm, timers, state.step)
+        self.forward_backward.train(batch.micro_batches, copied, loss, self.sync.prepare_last_backward, timers, state.step)
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
-            self.sync.finish(totals)
-            self.shared.finish(self.pieces)
+            self.sync.wait(totals)
+            self.replicated_grads.reduce(self.sharded)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
@@ -113,9 +113,9 @@ class Engine:
         gradients = self.sync.gradients()
         # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
         share = weight if self.plan.gradients == "mean" else torch.ones_like(weight)
-        divisor = (state.scale.scale * share / self.plan.global_batch).float()
-        norm = self.pieces.norm(gradients) / divisor
-        good = state.guard.judge(loss, norm)
+        divisor = (state.loss_scale.scale * share / self.plan.global_batch).float()
+        norm = self.sharded.global_norm(gradients) / divisor
+        good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
         lr = self.schedule(state.step)
         for group in state.optimizer.param_groups:
@@ -124,17 +124,17 @@ class Engine:
         state.optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.found_inf = (~good).float()  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.step()
-        finish_step(self.passes.model, self.pieces.sum_over_data, good)
-        state.scale.update(~norm.isfinite())
+        finish_step(self.forward_backward.model, self.sharded.sum_over_data_ranks, good)
+        state.loss_scale.update(~norm.isfinite())
         if state.average is not None:
             state.average.update(good)
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
-        if state.memory is not None and state.memory.apart:
-            counted = counted * self.plan.data_ranks  # the others have as many samples, and have not told their weight
+        if state.sync_state is not None and state.sync_state.params_diverge:
+            counted = counted * self.plan.dp_world_size  # the others have as many samples, and have not told their weight
         state.weight_total += counted
-        self.sync.reset()
-        if state.memory is not None:
-            state.memory.settle(state.step + 1, good)
+        self.sync.zero_grad()
+        if state.sync_state is not None:
+            state.sync_state.after_step(state.step + 1, good)
         return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), counted, totals[2]])
 
 

@@ -50,7 +50,7 @@ def evaluate(
                         sums = [metric.sums(outputs, batch, loss_sum, weight) for metric in all_metrics.values()]
                         total.add_(torch.cat(sums))
 
-                passes.outputs([_copied(host, device) for host, _ in group], add)
+                passes.evaluate([_copied(host, device) for host, _ in group], add)
         passes.world.all_reduce(total).div_(plan.tp)  # ranks that share a layer saw the same samples
     finally:
         release(model)
@@ -66,8 +66,8 @@ def _copied(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tens
 def _passes(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """This rank's batches, and True; where ranks hold parts of one model, one more of any sample, and False, for a rank with
     fewer batches: the others need its part once more."""
-    ranks = plan.data_ranks
+    ranks = plan.dp_world_size
     yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, rank, ranks, samples))
     own, longest = (-(-len(share(samples, each, ranks)) // plan.micro_batch) for each in (rank, 0))
-    if plan.sharded and own < longest:
+    if plan.uses_fsdp and own < longest:
         yield next(eval_batches(data, 1, 0, 1, 1)), False

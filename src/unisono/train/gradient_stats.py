@@ -26,14 +26,14 @@ class GradientStats:
         if not self._every or (step + 1) % self._every:
             return
         trained = [p for p in self._pieces.parameters.values() if p.requires_grad]
-        norms = self._pieces.whole_norms(trained, torch.stack([g.norm() for g in gradients])) / divisor
-        largest = self._pieces.largest(
+        norms = self._pieces.global_norms(trained, torch.stack([g.norm() for g in gradients])) / divisor
+        largest = self._pieces.max_over_shards(
             torch.stack([g.abs().amax() if g.numel() else g.new_zeros(()) for g in gradients])
         )
-        bad = self._pieces.sums(trained, torch.stack([(~g.isfinite()).sum() for g in gradients]))
+        bad = self._pieces.sum_over_shards(trained, torch.stack([(~g.isfinite()).sum() for g in gradients]))
         columns: list[list[float]] = [column.tolist() for column in (norms, largest / divisor, bad)]
         layers = {
             name: {"norm": norm, "max": largest, "nonfinite": int(bad)}
             for name, norm, largest, bad in zip(self._names, *columns, strict=True)
         }
-        self._events.emit("gradient_stats", step=step + 1, layers=self._pieces.of_all_stages(layers))
+        self._events.emit("gradient_stats", step=step + 1, layers=self._pieces.gather_stages(layers))

@@ -23,7 +23,7 @@ class Guard:
         self._slots = torch.arange(window, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
 
-    def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
+    def accept(self, loss: Tensor, norm: Tensor) -> Tensor:
         """0-dim bool: whether the step counts. Takes the step's values into the statistics if it does."""
         values = torch.stack([loss, norm]).float()  # [2]
         good = values.isfinite().all()

@@ -33,7 +33,7 @@ class Link:
 class Counts(Protocol):
     """What keeps this rank in step, and counts what that takes."""
 
-    def links(self) -> Sequence[Link]:
+    def peer_traffic(self) -> Sequence[Link]:
         """Always in the same order."""
         ...
 
@@ -52,9 +52,9 @@ class Links:
         self._steps += steps
         self._exposed_s += exposed_s
         if self._steps >= _TOLD_EVERY_STEPS:
-            self.tell()
+            self.emit()
 
-    def tell(self) -> None:
+    def emit(self) -> None:
         """Emit what there is to say of the steps since the last event, if there were any."""
         if not self._steps:
             return

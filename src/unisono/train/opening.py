@@ -39,8 +39,8 @@ def plan_for(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
     given = read_plan(options) if options.file else None
     device = find_device(given.device if given else options.device, job.local_rank)
     if given is None:
-        return device, derive(options, world=job.world, device=device.type, native_bf16=computes_bf16(device))
-    check(given, job.world)
+        return device, derive(options, world=job.world_size, device=device.type, native_bf16=computes_bf16(device))
+    check(given, job.world_size)
     return device, given
 
 
@@ -69,8 +69,8 @@ def with_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Te
 
 def with_splits(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, Layout]:
     """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then has that as its splits."""
-    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.chunks, plan.splits, plan.weights)
-    return replace(plan, splits=layout.splits, weights=()), layout
+    layout = lay_out(model, repeated_blocks(model), dict(inputs), plan.pp * plan.stages_per_rank, plan.splits, plan.weights)
+    return replace(plan, splits=layout.layers_per_stage, weights=()), layout
 
 
 def fit(
@@ -89,7 +89,7 @@ def fit(
             plan, layout = with_splits(plan, model, input_selector(model)(batch()))
     if context is not None:
         with _kept(problems):
-            context.cut(batch())  # what cannot be shared is said here, not in the first step
+            context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
     if plan.recompute_modules:
         with _kept(problems):
             check_called(named_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch()))

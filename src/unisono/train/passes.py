@@ -48,9 +48,9 @@ class Passes:
             return
         for number, host in enumerate(micros, start=1):
             micro = copied(host)
-            with self._of(micro):
+            with self._context_parallel(micro):
                 with timers.phase("forward"):
-                    part = self._cut(micro)
+                    part = self._shard_sequence(micro)
                     with self.world.guard_collectives("forward pass"), autocast(self.plan):
                         value = loss(self.model(**self.inputs(part)), part)
                 fault_point("forward", step)
@@ -60,19 +60,19 @@ class Passes:
                     value.backward()
             fault_point("backward", step)
 
-    def outputs(self, micros: Sequence[Micro], use: Callable[[int, Any, Micro], None]) -> None:
+    def evaluate(self, micros: Sequence[Micro], use: Callable[[int, Any, Micro], None]) -> None:
         """``use(number, outputs, micro)`` for each of ``micros``; in a pipeline on its last stage only."""
         if self.pipeline is not None:
-            parts, wholes = self._parts(micros)
+            parts, wholes = self._shard_sequences(micros)
             returned = self.pipeline.evaluate(parts, self._forward(wholes))
-            if self.pipeline.ends_here:
+            if self.pipeline.has_last_stage:
                 with autocast(self.plan):
                     for number, (outputs, part) in enumerate(zip(returned, parts, strict=True)):
                         use(number, outputs, part)
             return
         for number, micro in enumerate(micros):
-            part = self._cut(micro)
-            with self._of(micro), self.world.guard_collectives("forward pass of an evaluation"), autocast(self.plan):
+            part = self._shard_sequence(micro)
+            with self._context_parallel(micro), self.world.guard_collectives("forward pass of an evaluation"), autocast(self.plan):
                 use(number, self.model(**self.inputs(part)), part)
 
     def _train_stages(
@@ -84,35 +84,35 @@ class Passes:
         timers: StepTimers,
         step: int,
     ) -> None:
-        parts, wholes = self._parts(micros)
+        parts, wholes = self._shard_sequences(micros)
 
         @contextmanager
         def around(kind: str, part: Micro) -> Generator[None]:
             with (
                 timers.phase(kind),
-                self._of(wholes[id(part)]),
+                self._context_parallel(wholes[id(part)]),
                 autocast(self.plan) if kind == "forward" else nullcontext(),
             ):
                 yield
             fault_point(kind, step)
 
         with timers.phase("comm_exposed"):  # what is not a pass is waiting for other stages
-            pipeline.run(parts, self._forward(wholes), loss, last, around)
+            pipeline.forward_backward(parts, self._forward(wholes), loss, last, around)
 
     def _forward(self, wholes: Mapping[int, Micro]) -> Callable[[Micro], Any]:
         def forward(part: Micro) -> Any:
-            with self._of(wholes[id(part)]), self.world.guard_collectives("forward pass"), autocast(self.plan):
+            with self._context_parallel(wholes[id(part)]), self.world.guard_collectives("forward pass"), autocast(self.plan):
                 return self.model(**self.inputs(part))
 
         return forward
 
-    def _parts(self, micros: Sequence[Micro]) -> tuple[list[Micro], dict[int, Micro]]:
+    def _shard_sequences(self, micros: Sequence[Micro]) -> tuple[list[Micro], dict[int, Micro]]:
         """This rank's parts of the micro-batches, and the whole ones by them."""
-        parts = [self._cut(micro) for micro in micros]
+        parts = [self._shard_sequence(micro) for micro in micros]
         return parts, {id(part): micro for part, micro in zip(parts, micros, strict=True)}
 
-    def _cut(self, micro: Micro) -> Micro:
-        return micro if self.context is None else self.context.cut(micro)
+    def _shard_sequence(self, micro: Micro) -> Micro:
+        return micro if self.context is None else self.context.shard_batch(micro)
 
-    def _of(self, micro: Micro) -> Any:
-        return nullcontext() if self.context is None else self.context.of(micro)
+    def _context_parallel(self, micro: Micro) -> Any:
+        return nullcontext() if self.context is None else self.context.micro_batch(micro)

@@ -35,7 +35,7 @@ class Readout:
     memory_limit_bytes: int
     flops_per_token: float
     peak: Peak | None
-    links: Links | None
+    comm_stats: Links | None
     weight_total: float
     skipped_total: int
     compiling: bool = False  # the next reading contains a step that compiled
@@ -61,8 +61,8 @@ class Readout:
         self.compiling = False
         split = self.timers.take()
         measured = split.fields() | self._measured()
-        if self.links is not None:
-            self.links.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
+        if self.comm_stats is not None:
+            self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
         for step, row in zip(steps, rows, strict=True):
             self.weight_total += row[WEIGHT]
             self.stop_requested |= row[STOP] > 0
@@ -84,11 +84,11 @@ class Readout:
         if self._skips_in_a_row >= self.max_skips:
             self._give_up(steps[-1], rows[-1])
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """No step follows: read what is pending, and tell of links what was not told."""
         self.read()
-        if self.links is not None:
-            self.links.tell()
+        if self.comm_stats is not None:
+            self.comm_stats.emit()
 
     def _skip(self, step: Step, row: list[float]) -> None:
         self.skipped_total += 1

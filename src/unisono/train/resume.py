@@ -25,7 +25,7 @@ from unisono.train.state import RunState
 def environment(world: World, plan: Plan) -> dict[str, Any]:
     """What a bit-exact resume depends on besides the state; recorded in every checkpoint."""
     return {
-        "world": world.world,
+        "world": world.world_size,
         "plan": plan.decisions(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -34,23 +34,23 @@ class Memory(Protocol):
     """What a way of keeping ranks in step remembers from step to step."""
 
     @property
-    def apart(self) -> bool:
+    def params_diverge(self) -> bool:
         """Whether ranks have parameters and optimizer state of their own between two averages."""
         ...
 
-    def settle(self, step: int, good: Tensor) -> None:
+    def after_step(self, step: int, good: Tensor) -> None:
         """Step ``step`` (from 1) has been made, and counted where ``good`` [] is true."""
         ...
 
-    def shared(self) -> dict[str, Tensor]:
+    def global_state(self) -> dict[str, Tensor]:
         """What all ranks have alike, by path: the tensors themselves. ``model/...`` stands in place of the rank's parameters."""
         ...
 
-    def own(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """What this rank alone has, by name."""
         ...
 
-    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
         """``shared`` was loaded. Take over ``own``; None: there is nothing of this rank's, and it starts from what is shared."""
         ...
 
@@ -60,35 +60,35 @@ class RunState:
     """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
 
     model: nn.Module
-    pieces: Pieces
+    sharded: Pieces
     optimizer: torch.optim.Optimizer
-    scale: LossScale
+    loss_scale: LossScale
     guard: Guard
     average: Average | None
     weight_total: Tensor
-    stages: StageTables | None = None
-    memory: Memory | None = None
+    stage_tensors: StageTables | None = None
+    sync_state: Memory | None = None
     step: int = 0
     best_loss: float | None = None
     evaluations_without_gain: int = 0
 
-    def shared(self) -> dict[str, Tensor | Part]:
+    def global_state(self) -> dict[str, Tensor | Part]:
         """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
 
         A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
         """
-        tensors = self.held() if self.stages is None else self.stages.complete(self.held())
-        if self.memory is not None:
-            tensors |= self.memory.shared()
-        return tensors | self._counted()
+        tensors = self.local_state() if self.stage_tensors is None else self.stage_tensors.complete(self.local_state())
+        if self.sync_state is not None:
+            tensors |= self.sync_state.global_state()
+        return tensors | self._step_statistics()
 
-    def _counted(self) -> dict[str, Tensor]:
+    def _step_statistics(self) -> dict[str, Tensor]:
         """What has been seen of losses and weights so far."""
-        return self.scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
+        return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
-    def held(self) -> dict[str, Tensor | Part]:
+    def local_state(self) -> dict[str, Tensor | Part]:
         """What this rank holds of the model, its optimizer and average."""
-        parameters = self.pieces.parameters
+        parameters = self.sharded.parameters
         # a parameter with several names is saved under its first one
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {name: tensor for name, tensor in self.model.state_dict().items() if name not in named}
@@ -99,10 +99,10 @@ class RunState:
         found: dict[str, Tensor | Part] = {}
         for path, tensor in tensors.items():
             name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
-            found[path] = (self.pieces.part(name, tensor) if name in parameters else None) or tensor
+            found[path] = (self.sharded.shard_of(name, tensor) if name in parameters else None) or tensor
         return found
 
-    def own(self, rank: int) -> dict[str, Tensor]:
+    def rank_state(self, rank: int) -> dict[str, Tensor]:
         """The generators of ``Grid.draw_rank`` ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's
         global one."""
         states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
@@ -111,17 +111,17 @@ class RunState:
         accelerator = _accelerator_rng()
         if accelerator is not None:
             states["accelerator"] = accelerator.get_rng_state()
-        return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._remembered(rank)
+        return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._sync_rank_state(rank)
 
-    def _remembered(self, rank: int) -> dict[str, Tensor]:
+    def _sync_rank_state(self, rank: int) -> dict[str, Tensor]:
         """What only this rank has, by path."""
-        if self.memory is None:
+        if self.sync_state is None:
             return {}
-        tensors = self.memory.own() | (self._apart() if self.memory.apart else {})
+        tensors = self.sync_state.rank_state() | (self._diverged_state() if self.sync_state.params_diverge else {})
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
-    def _apart(self) -> dict[str, Tensor]:
-        return {path: each for path, each in self.held().items() if isinstance(each, Tensor)} | self._counted()
+    def _diverged_state(self) -> dict[str, Tensor]:
+        return {path: each for path, each in self.local_state().items() if isinstance(each, Tensor)} | self._step_statistics()
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor."""
@@ -134,7 +134,7 @@ class RunState:
     def restore(self, snapshot: Snapshot, *, rank: int, seed: int) -> list[str]:
         """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
         dtypes are another model's."""
-        mine = self.shared()
+        mine = self.global_state()
         saved = _check_table(snapshot, mine)
         missed = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
@@ -152,21 +152,21 @@ class RunState:
         self.best_loss = meta["best_loss"]
         self.evaluations_without_gain = int(meta["evaluations_without_gain"])
         self._restore_generators(snapshot, rank=rank, seed=seed)
-        return missed + self._restore_remembered(snapshot, rank)
+        return missed + self._restore_sync_state(snapshot, rank)
 
-    def _restore_remembered(self, snapshot: Snapshot, rank: int) -> list[str]:
+    def _restore_sync_state(self, snapshot: Snapshot, rank: int) -> list[str]:
         everyones = [name for name in snapshot.names() if name.startswith("sync/")]
         prefix = f"sync/rank-{rank:05d}/"
         own = {name.removeprefix(prefix): name for name in everyones if name.startswith(prefix)}
-        if self.memory is None:
+        if self.sync_state is None:
             return [f"{len(everyones)} tensors that single ranks had are not used"] if everyones else []
-        apart = self._apart() if self.memory.apart else {}
+        apart = self._diverged_state() if self.sync_state.params_diverge else {}
         if not own or not apart.keys() <= own.keys():
-            self.memory.adopt(None)
+            self.sync_state.load_rank_state(None)
             return [f"nothing that rank {rank} alone had is there: it starts from what is shared"]
         for path, tensor in apart.items():
             snapshot.read_into(own[path], tensor)
-        self.memory.adopt({name: snapshot.tensor(path) for name, path in own.items() if name not in apart})
+        self.sync_state.load_rank_state({name: snapshot.tensor(path) for name, path in own.items() if name not in apart})
         return []
 
     def _restore_generators(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:
@@ -191,14 +191,14 @@ class StageTables:
     def __init__(self, mine: Mapping[str, Tensor | Part], grid: Grid) -> None:
         """All ranks make it together."""
         self._grid = grid
-        table = {path: [list(each.shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()}
+        table = {path: [list(each.global_shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()}
         tables: list[dict[str, Any]] = grid.world.gather_json(table)
         self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
 
     def complete(self, mine: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
         """The tensors of all stages as parts: empty where another stage has it, a replica where an earlier rank has it too."""
-        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world // self._grid.plan.pp
+        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world_size // self._grid.plan.pp
         found: dict[str, Tensor | Part] = {}
         for path, (shape, dtype) in sorted(self._table.items()):
             here, first = mine.get(path), self._first[path]
@@ -207,7 +207,7 @@ class StageTables:
                 found[path] = replace(here, replica=max(here.replica, 1)) if again else here
                 continue
             block = torch.zeros([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
-            found[path] = Part(tensor=block, shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first))
+            found[path] = Part(tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first))
         return found
 
 
@@ -234,7 +234,7 @@ def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> set[str]
     ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(own.shape), _dtype(own)
+        shape, dtype = tuple(own.global_shape), _dtype(own)
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:

@@ -132,8 +132,8 @@ def rounds_of(plan: Plan) -> Rounds:
         local_steps=plan.local_steps,
         outer_lr=plan.outer_lr,
         outer_momentum=plan.outer_momentum,
-        fragments=plan.fragments,
-        overlap_steps=plan.overlap_steps,
+        num_fragments=plan.fragments,
+        outer_delay_steps=plan.overlap_steps,
     )
 
 
@@ -150,7 +150,7 @@ def keep_in_step(
 ) -> tuple[GradientSync, Memory | None]:
     """What sums the gradients of ``pieces``, and what it has to remember. ``step()``: finished steps of the run."""
     device = next(iter(pieces.parameters.values())).device
-    if plan.sharded:
+    if plan.uses_fsdp:
         return ShardedGradients(model, pieces, grid), None
     if plan.placements:
         return PlacedGradients(model, pieces, grid), None
@@ -159,10 +159,10 @@ def keep_in_step(
         found = None if codec == "none" else cast(Codec, find_codec(codec))  # the plan has no factors here
         rounds = LocalRounds(plan, pieces.parameters, grid.world, step, found)
         return rounds, rounds
-    group = grid.group("dp_replicate") if plan.spread else None
+    group = grid.group("dp_replicate") if plan.is_model_sharded else None
     if codec != "none":
         store.set_compression(codec)
-    travels = pieces.travels if codec == "none" else None
+    travels = pieces.grad_reduce_dtypes if codec == "none" else None
     sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
@@ -177,7 +177,7 @@ def _codec(plan: Plan, grid: Grid, device: torch.device, optimizer: str, events:
         return chosen
     why = why_asked(chosen, optimizer)
     if chosen == "auto":
-        choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.spread else None)
+        choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.is_model_sharded else None)
         chosen, why = choice.codec or "none", choice.reason
     events.emit("compression", asked=plan.compression, codec=chosen, why=why)
     return chosen
@@ -194,9 +194,9 @@ class Compressed:
 
     sync: BucketedAllReduce
     events: EventLog
-    apart: bool = False
+    params_diverge: bool = False
 
-    def settle(self, step: int, good: Tensor) -> None:
+    def after_step(self, step: int, good: Tensor) -> None:
         """A step that did not count leaves no trace. Now and then an event tells bytes and what is held back."""
         self.sync.commit(good)
         if is_due(_TOLD_EVERY_STEPS, step):
@@ -209,15 +209,15 @@ class Compressed:
                 residual_norms={name: each["residual"] for name, each in told.items()},
             )
 
-    def shared(self) -> dict[str, Tensor]:
+    def global_state(self) -> dict[str, Tensor]:
         """Nothing."""
         return {}
 
-    def own(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """Residuals and factors."""
         return self.sync.state_dict()
 
-    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
         """With other ranks or from a run without a codec, what was held back starts at zero."""
         if own:
             self.sync.load_state_dict(own)
@@ -229,7 +229,7 @@ class _Summed:
 
     sync: BucketedAllReduce
 
-    def links(self) -> list[Link]:
+    def peer_traffic(self) -> list[Link]:
         """See ``Counts``."""
         sync = self.sync
         return [Link(peer=sync.path, sent_bytes=sync.sent_bytes, received_bytes=sync.received_bytes)]
@@ -238,10 +238,10 @@ class _Summed:
 def open_links(events: EventLog, keeps: GradientSync | Counts) -> Links | None:
     """The events of what ``keeps`` this rank in step; None where torch sends the gradients, or nothing is sent."""
     if isinstance(keeps, BucketedAllReduce):
-        if keeps.workers == 1:
+        if keeps.num_workers == 1:
             return None
         keeps = _Summed(keeps)
-    return Links(events, keeps.links) if isinstance(keeps, Counts) else None
+    return Links(events, keeps.peer_traffic) if isinstance(keeps, Counts) else None
 
 
 class LocalRounds:
@@ -250,7 +250,7 @@ class LocalRounds:
     Loss, norm and clip are then this rank's. Ranks agree to stop where a round of averages begins.
     """
 
-    apart = True
+    params_diverge = True
 
     def __init__(
         self,
@@ -264,52 +264,52 @@ class LocalRounds:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._gradients = LocalGradients(self._parameters)
         self._rounds = LocalSteps(self._parameters, world, rounds_of(plan), codec)
-        self.arm, self.gradients, self.reset = self._gradients.arm, self._gradients.gradients, self._gradients.reset
+        self.prepare_last_backward, self.gradients, self.zero_grad = self._gradients.prepare_last_backward, self._gradients.gradients, self._gradients.zero_grad
         self.close = self._gradients.close
 
-    def finish(self, totals: Tensor) -> None:
+    def wait(self, totals: Tensor) -> None:
         """This rank's own totals; the last one, requests to stop, summed over ranks where they meet, else 0."""
-        self._gradients.finish(totals)
+        self._gradients.wait(totals)
         asked = totals[-1:].clone()
         totals[-1] = 0
-        if self._rounds.due(self._step()):
+        if self._rounds.due_fragments(self._step()):
             totals[-1:] = self._world.all_reduce(asked)
 
-    def settle(self, step: int, good: Tensor) -> None:
+    def after_step(self, step: int, good: Tensor) -> None:
         """Average what is due behind ``step``, also where this rank's own step did not count."""
         self._rounds.after_step(step - 1)
 
-    def links(self) -> list[Link]:
+    def peer_traffic(self) -> list[Link]:
         """One, to all other ranks."""
         sent_bytes, received_bytes = self._rounds.sent_bytes, self._rounds.received_bytes
         return [Link(peer=transport(self._world.group), sent_bytes=sent_bytes, received_bytes=received_bytes)]
 
-    def shared(self) -> dict[str, Tensor]:
+    def global_state(self) -> dict[str, Tensor]:
         """What ranks agree on, in place of their own parameters, and the outer momentum."""
-        outer = self._rounds.outer()
+        outer = self._rounds.outer_state()
         names = self._parameters
         return {f"model/{name}": outer[name] for name in names} | {
             f"outer/momentum/{name}": outer[f"momentum/{name}"] for name in names
         }
 
-    def own(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         """Averages under way, and what a codec holds back."""
-        return self._rounds.underway()
+        return self._rounds.in_flight_state()
 
     @torch.no_grad()
-    def adopt(self, own: Mapping[str, Tensor] | None) -> None:
+    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
         """Without what this rank had, it starts where all agree, with the optimizer state of whichever rank saved it."""
         if own is not None:
-            self._rounds.take_up(own)
+            self._rounds.load_in_flight_state(own)
         else:
-            outer = self._rounds.outer()
+            outer = self._rounds.outer_state()
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])
 
     @contextmanager
-    def in_place(self) -> Generator[None]:
+    def swapped_in(self) -> Generator[None]:
         """Inside, the model's parameters are those that all ranks agree on."""
-        outer = self._rounds.outer()
+        outer = self._rounds.outer_state()
         with torch.no_grad():
             kept = {name: p.detach().clone() for name, p in self._parameters.items()}
             for name, p in self._parameters.items():

@@ -159,7 +159,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
         if isinstance(self._asked_plan, Plan):
-            check(self._asked_plan, job.world)
+            check(self._asked_plan, job.world_size)
             self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
         else:
             self.device, self.plan = plan_for(self._asked_plan, job)
@@ -214,7 +214,7 @@ class Trainer:
         if recipe is not None:
             allocate(model, self.device)
         pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
-        pieces = Pieces(model, grid, whole, repeated=stages.repeated if stages is not None else ())
+        pieces = Pieces(model, grid, whole, repeated=stages.duplicated_parameters if stages is not None else ())
         if recipe is not None:
             fill(recipe, model, pieces)
         optimizer = build_optimizer(
@@ -222,7 +222,7 @@ class Trainer:
             self._optim,
             pieces=pieces.parameters,
             named_roles=named_roles,
-            whole_norms=pieces.whole_norms if pieces.spread else None,
+            whole_norms=pieces.global_norms if pieces.is_sharded else None,
         )
         self._ledger = ledger(
             mine,
@@ -237,10 +237,10 @@ class Trainer:
         options = self.options
         self.state = RunState(
             model=model,
-            pieces=pieces,
+            sharded=pieces,
             optimizer=optimizer,
-            scale=LossScale.create(self.device, initial=options.loss_scale)
-            if self.plan.scaled
+            loss_scale=LossScale.create(self.device, initial=options.loss_scale)
+            if self.plan.uses_loss_scale
             else LossScale.off(self.device),
             guard=Guard(self.device, sigmas=options.spike_sigmas),
             average=Average(pieces.parameters, options.ema_decay) if options.ema_decay else None,
@@ -249,8 +249,8 @@ class Trainer:
             ),
         )
         if self.plan.pp > 1:
-            self.state.stages = StageTables(self.state.held(), grid)
-        self._sync, self.state.memory = keep_in_step(
+            self.state.stage_tensors = StageTables(self.state.local_state(), grid)
+        self._sync, self.state.sync_state = keep_in_step(
             mine,
             self.store,
             model,
@@ -260,7 +260,7 @@ class Trainer:
             step=lambda: self.state.step,
             events=self.events,
         )
-        seed_generators(self._seed, grid.draw_rank)
+        seed_generators(self._seed, grid.rng_rank)
         self.checkpointer = Checkpointer(
             self.run_dir / "checkpoints",
             world=self.world,
@@ -283,13 +283,13 @@ class Trainer:
         self._dealt = self._connect(optimizer, named_roles) if self.plan.sync == "dist_async" else None
         if self._dealt is None:
             self._restore()
-        elif self._dealt.begins():
+        elif self._dealt.claim_start():
             self._dealt.publish(self.state, resumed=self._restore())
         else:
-            self._dealt.join()
+            self._dealt.pull_model()
         asked = self._asked_schedule
         self._engine = Engine(
-            passes=Passes(model=model, inputs=inputs, plan=mine, world=self.world, context=context, pipeline=pipeline),
+            forward_backward=Passes(model=model, inputs=inputs, plan=mine, world=self.world, context=context, pipeline=pipeline),
             objective=self._objective,
             schedule=schedule_of(asked, options.steps, self._optim.lr) if isinstance(asked, ScheduleOptions) else asked,
             clip_norm=self._optim.clip_norm,
@@ -297,14 +297,14 @@ class Trainer:
             world=self.world,
             device=self.device,
             state=self.state,
-            pieces=pieces,
+            sharded=pieces,
             sync=self._sync,
-            shared=SharedGradients([*summed(model), *(pipeline.shared if pipeline is not None else ())], self.world),
+            replicated_grads=SharedGradients([*summed(model), *(pipeline.shared_parameter_groups if pipeline is not None else ())], self.world),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),
         )
-        self._rates = RateMeter(steps_total=options.steps, devices=self.world.world)
+        self._rates = RateMeter(steps_total=options.steps, devices=self.world.world_size)
         self._readout = Readout(
             events=self.events,
             timers=self._timers,
@@ -315,7 +315,7 @@ class Trainer:
             device=self.device,
             memory_limit_bytes=host_memory_limit_bytes(),
             flops_per_token=flops,
-            links=open_links(self.events, self._dealt or self._sync),
+            comm_stats=open_links(self.events, self._dealt or self._sync),
             peak=find_peak(self.device, self.plan, self.world) if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
@@ -329,7 +329,7 @@ class Trainer:
             self.run_dir / "checkpoints",
             self._resume,
             world=self.world,
-            rank=self._grid.draw_rank,
+            rank=self._grid.rng_rank,
             seed=self._seed,
             order=self._order,
             environment=self._environment,
@@ -354,14 +354,14 @@ class Trainer:
             events=self.events,
             timers=self._timers,
         )
-        self.state.memory = dealt
+        self.state.sync_state = dealt
         return dealt
 
     def _build(self) -> Recipe | None:
         """Make ``self.model`` equal on all ranks; where it has no values yet, what they are made by."""
         given = self._given_model
         if not isinstance(given, nn.Module):
-            if self.plan.spread:
+            if self.plan.is_model_sharded:
                 recipe = deferred(given)
                 agree(self.world, "model", recipe.fingerprint)
                 self.model = recipe.model
@@ -379,14 +379,14 @@ class Trainer:
             flops_convention=CONVENTION,
             precision_why=why_precision(self._asked_plan, self.plan),
             device=str(self.device),
-            parameters=self.state.pieces.count,
+            parameters=self.state.sharded.num_parameters,
             held_bytes={
                 "parameters": self._ledger.parameter_bytes,
                 "gradients": self._ledger.gradient_bytes,
                 "optimizer": 0 if self.plan.sync == "dist_async" else self._ledger.state_bytes,  # the servers have it
             },
             steps_total=self.options.steps,
-            epoch=self.world.job.epoch,
+            epoch=self.world.job.restart_count,
             launcher=self.world.job.source,
             environment=self._environment,
             order=self._order,
@@ -399,7 +399,7 @@ class Trainer:
         try:
             if error is None:
                 self._readout.read()
-                if self._dealt is None or self._dealt.saves_here:
+                if self._dealt is None or self._dealt.owns_save:
                     self.save(wait=True)
         finally:
             self._close(error)
@@ -454,24 +454,24 @@ class Trainer:
                     self.events.emit("data_skipped", step=batch.step + 1, samples=batch.skipped_ids)
                 began_s, compiling = time.monotonic(), self._readout.compiling
                 if self._dealt is not None:
-                    self._dealt.start_unit(batch)
+                    self._dealt.start_shard(batch)
                 step = self._engine.run(batch)
                 self._readout.add(step)
                 if compiling:
                     self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
                 if self._dealt is not None:
                     with self._timers.phase("comm_exposed"):
-                        self._dealt.finish_unit(batch.unit, float(step.stats[WEIGHT]))
+                        self._dealt.finish_shard(batch.batch_shard, float(step.stats[WEIGHT]))
                         if self._readout.stop_requested:
                             self._dealt.ask_to_stop()
                 yield step
-                if self.plan.sharded:
+                if self.plan.uses_fsdp:
                     release(self.state.model)  # what the loop's body had it compute left parameters gathered
                 with self._timers.phase("ckpt_stall"), self._rates.paused():
                     self.checkpointer.poll()
                     if self._dealt is None and is_due(self._checkpoint.every_steps, step.index):
                         self.save()
-            self._readout.end()
+            self._readout.finish()
         finally:
             batches.close()
         if self.preempted:
@@ -485,8 +485,8 @@ class Trainer:
     def _between(self, dealt: Dealt) -> bool:
         """What is due where an asynchronous run stands at a step; whether there is more to do."""
         with self._rates.paused():
-            dealt.join()
-            if dealt.work.kind != "save":
+            dealt.pull_model()
+            if dealt.work_item.kind != "save":
                 return False
             if self.eval_data is not None and (
                 is_due(self.options.eval_every, dealt.step) or dealt.step == self.options.steps
@@ -494,15 +494,15 @@ class Trainer:
                 self.evaluate()
             if self._early_stop:
                 dealt.ask_to_stop(finished=True)
-            if dealt.last or is_due(self._checkpoint.every_steps, dealt.step):
-                self.save(wait=dealt.last)
+            if dealt.is_final_save or is_due(self._checkpoint.every_steps, dealt.step):
+                self.save(wait=dealt.is_final_save)
             dealt.finish_save()
         return True
 
     @property
     def preempted(self) -> bool:
         """Whether a signal to any rank ended the loop; after ``with`` the state is committed, exit with 75."""
-        return self._readout.stop_requested if self._dealt is None else self._dealt.work.kind == "stopped"
+        return self._readout.stop_requested if self._dealt is None else self._dealt.work_item.kind == "stopped"
 
     def fit(self) -> Result:
         """Train to the end, evaluating every ``eval_every`` steps and at the end."""
@@ -514,7 +514,7 @@ class Trainer:
         reason = "preempted" if self.preempted else "early_stop" if early else "finished"
         if alone and self.eval_data is not None and reason == "finished" and self._evaluated_step != self.state.step:
             self.evaluate()
-        if self._dealt is None or self._dealt.saves_here:
+        if self._dealt is None or self._dealt.owns_save:
             self.save(wait=True)
         self.events.emit(
             "run_end", step=self.state.step, reason=reason, **{f"eval/{k}": v for k, v in self.evaluation.items()}
@@ -532,7 +532,7 @@ class Trainer:
             raise ValueError("evaluate() needs a data set: none was given here or as eval_data")
         with self._rates.paused(), self.averaged_weights():
             values = evaluate(
-                self._engine.passes,
+                self._engine.forward_backward,
                 chosen,
                 objective=self._objective,
                 metrics=self._metrics,
@@ -548,10 +548,10 @@ class Trainer:
 
     def averaged_weights(self) -> Any:
         """A context in which the model has the weights that evaluation and export use."""
-        average, memory = self.state.average, self.state.memory
+        average, memory = self.state.average, self.state.sync_state
         if isinstance(memory, LocalRounds):
-            return memory.in_place()
-        return average.in_place() if average is not None else torch.no_grad()
+            return memory.swapped_in()
+        return average.swapped_in() if average is not None else torch.no_grad()
 
     def _judge(self, loss: float) -> None:
         state, patience = self.state, self.options.early_stop_patience
@@ -575,14 +575,14 @@ class Trainer:
             }
             self._saved_step = self.state.step
             if self._dealt is not None:
-                self._dealt.fetch()
-            shared = self.state.shared()
-            own = self.state.own(self._grid.draw_rank) if self._grid.index("tp") == 0 else {}
+                self._dealt.fetch_optimizer_state()
+            shared = self.state.global_state()
+            own = self.state.rank_state(self._grid.rng_rank) if self._grid.rank_along("tp") == 0 else {}
             parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
             whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
             self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)
             if self._dealt is not None:
-                self._dealt.drop()
+                self._dealt.drop_optimizer_state()
         if wait:
             self.checkpointer.wait()
             committed = self.checkpointer.committed_step

@@ -52,7 +52,7 @@ def content(folder: Path, stem: str) -> dict[str, bytes]:
 
 def test_bytes_pass_through_in_the_order_of_the_folders(album: Path, tmp_path: Path) -> None:
     packed = pack_images(album, tmp_path / "a.rec")
-    assert (packed.inputs, packed.records, packed.bad, packed.files) == (30, 30, (), (tmp_path / "a.rec",))
+    assert (packed.num_inputs, packed.num_records, packed.bad, packed.files) == (30, 30, (), (tmp_path / "a.rec",))
     assert read(tmp_path / "a.rec") == [
         (float(n // 10), n, (album / name).read_bytes()) for n, name in enumerate(names(album))
     ]
@@ -222,7 +222,7 @@ def test_a_folder_of_nothing_good(tmp_path: Path) -> None:
         pack_images(tmp_path, tmp_path / "a.rec")
     (tmp_path / "a.jpg").touch()
     packed = pack_images(tmp_path, tmp_path / "a.rec", on_error="skip")
-    assert (packed.records, len(RecordFile(tmp_path / "a.rec"))) == (0, 0)
+    assert (packed.num_records, len(RecordFile(tmp_path / "a.rec"))) == (0, 0)
 
 
 def test_a_table_of_class_names(album: Path, tmp_path: Path) -> None:
@@ -266,10 +266,10 @@ def test_every_problem_of_a_list_is_said_at_once(album: Path, tmp_path: Path) ->
     assert not report["written"]
     assert not (tmp_path / "a.rec").exists()
     packed = pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=root, on_error="skip")
-    assert (packed.inputs, packed.records) == (11, 3)
+    assert (packed.num_inputs, packed.num_records) == (11, 3)
     assert [(each.path, each.reason) for each in packed.bad] == bad
     followed = pack_images(tmp_path / "a.lst", tmp_path / "b.rec", root=root, on_error="skip", follow_links=True)
-    assert followed.records == 4
+    assert followed.num_records == 4
 
 
 def test_images_found_bad_only_when_read(album: Path, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_images_found_bad_only_when_read(album: Path, tmp_path: Path) -> None:
         packed = pack_images(root, tmp_path / f"{name}.rec", options, on_error="skip", workers=1)
         assert [each.path for each in packed.bad] == ["cat/cut.jpg", "cat/cut.png", "cat/huge.png"]
         assert "60000x60000" in packed.bad[2].reason
-        assert packed.records == 30
+        assert packed.num_records == 30
         assert [key for _, key, _ in read(tmp_path / f"{name}.rec")][
             10
         ] == 13  # of the listing, with the bad ones in it
@@ -304,10 +304,10 @@ def test_links_are_followed_only_where_asked(album: Path, tmp_path: Path) -> Non
         ("cat/outside.jpg", "a link that leads out; --follow-links takes it"),
         ("dog", "a link to a folder; --follow-links takes it"),
     ]
-    assert (packed.records, packed.left_out) == (11, 1)
+    assert (packed.num_records, packed.num_left_out) == (11, 1)
     followed = pack_images(root, tmp_path / "b.rec", on_error="skip", follow_links=True)
     assert [(each.path, each.reason) for each in followed.bad] == [("cat/loop", "a link to a folder that it lies in")]
-    assert followed.records == 12 + 20
+    assert followed.num_records == 12 + 20
 
 
 def test_names_that_are_not_utf_8(album: Path, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_names_that_are_not_utf_8(album: Path, tmp_path: Path) -> None:
     shutil.copy(album / "cat/01.jpg", tmp_path / "album/é.jpg")
     shutil.copy(album / "cat/01.jpg", os.fsencode(tmp_path / "album") + b"/\xe9.jpg")
     packed = pack_images(tmp_path / "album", tmp_path / "a.rec", ImageOptions(resize=8), on_error="skip", workers=1)
-    assert packed.records == 1
+    assert packed.num_records == 1
     assert [(each.path, each.reason) for each in packed.bad] == [("\\udce9.jpg", "its name is not UTF-8")]
     assert json.loads(packed.report.read_text())["bad"][0]["path"] == "\\udce9.jpg"
 
@@ -434,7 +434,7 @@ def test_cut_short_while_files_get_their_names(album: Path, tmp_path: Path, monk
     monkeypatch.undo()
     assert len(list(tmp_path.glob("b-*"))) == 4
     packed = pack_images(album, tmp_path / "b.rec", shards=3)
-    assert packed.records == 30
+    assert packed.num_records == 30
     assert list(content(tmp_path, "a-").values()) == list(content(tmp_path, "b-").values())
     assert not (tmp_path / "b.rec.part").exists()
 

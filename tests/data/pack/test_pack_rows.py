@@ -74,7 +74,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_payload_and_numbers(table: Path, tmp_path: Path) -> None:
     packed = pack_rows(table, tmp_path / "a.rec", columns={"text": "data", "id": "label"}, payload="data")
-    assert packed.records == 20
+    assert packed.num_records == 20
     file = RecordFile(tmp_path / "a.rec")
     assert list(file) == [f"té{n}".encode() for n in range(20)]
     assert file.side["label"].tolist() == list(range(20))
@@ -115,7 +115,7 @@ def test_rows_that_do_not_fit_are_listed(table: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl: row 20: field 'id', 1099511627776"):
         pack_rows(table, tmp_path / "a.rec", schema=SCHEMA)
     packed = pack_rows(table, tmp_path / "a.rec", schema=SCHEMA, on_error="skip")
-    assert (packed.records, packed.bad[0].path) == (20, "a.jsonl: row 20")
+    assert (packed.num_records, packed.bad[0].path) == (20, "a.jsonl: row 20")
     with pytest.raises(DataError, match=r"--on-error skip for rows without payload or schema"):
         pack_rows(table, tmp_path / "c.jsonl", on_error="skip")
     with pytest.raises(DataError, match=r"payload 'text' for c\.jsonl"):
@@ -133,7 +133,7 @@ def test_a_function_of_items(functions: str, tmp_path: Path, workers: int) -> No
     packed = pack_function(
         f"{functions}:row", tmp_path / "a.rec", SCHEMA, items=items, workers=workers, on_error="skip"
     )
-    assert (packed.inputs, packed.records, packed.empty, len(packed.bad)) == (20, 19, 1, 1)
+    assert (packed.num_inputs, packed.num_records, packed.num_empty, len(packed.bad)) == (20, 19, 1, 1)
     rows = [SCHEMA.decode(record) for record in RecordFile(tmp_path / "a.rec")]
     assert [row["id"] for row in rows] == [0, 1, 2, 3, 4, 6, 66, *range(7, 13), *range(14, 20)]
     assert rows[2]["box"].tolist() == [0.0, 1.0]
@@ -220,7 +220,7 @@ def test_text_of_files_lines_and_columns(table: Path, tmp_path: Path) -> None:
     assert texts(packed.files) == ["one\r\n\ntwo\n", "é\u2028x"]
     lines = pack_text(folder, tmp_path / "b.bin", on_error="skip", lines=True, shard_bytes=4)
     assert texts(lines.files) == ["one", "two", "é\u2028x"]
-    assert (lines.inputs, lines.records, lines.empty, len(lines.bad), len(lines.files)) == (5, 3, 1, 1, 3)
+    assert (lines.num_inputs, lines.num_records, lines.num_empty, len(lines.bad), len(lines.files)) == (5, 3, 1, 1, 3)
     rows = pack_text(table, tmp_path / "c.bin", column="text")
     assert texts(rows.files) == [f"té{n}" for n in range(20)]
     with pytest.raises(DataError, match="every file of the folder is text to be packed"):

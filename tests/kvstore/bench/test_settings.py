@@ -47,4 +47,4 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 def test_settings_travel_as_json() -> None:
     settings = Settings(kinds=("local",), sizes=("1KB",), rounds=2)
-    assert Settings.read(json.loads(json.dumps(asdict(settings)))) == settings
+    assert Settings.from_json(json.loads(json.dumps(asdict(settings)))) == settings

@@ -10,8 +10,8 @@ from unisono.errors import ConfigError
 from unisono.kvstore.codecs import auto, auto_codec
 from unisono.kvstore.codecs.auto import Choice, Speed, choose
 
-HALF = Speed(name="bf16", ratio=2, encode_s=0.2e-9, decode_s=0.2e-9, summable=True)
-BYTE = Speed(name="int8", ratio=4, encode_s=1e-9, decode_s=0.5e-9, summable=False)
+HALF = Speed(name="bf16", ratio=2, encode_s_per_byte=0.2e-9, decode_s_per_byte=0.2e-9, summable=True)
+BYTE = Speed(name="int8", ratio=4, encode_s_per_byte=1e-9, decode_s_per_byte=0.5e-9, summable=False)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_rule(link_gb_per_s: float, ranks: int, chosen: str | None) -> None:
 
 
 def test_gathered_codes_lose_from_twice_the_ratio_on() -> None:
-    free = Speed(name="int8", ratio=4, encode_s=0, decode_s=0, summable=False)
+    free = Speed(name="int8", ratio=4, encode_s_per_byte=0, decode_s_per_byte=0, summable=False)
     assert choose([free], 1e-9, 7).codec == "int8"
     assert choose([free], 1e-9, 8).codec is None
 

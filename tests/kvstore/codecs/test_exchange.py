@@ -30,10 +30,10 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
 
 def one_step(sync: BucketedAllReduce, trained: dict[str, nn.Parameter], rank: int, step: int) -> list[list[float]]:
     """A backward pass whose gradients are ``gradient``; the sums, flat, in parameter order."""
-    sync.reset()
-    sync.arm()
+    sync.zero_grad()
+    sync.prepare_last_backward()
     sum((p * gradient(name, rank, step, p.dtype)).sum() for name, p in trained.items()).backward()
-    sync.finish(torch.zeros(1))
+    sync.wait(torch.zeros(1))
     return [each.flatten().tolist() for each in sync.gradients()]
 
 
@@ -117,9 +117,9 @@ def test_other_buckets_and_skips_change_what_they_should(pool: Pool) -> None:
 def fp16_sum(world, value: float) -> float:
     trained = {"w": nn.Parameter(torch.zeros(4))}
     sync = BucketedAllReduce(trained, world, codec=find_codec("fp16"))
-    sync.arm()
+    sync.prepare_last_backward()
     (trained["w"] * value).sum().backward()
-    sync.finish(torch.zeros(1))
+    sync.wait(torch.zeros(1))
     return float(sync.gradients()[0][0])
 
 
@@ -142,11 +142,11 @@ def poisoned_with(world, codec: str, bad: float) -> tuple[bool, bool]:
     one_step(sync, trained, world.rank, 0)
     sync.commit(True)
     before = {name: value.clone() for name, value in sync.state_dict().items() if name != "steps"}
-    sync.reset()
-    sync.arm()
+    sync.zero_grad()
+    sync.prepare_last_backward()
     factor = bad if world.rank == 1 else 1.0
     sum((p * gradient(name, world.rank, 1) * factor).sum() for name, p in trained.items()).backward()
-    sync.finish(torch.zeros(1))
+    sync.wait(torch.zeros(1))
     finite = torch.stack([g.isfinite().all() for g in sync.gradients()]).all()
     sync.commit(finite)
     after = sync.state_dict()
@@ -202,10 +202,10 @@ def low_rank(world, steps: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]
     first = sync.state_dict()["factor/w"].clone().numpy()
     made = []
     for step in range(steps):
-        sync.reset()
-        sync.arm()
+        sync.zero_grad()
+        sync.prepare_last_backward()
         (trained["w"] * gradient("weight", world.rank, step, torch.float64)).sum().backward()
-        sync.finish(torch.zeros(1))
+        sync.wait(torch.zeros(1))
         made.append(sync.gradients()[0].clone().numpy())
         sync.commit(True)
     return made, {"first": first, "residual": sync.state_dict()["residual/w"].numpy()}
@@ -233,10 +233,10 @@ def zeros_then_rank_one(world) -> tuple[float, float]:
     sync = BucketedAllReduce(trained, world, codec=find_codec("powersgd:2"))
     truth = torch.outer(torch.arange(40.0), torch.ones(30))
     for scale in (0.0, 1.0, 1.0):
-        sync.reset()
-        sync.arm()
+        sync.zero_grad()
+        sync.prepare_last_backward()
         (trained["w"] * truth * scale).sum().backward()
-        sync.finish(torch.zeros(1))
+        sync.wait(torch.zeros(1))
         largest = float(sync.gradients()[0].abs().max()) if scale == 0 else 0.0
         sync.commit(True)
     return largest, float(sync.state_dict()["residual/w"].abs().max())
@@ -300,10 +300,10 @@ def low_rank_training(world) -> float:
     trained = {"w": nn.Parameter(task.weight.clone())}
     sync = BucketedAllReduce(trained, world, codec=find_codec("powersgd:2"))
     for step in range(STEPS):
-        sync.reset()
-        sync.arm()
+        sync.zero_grad()
+        sync.prepare_last_backward()
         (trained["w"] * task.gradient(world.rank)).sum().backward()
-        sync.finish(torch.zeros(1))
+        sync.wait(torch.zeros(1))
         task.update(sync.gradients()[0], step)
         sync.commit(True)
     return task.loss()

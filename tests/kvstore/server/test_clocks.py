@@ -37,7 +37,7 @@ def test_nobody_runs_further_ahead_than_the_bound(staleness: int) -> None:
                 at[worker] = step
                 seen.append(step)
             # those that were let through are at most ``staleness`` clocks ahead of what the slowest has ticked
-            assert step - clocks.slowest <= staleness
+            assert step - clocks.slowest_clock <= staleness
         clocks.leave(worker, 1)
 
     for worker in range(workers):
@@ -83,13 +83,13 @@ def test_a_dead_worker_holds_nobody_up() -> None:
     assert not outcome
     hands.now_s += LEASE_S - 1
     clocks.seen(0, 1)
-    assert clocks.expire() == []
+    assert clocks.end_expired_leases() == []
     hands.now_s += 2
-    assert clocks.expire() == [1]
+    assert clocks.end_expired_leases() == [1]
     thread.join(5)
     assert outcome == [1]
     assert ended == [1]
-    assert clocks.live == {0: 1}
+    assert clocks.live_clocks == {0: 1}
     with pytest.raises(CommError, match="worker 1, whose lease has ended"):
         clocks.seen(1, 1)
     assert clocks.join(1, 2) == 1  # back, at the clock of the slowest
@@ -104,7 +104,7 @@ def test_one_who_was_thought_dead_while_it_waited_still_waits_when_it_is_back() 
     hands.now_s += LEASE_S - 1
     clocks.seen(1, 1)
     hands.now_s += 2
-    assert clocks.expire() == [0]
+    assert clocks.end_expired_leases() == [0]
     assert clocks.join(0, 1) == 0
     assert clocks.tick(1, 1, 3) == 3
     thread.join(5)
@@ -115,14 +115,14 @@ def test_a_lost_connection_shortens_the_lease_and_a_return_restores_it() -> None
     hands = Hands()
     clocks = Clocks(now=hands)
     clocks.join(0, 1)
-    clocks.closed(0, 1)
+    clocks.connection_closed(0, 1)
     hands.now_s += GRACE_S - 0.5
     clocks.join(0, 1)
     hands.now_s += GRACE_S
-    assert clocks.expire() == []
-    clocks.closed(0, 1)
+    assert clocks.end_expired_leases() == []
+    clocks.connection_closed(0, 1)
     hands.now_s += GRACE_S
-    assert clocks.expire() == [0]
+    assert clocks.end_expired_leases() == [0]
 
 
 def test_a_new_incarnation_fences_the_old_one() -> None:

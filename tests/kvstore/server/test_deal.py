@@ -22,7 +22,7 @@ moves = st.lists(
 def begun(units: int, first: int = 0, **more: int | None) -> Deal:
     deal = Deal(units, **more)
     assert deal.claim(9) == BEGIN
-    assert deal.done(Work("begin", first))
+    assert deal.mark_done(Work("begin", first))
     return deal
 
 
@@ -53,7 +53,7 @@ class Run:
         return work
 
     def done(self, work: Work) -> None:
-        if self.deal.done(work):
+        if self.deal.mark_done(work):
             (self.units if work.kind == "unit" else self.saves).append(work.number)
 
     def die(self, worker: int) -> None:
@@ -89,10 +89,10 @@ def test_nothing_is_skipped(units: int, every: int, per_step: int, first: int, s
         elif what == "stop":
             run.deal.stop()
         elif what == "restart":
-            run.deal = Deal.restored(json.loads(json.dumps(run.deal.json())))
+            run.deal = Deal.from_json(json.loads(json.dumps(run.deal.to_json())))
             run.ghosts += [work for held in run.holds.values() for work in held]
             run.holds = {worker: [] for worker in range(4)}
-        goal = run.deal.json()["goal"]
+        goal = run.deal.to_json()["goal"]
     for worker in run.holds:
         run.die(worker)
     while (work := run.claim(0)).kind in ("unit", "save"):
@@ -112,14 +112,14 @@ def test_a_save_comes_when_all_before_it_are_done_and_holds_up_what_is_behind() 
     deal = begun(4, every=2)
     assert [deal.claim(0), deal.claim(1)] == [Work("unit", 0), Work("unit", 1)]
     assert deal.claim(0) == WAIT
-    finishing = threading.Timer(0.1, lambda: (deal.done(Work("unit", 0)), deal.done(Work("unit", 1))))
+    finishing = threading.Timer(0.1, lambda: (deal.mark_done(Work("unit", 0)), deal.mark_done(Work("unit", 1))))
     finishing.start()
     assert deal.claim(1, timeout_s=10.0) == Work("save", 2)
     finishing.join()
     assert deal.claim(0) == WAIT
     assert deal.give_back(1) == [Work("save", 2)]
     assert deal.claim(0) == Work("save", 2)
-    assert deal.done(Work("save", 2))
+    assert deal.mark_done(Work("save", 2))
     assert deal.claim(1) == Work("unit", 2)
 
 
@@ -129,8 +129,8 @@ def test_one_worker_begins_and_the_others_wait_for_it() -> None:
     assert deal.claim(1) == WAIT
     assert deal.give_back(0) == [BEGIN]
     assert deal.claim(1) == BEGIN
-    assert deal.done(Work("begin", 4))
-    assert not deal.done(Work("begin", 0))  # the first comes late
+    assert deal.mark_done(Work("begin", 4))
+    assert not deal.mark_done(Work("begin", 0))  # the first comes late
     assert deal.claim(0) == Work("unit", 4)
 
 
@@ -141,9 +141,9 @@ def test_a_stop_ends_the_run_at_a_step() -> None:
     deal.stop()
     assert [deal.claim(0), deal.claim(1), deal.claim(2)] == [Work("unit", 4), Work("unit", 5), WAIT]
     for unit in range(6):
-        deal.done(Work("unit", unit))
+        deal.mark_done(Work("unit", unit))
     assert deal.claim(0) == Work("save", 6)
-    deal.done(Work("save", 6))
+    deal.mark_done(Work("save", 6))
     assert deal.claim(1) == Work("stopped", 6)
 
 
@@ -152,21 +152,21 @@ def test_a_run_that_ends_early_has_not_been_stopped() -> None:
     assert deal.claim(0) == Work("unit", 0)
     deal.stop(finished=True)
     for unit in range(3):
-        assert deal.done(Work("unit", unit), weight=0.5)
-        assert not deal.done(Work("unit", unit), weight=0.5)
-    assert deal.weight == 1.5
-    again = Deal.restored(deal.json())
-    assert again.done(Work("save", 3))
-    assert (again.claim(1), again.weight) == (Work("end", 3), 1.5)
+        assert deal.mark_done(Work("unit", unit), weight=0.5)
+        assert not deal.mark_done(Work("unit", unit), weight=0.5)
+    assert deal.total_weight == 1.5
+    again = Deal.from_json(deal.to_json())
+    assert again.mark_done(Work("save", 3))
+    assert (again.claim(1), again.total_weight) == (Work("end", 3), 1.5)
 
 
 def test_who_leads_begins_and_saves() -> None:
     deal, leader = Deal(1), [0]
     assert deal.claim(1, leads=lambda: leader[0] == 1) == WAIT
     assert deal.claim(0) == BEGIN
-    deal.done(Work("begin", 0))
+    deal.mark_done(Work("begin", 0))
     assert deal.claim(1, leads=lambda: leader[0] == 1) == Work("unit", 0)
-    deal.done(Work("unit", 0))
+    deal.mark_done(Work("unit", 0))
 
     def gone() -> None:
         leader[0] = 1
@@ -186,23 +186,23 @@ def test_a_claim_waits_for_what_comes_back() -> None:
     dying.start()
     assert deal.claim(1, timeout_s=10.0) == Work("unit", 0)
     dying.join()
-    deal.done(Work("unit", 0))
+    deal.mark_done(Work("unit", 0))
     assert deal.claim(0) == Work("save", 1)
-    deal.done(Work("save", 1))
+    deal.mark_done(Work("save", 1))
     assert deal.claim(0, timeout_s=10.0) == Work("end", 1)
 
 
 def test_work_that_is_none_cannot_be_done() -> None:
     for work in (Work("unit", -1), Work("unit", 5), Work("save", 6), Work("wait")):
         with pytest.raises(CommError, match=f"{work.kind} {work.number} is said to be done\n.*has the units 0 to 4"):
-            Deal(5).done(work)
+            Deal(5).mark_done(work)
 
 
 def test_what_was_dealt_before_a_restart_may_be_done_after_it() -> None:
     deal = begun(3)
-    assert [deal.claim(0).number, deal.claim(1).number, deal.done(Work("unit", 0))] == [0, 1, True]
-    again = Deal.restored(deal.json())
-    assert again.done(Work("unit", 1))
+    assert [deal.claim(0).number, deal.claim(1).number, deal.mark_done(Work("unit", 0))] == [0, 1, True]
+    again = Deal.from_json(deal.to_json())
+    assert again.mark_done(Work("unit", 1))
     assert again.claim(0) == Work("unit", 2)
 
 

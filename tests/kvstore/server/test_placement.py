@@ -23,15 +23,15 @@ tables = st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(shap
 def test_covers_and_balances(table, servers, random) -> None:
     placed = place(table, servers, SMALL)
     for key, (shape, dtype) in table.items():
-        chunks = placed.of(key)
-        ends = [0, *(chunk.start + chunk.elements for chunk in chunks)]
+        chunks = placed.chunks_of(key)
+        ends = [0, *(chunk.start + chunk.num_elements for chunk in chunks)]
         assert ends[:-1] == [chunk.start for chunk in chunks]
         assert ends[-1] == math.prod(shape)
         assert all(c.nbytes <= SMALL and c.dtype == dtype and c.start % BLOCK_ELEMENTS == 0 for c in chunks)
-        assert all(c.start % c.row_elements == c.elements % c.row_elements == 0 for c in chunks if c.row_elements)
+        assert all(c.start % c.row_elements == c.num_elements % c.row_elements == 0 for c in chunks if c.row_elements)
     assert [chunk.number for chunk in placed.chunks] == list(range(len(placed.chunks)))
-    assert sorted(c.number for s in range(servers) for c in placed.on(s)) == list(range(len(placed.chunks)))
-    loads = [sum(chunk.nbytes for chunk in placed.on(server)) for server in range(servers)]
+    assert sorted(c.number for s in range(servers) for c in placed.chunks_on(s)) == list(range(len(placed.chunks)))
+    loads = [sum(chunk.nbytes for chunk in placed.chunks_on(server)) for server in range(servers)]
     assert max(loads) - min(loads) <= max((chunk.nbytes for chunk in placed.chunks), default=0)
     order = list(table)
     random.shuffle(order)
@@ -43,7 +43,7 @@ def test_groups_fit_a_frame(table, servers) -> None:
     placed = place(table, servers, SMALL)
     for server in range(servers):
         groups = placed.groups(table, server)
-        assert [chunk for group in groups for chunk in group] == placed.on(server)
+        assert [chunk for group in groups for chunk in group] == placed.chunks_on(server)
         assert all(len({chunk.dtype for chunk in group}) == 1 for group in groups)
         assert all(len(group) == 1 or sum(c.nbytes for c in group) <= SMALL for group in groups)
 
@@ -57,9 +57,9 @@ def test_small_keys_travel_together_and_only_those_asked_for() -> None:
 
 def test_whole_keys_stay_whole() -> None:
     table = {"w": ((100, 100), torch.float32)}
-    assert len(place(table, 2, SMALL).of("w")) == 5
-    (chunk,) = place(table, 2, SMALL, whole={"w"}).of("w")
-    assert (chunk.elements, chunk.row_elements) == (10000, 100)
+    assert len(place(table, 2, SMALL).chunks_of("w")) == 5
+    (chunk,) = place(table, 2, SMALL, whole={"w"}).chunks_of("w")
+    assert (chunk.num_elements, chunk.row_elements) == (10000, 100)
 
 
 def test_hash_tells_placements_apart() -> None:
@@ -74,6 +74,6 @@ def test_refusals_say_what_would_work() -> None:
     with pytest.raises(ConfigError, match="0 servers, chunks of 4194304 bytes"):
         place({}, 0)
     with pytest.raises(ConfigError, match="did you mean 'layer'"):
-        place({"layer": ((2,), torch.float32)}, 1).of("layers")
+        place({"layer": ((2,), torch.float32)}, 1).chunks_of("layers")
     with pytest.raises(ConfigError, match="key 'big' has 4294967296 bytes and stays whole"):
         place({"big": ((1 << 30,), torch.float32)}, 1, whole={"big"})

@@ -19,7 +19,7 @@ ADDRESSES = (("10.0.0.1", 5000), ("fe80::1", 5001))
 
 
 def test_reads_its_seat() -> None:
-    assert seat_from_environ(ENVIRON) == Seat(server=1, addresses=ADDRESSES, epoch=4)
+    assert seat_from_environ(ENVIRON) == Seat(server_index=1, addresses=ADDRESSES, server_restart_count=4)
     named = ENVIRON | {
         "UNISONO_LISTEN_FD": "7",
         "UNISONO_REPLICAS": "2",
@@ -28,11 +28,11 @@ def test_reads_its_seat() -> None:
     }
     found = seat_from_environ(named)
     assert found == Seat(
-        server=1,
+        server_index=1,
         addresses=ADDRESSES,
-        epoch=4,
+        server_restart_count=4,
         listen_fd=7,
-        replicas=2,
+        num_copies=2,
         snapshots=Path("/somewhere/server-1"),
         snapshot_every_s=2.5,
     )

@@ -18,10 +18,10 @@ def test_is_a_set(numbers: list[int]) -> None:
         assert ours.add(number) == (number not in theirs)
         theirs.add(number)
     assert [n for n in range(42) if n in ours] == sorted(theirs)
-    spans = ours.json()
+    spans = ours.to_json()
     assert all(left[1] < right[0] for left, right in pairwise(spans))  # neighbours are joined
     assert ours.prefix == next(n for n in range(43) if n not in theirs)
-    assert RangeSet(spans).json() == spans
+    assert RangeSet(spans).to_json() == spans
 
 
 @pytest.mark.parametrize("spans", [[[1, 1]], [[3, 2]], [[0, 2], [1, 4]], [[4, 5], [0, 1]], [[0, 2], [2, 4]], [[-1, 3]]])

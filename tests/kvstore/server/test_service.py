@@ -30,7 +30,7 @@ from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
 TABLE = {"a": ((40, 64), torch.float32), "b": ((7,), torch.float32)}
-AGREED = Agreed(table=TABLE, servers=1, chunk_bytes=8192, staleness=1, units=4, units_per_step=2)
+AGREED = Agreed(table=TABLE, num_servers=1, chunk_bytes=8192, staleness=1, num_batch_shards=4, batch_shards_per_step=2)
 RECIPE = Recipe(options=OptimOptions(kind="sgd", lr=1.0), roles=dict.fromkeys(TABLE, Role.DECAY))
 
 
@@ -45,7 +45,7 @@ class Worker:
     def __init__(self, service: Service, worker: int = 0, incarnation: int = 1, agreed: Agreed = AGREED) -> None:
         self.service, self.placement = service, agreed.placement()
         self.peer = Peer("worker", worker, incarnation, 0, "here")
-        self.greeting = service.hello(self.peer, agreed.json())
+        self.greeting = service.hello(self.peer, agreed.to_json())
 
     def ask(self, frame: Frame) -> Frame:
         return received(self.service.handle(self.peer, received(frame)))
@@ -54,7 +54,7 @@ class Worker:
         return read_json(self.ask(json_frame(op, content)))
 
     def chunks(self) -> list:
-        return self.placement.on(self.greeting["server"])
+        return self.placement.chunks_on(self.greeting["server"])
 
     def data(self, op: Op, values: dict[str, Tensor], **fields: object) -> Frame:
         parts = [(c.number, raw(values[c.key].flatten()[c.start : c.start + c.elements])) for c in self.chunks()]
@@ -63,7 +63,7 @@ class Worker:
 
     def init(self, values: dict[str, Tensor]) -> None:
         self.ask(self.data(Op.INIT, values))
-        self.ask(json_frame(Op.OPTIMIZER, RECIPE.json()))
+        self.ask(json_frame(Op.OPTIMIZER, RECIPE.to_json()))
 
     def push(self, gradients: dict[str, Tensor], seq: int, op: Op = Op.PUSH, flags: int = 0) -> Frame:
         return self.ask(self.data(op, gradients, seq=seq, flags=flags))
@@ -141,7 +141,7 @@ class Coded(Worker):
     def takes(self, answer: Frame) -> tuple[int, set[float]]:
         """Its codec, and what the values are."""
         into = [torch.empty(c.elements) for c in self.chunks()]
-        self.copies.take(answer, self.chunks(), self.based, [raw(each) for each in into])
+        self.copies.decode(answer, self.chunks(), self.based, [raw(each) for each in into])
         return answer.codec, {float(each) for value in into for each in value.unique()}
 
 
@@ -160,7 +160,7 @@ def test_values_come_back_coded(timeless: Service) -> None:
     service = timeless
     worker = Coded(service)
     worker.ask(worker.data(Op.INIT, filled(1.0)))
-    worker.ask(json_frame(Op.OPTIMIZER, PLAIN.json()))
+    worker.ask(json_frame(Op.OPTIMIZER, PLAIN.to_json()))
     assert worker.takes(worker.ask(worker.asks())) == (0, {1.0})
     assert worker.takes(worker.ask(worker.asks(Op.PUSHPULL))) == (CODED, {2.0})
     both = worker.asks(Op.PUSHPULL, seq=1)
@@ -195,9 +195,9 @@ def test_shadows_go_with_their_worker_and_with_replaced_values(how: str) -> None
                 worker.ask(Frame(Op.BYE))
             case "die":
                 now[0] += 7.0
-                wait_until(lambda: service.live == 0, "the end of a lease")
+                wait_until(lambda: service.num_live_workers == 0, "the end of a lease")
             case _:
-                worker.service.hello(replace(worker.peer, incarnation=2), replace(AGREED, codec="bf16").json())
+                worker.service.hello(replace(worker.peer, incarnation=2), replace(AGREED, codec="bf16").to_json())
                 worker.peer = replace(worker.peer, incarnation=2)
         assert [worker.takes(worker.ask(worker.asks()))[0] for _ in range(2)] == [0, CODED]
     finally:
@@ -266,7 +266,7 @@ def test_a_worker_with_another_table_is_not_let_in(service: Service, other: Agre
 )
 def test_a_hello_that_is_none(service: Service, change: dict) -> None:
     with pytest.raises(CommError, match="a hello that cannot be read"):
-        service.hello(Peer("worker", 0, 1, 0, ""), AGREED.json() | change)
+        service.hello(Peer("worker", 0, 1, 0, ""), AGREED.to_json() | change)
 
 
 def claimed(worker: Worker, seq: int = 0) -> tuple[str, int]:
@@ -316,7 +316,7 @@ def test_a_barrier_opens_for_the_living(service: Service) -> None:
     def arrive(worker: Worker) -> None:
         worker.json(Op.STATS)
         worker.ask(json_frame(Op.BARRIER, {"number": 0}))
-        arrived.append(worker.peer.worker)
+        arrived.append(worker.peer.index)
 
     threads = [threading.Thread(target=arrive, args=(worker,)) for worker in workers[:2]]
     for thread in threads:
@@ -457,14 +457,14 @@ def test_an_acknowledged_push_is_on_the_replica() -> None:
     agreed = replace(AGREED, servers=2, units=0)
     backup = Service(1)
     link = Peer("server", 0, 1, 0, "server 0")
-    backup.hello(link, agreed.json())
+    backup.hello(link, agreed.to_json())
     primary = Service(0, forward=lambda agreed, frame: backup.handle(link, received(frame)))
     worker = Worker(primary, agreed=agreed)
     worker.init(filled(1.0))
     for seq in range(3):
         worker.push(filled(0.1), seq=seq)
     replaced = Service(1)  # the backup is killed and starts with nothing
-    replaced.hello(link, agreed.json())
+    replaced.hello(link, agreed.to_json())
     backup.close()
     backup = replaced
     worker.push(filled(0.1), seq=3)
@@ -477,7 +477,7 @@ def test_an_acknowledged_push_is_on_the_replica() -> None:
     restarted = Service(0)
     for chunk in worker.chunks():  # one by one, so that a frame stays small
         state = backup.handle(link, json_frame(Op.STATE, {"chunks": [chunk.number]}))
-        restarted.adopt(b"".join(buffers(state)))
+        restarted.adopt_replica_state(b"".join(buffers(state)))
     back = Worker(restarted, agreed=agreed)
     assert all(torch.equal(value, worker.pull()[key]) for key, value in back.pull().items())
     assert [back.push(filled(0.1), seq=seq).entries for seq in (4, 5)] == [0, len(back.chunks())]
@@ -528,7 +528,7 @@ def test_mutated_frames_change_nothing_but_what_they_say(service: Service, count
         Frame(Op.PULL, entries=2, payload=numbers),
         worker.asks(),
         worker.asks(Op.PUSHPULL),
-        json_frame(Op.OPTIMIZER, RECIPE.json()),
+        json_frame(Op.OPTIMIZER, RECIPE.to_json()),
         json_frame(Op.DONE, {"kind": "unit", "number": 1}),
         json_frame(Op.STATE, {"chunks": [0, 1, 2]}),
         Frame(Op.STATE, flags=WRITE, payload=worker.state().payload),

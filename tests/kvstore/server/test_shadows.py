@@ -31,7 +31,7 @@ def codec_of(name: str) -> Codec:
 
 
 def chunk(number: int, elements: int, dtype: torch.dtype = torch.float32) -> Chunk:
-    return Chunk(number=number, key=f"w{number}", start=0, elements=elements, dtype=dtype, row_elements=0, server=0)
+    return Chunk(number=number, key=f"w{number}", start=0, num_elements=elements, dtype=dtype, row_elements=0, server=0)
 
 
 def noise(elements: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -56,13 +56,13 @@ class Pull:
 
     def __init__(self, copies: Copies, chunks: Sequence[Chunk]) -> None:
         self.copies, self.chunks, self.based = copies, chunks, copies.bases(chunks)
-        self.got = {c.number: torch.empty(c.elements, dtype=c.dtype) for c in chunks}
+        self.got = {c.number: torch.empty(c.num_elements, dtype=c.dtype) for c in chunks}
 
     def served(self, shadows: Shadows, values: Mapping[int, Tensor]) -> Frame:
         return served(shadows, values, self.chunks, self.based)
 
     def take(self, answer: Frame) -> dict[int, Tensor]:
-        self.copies.take(answer, self.chunks, self.based, [raw(self.got[c.number]) for c in self.chunks])
+        self.copies.decode(answer, self.chunks, self.based, [raw(self.got[c.number]) for c in self.chunks])
         return self.got
 
 
@@ -145,7 +145,7 @@ def test_whatever_was_lost_is_answered_in_full() -> None:
     assert [pulled(shadows, copies) for _ in range(2)] == [0, CODED]
     copies = Copies(codec_of("bf16"))  # the worker was
     assert [pulled(shadows, copies) for _ in range(2)] == [0, CODED]
-    shadows.drop(WORKER)
+    shadows.drop_worker(WORKER)
     assert [pulled(shadows, copies) for _ in range(2)] == [0, CODED]
     shadows.clear()
     assert [pulled(shadows, copies) for _ in range(2)] == [0, CODED]
@@ -222,13 +222,13 @@ def test_copy_and_shadow_are_one(
 ) -> None:
     shadows, copies = Shadows(codec_of(name)), Copies(codec_of(name))
     every = [chunk(0, 70, dtype), chunk(1, 3, dtype)]
-    values = {c.number: noise(c.elements, c.number, dtype) for c in every}
+    values = {c.number: noise(c.num_elements, c.number, dtype) for c in every}
     for turn, (what, numbers, swapped) in enumerate(course):
         chunks = [every[number] for number in numbers]
         match what:
             case "push":
                 for number in numbers:
-                    values[number] = values[number] + noise(every[number].elements, turn, dtype) * 0.1
+                    values[number] = values[number] + noise(every[number].num_elements, turn, dtype) * 0.1
             case "pull" | "lose":
                 pull = Pull(copies, chunks)
                 answer = pull.served(shadows, values)
@@ -252,7 +252,7 @@ def test_copy_and_shadow_are_one(
             case "worker":
                 copies = Copies(codec_of(name))
             case "lease":
-                shadows.drop(WORKER)
+                shadows.drop_worker(WORKER)
             case _:
                 copies.forget()
                 pull = Pull(copies, chunks)

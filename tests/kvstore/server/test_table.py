@@ -47,12 +47,12 @@ def started(model: nn.Module, options: OptimOptions, servers: int = 1, damped: b
     named = dict(model.named_parameters())
     whole = set(named) if options.kind in LAYERWISE else set()
     placed = place({name: (p.shape, p.dtype) for name, p in named.items()}, servers, CHUNK_BYTES, whole)
-    tables = [Table(placed.on(server)) for server in range(servers)]
-    recipe = Recipe(options=options, roles=roles(model), damped=damped)
+    tables = [Table(placed.chunks_on(server)) for server in range(servers)]
+    recipe = Recipe(options=options, roles=roles(model), staleness_lr_decay=damped)
     for table in tables:
-        table.set_recipe(Recipe.read(json.loads(json.dumps(recipe.json()))))
+        table.set_optimizer_spec(Recipe.from_json(json.loads(json.dumps(recipe.to_json()))))
     for chunk in placed.chunks:
-        part = named[chunk.key].detach().flatten()[chunk.start : chunk.start + chunk.elements]
+        part = named[chunk.key].detach().flatten()[chunk.start : chunk.start + chunk.num_elements]
         assert tables[chunk.server].init(chunk.number, part)
     return placed, tables
 
@@ -62,7 +62,7 @@ def entries(chunks, gradients: dict[str, torch.Tensor]) -> list[Entry]:
 
 
 def everything(tables: list[Table]) -> dict[str, torch.Tensor]:
-    return {name: t for table in tables for name, t in table.image(table.numbers)[1].items()}
+    return {name: t for table in tables for name, t in table.state(table.initialised_chunks)[1].items()}
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -70,7 +70,7 @@ def test_one_worker_gets_the_bits_of_one_process(kind: str) -> None:
     torch.manual_seed(0)
     model, options = Block(), OPTIONS[kind]
     placed, tables = started(model, options, servers=3)
-    assert kind in LAYERWISE or len(placed.of("qkv.weight")) > 1
+    assert kind in LAYERWISE or len(placed.chunks_of("qkv.weight")) > 1
     optimizer = build_optimizer(model, options)
     named = dict(model.named_parameters())
     for step in range(20):
@@ -83,7 +83,7 @@ def test_one_worker_gets_the_bits_of_one_process(kind: str) -> None:
         optimizer.step()
         for server, table in enumerate(tables):
             for group in placed.groups(named, server):
-                outcome = table.push(entries(group, gradients), Push(worker=0, stream=1, seq=step, lr=lr))
+                outcome = table.push(entries(group, gradients), Push(worker=0, stream=1, sequence_number=step, lr=lr))
                 assert (outcome.applied, outcome.refused) == (len(group), "")
     ours = join(placed, everything(tables))
     theirs = dict(sorted({**named, **state_tensors(model, optimizer)}.items()))
@@ -95,7 +95,7 @@ def test_one_worker_gets_the_bits_of_one_process(kind: str) -> None:
 def one(value: torch.Tensor, options: OptimOptions, damped: bool = False) -> Table:
     placed = place({"w": (value.shape, value.dtype)}, 1)
     table = Table(placed.chunks)
-    table.set_recipe(Recipe(options=options, roles={"w": Role.NO_DECAY}, damped=damped))
+    table.set_optimizer_spec(Recipe(options=options, roles={"w": Role.NO_DECAY}, staleness_lr_decay=damped))
     table.init(0, value)
     return table
 
@@ -105,7 +105,7 @@ PLAIN = OptimOptions(kind="sgd", lr=0.5, momentum=0.0)
 
 def test_a_push_counts_once_in_its_stream() -> None:
     table = one(torch.zeros(4), PLAIN)
-    push = Push(worker=0, stream=1, seq=7)
+    push = Push(worker=0, stream=1, sequence_number=7)
     gradient = [Entry(0, torch.ones(4))]
     assert table.push(gradient, push).applied == 1
     again = table.push(gradient, push)
@@ -114,7 +114,7 @@ def test_a_push_counts_once_in_its_stream() -> None:
     assert table.push(gradient, replace(push, seq=6)).applied == 1  # late, not a duplicate
     assert torch.equal(table.pull(0)[0], torch.full((4,), -1.5))
     # a unit of stream 0, computed by two workers
-    assert [table.push(gradient, Push(worker=w, stream=0, seq=3)).applied for w in (0, 1)] == [1, 0]
+    assert [table.push(gradient, Push(worker=w, stream=0, sequence_number=3)).applied for w in (0, 1)] == [1, 0]
 
 
 def test_numbers_with_too_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,18 +122,18 @@ def test_numbers_with_too_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch)
     table = one(torch.zeros(4), PLAIN)
     gradient = [Entry(0, torch.ones(4))]
     for seq in (0, 2, 4):
-        assert table.push(gradient, Push(worker=0, stream=1, seq=seq)).applied == 1
+        assert table.push(gradient, Push(worker=0, stream=1, sequence_number=seq)).applied == 1
     before = table.pull(0)
     with pytest.raises(CommError, match="push 6 of stream 1, of whose numbers 3 lots are missing before"):
-        table.push(gradient, Push(worker=0, stream=1, seq=6))
+        table.push(gradient, Push(worker=0, stream=1, sequence_number=6))
     assert torch.equal(table.pull(0)[0], before[0])
     assert table.pull(0)[1] == before[1]
-    assert table.push(gradient, Push(worker=0, stream=2, seq=6)).applied == 1  # streams are apart
+    assert table.push(gradient, Push(worker=0, stream=2, sequence_number=6)).applied == 1  # streams are apart
 
 
 def test_threads_that_push_the_same_numbers_apply_each_once() -> None:
     table = one(torch.zeros(8), OptimOptions(kind="sgd", lr=1.0, momentum=0.0))
-    pushes = [Push(worker=n % 3, stream=0, seq=n) for n in range(40)]
+    pushes = [Push(worker=n % 3, stream=0, sequence_number=n) for n in range(40)]
 
     def work() -> None:
         for push in pushes:
@@ -152,16 +152,16 @@ def test_threads_that_push_the_same_numbers_apply_each_once() -> None:
 def test_a_non_finite_push_changes_nothing_of_any_chunk(bad: float) -> None:
     placed = place({"a": ((4,), torch.float32), "b": ((4,), torch.float32)}, 1)
     table = Table(placed.chunks)
-    table.set_recipe(Recipe(options=OPTIONS["adamw"], roles=dict.fromkeys("ab", Role.DECAY)))
+    table.set_optimizer_spec(Recipe(options=OPTIONS["adamw"], roles=dict.fromkeys("ab", Role.DECAY)))
     for number in (0, 1):
         table.init(number, torch.ones(4))
     good = [Entry(0, torch.ones(4)), Entry(1, torch.ones(4))]
-    table.push(good, Push(worker=0, stream=1, seq=0))
-    before = encode(*table.image([0, 1]))
+    table.push(good, Push(worker=0, stream=1, sequence_number=0))
+    before = encode(*table.state([0, 1]))
     broken = [Entry(0, torch.ones(4)), Entry(1, torch.tensor([1.0, bad, 1.0, 1.0]))]
-    assert table.push(broken, Push(worker=0, stream=1, seq=1)).refused == "non-finite"
-    assert encode(*table.image([0, 1])) == before
-    assert table.push(good, Push(worker=0, stream=1, seq=1)).applied == 2  # its number is still free
+    assert table.push(broken, Push(worker=0, stream=1, sequence_number=1)).refused == "non-finite"
+    assert encode(*table.state([0, 1])) == before
+    assert table.push(good, Push(worker=0, stream=1, sequence_number=1)).applied == 2  # its number is still free
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -171,15 +171,15 @@ def test_one_bad_element_anywhere_is_found_and_large_ones_are_not_bad(dtype: tor
         for bad in (float("nan"), float("inf"), -float("inf")):
             gradient = torch.randn(5000).to(dtype)
             gradient[at] = bad
-            assert table.push([Entry(0, gradient)], Push(worker=0, stream=1, seq=seq)).refused
+            assert table.push([Entry(0, gradient)], Push(worker=0, stream=1, sequence_number=seq)).refused
     largest = torch.full((5000,), torch.finfo(dtype).max, dtype=dtype)
-    assert table.push([Entry(0, largest)], Push(worker=0, stream=1, seq=9, lr=0.0)).applied == 1
+    assert table.push([Entry(0, largest)], Push(worker=0, stream=1, sequence_number=9, lr=0.0)).applied == 1
 
 
 def test_no_rows_are_no_push_of_anything() -> None:
     table = one(torch.ones(6, 3), PLAIN)
     nothing = Entry(0, torch.empty(0, 3), torch.empty(0, dtype=torch.int64))
-    assert table.push([nothing], Push(worker=0, stream=1, seq=0)).applied == 1
+    assert table.push([nothing], Push(worker=0, stream=1, sequence_number=0)).applied == 1
     assert table.pull(0)[0].tolist() == [1.0] * 18
 
 
@@ -187,10 +187,10 @@ def test_lag_counts_the_pushes_of_others_and_damps() -> None:
     table = one(torch.zeros(1), OptimOptions(kind="sgd", lr=1.0, momentum=0.0), damped=True)
     gradient = [Entry(0, torch.ones(1))]
     for seq in range(3):
-        assert table.push(gradient, Push(worker=0, stream=1, seq=seq, base_version=0)).lag == 0  # its own do not count
-    assert table.push(gradient, Push(worker=1, stream=2, seq=0, base_version=0)).lag == 3
+        assert table.push(gradient, Push(worker=0, stream=1, sequence_number=seq, base_version=0)).lag == 0  # its own do not count
+    assert table.push(gradient, Push(worker=1, stream=2, sequence_number=0, base_version=0)).lag == 3
     assert table.pull(0)[0].item() == pytest.approx(-3.25)
-    assert table.push(gradient, Push(worker=0, stream=1, seq=3, base_version=2)).lag == 1
+    assert table.push(gradient, Push(worker=0, stream=1, sequence_number=3, base_version=2)).lag == 1
     assert table.pull(0)[0].item() == pytest.approx(-3.75)
 
 
@@ -202,7 +202,7 @@ def test_rows_touch_their_rows_only() -> None:
         sparse, dense = one(start, options), one(start[rows], options)
         for seq in range(3):
             gradient = torch.randn(2, 3)
-            push = Push(worker=0, stream=1, seq=seq)
+            push = Push(worker=0, stream=1, sequence_number=seq)
             assert sparse.push([Entry(0, gradient.clone(), rows)], push).applied == 1
             dense.push([Entry(0, gradient.flatten())], push)
         value = sparse.pull(0)[0].view(6, 3)
@@ -216,7 +216,7 @@ def test_rows_touch_their_rows_only() -> None:
 def test_rows_are_sorted_unique_and_in_range(rows: list[int]) -> None:
     table = one(torch.zeros(6, 3), PLAIN)
     with pytest.raises(CommError, match="strictly rising order, or out of range"):
-        table.push([Entry(0, torch.zeros(2, 3), torch.tensor(rows))], Push(worker=0, stream=1, seq=0))
+        table.push([Entry(0, torch.zeros(2, 3), torch.tensor(rows))], Push(worker=0, stream=1, sequence_number=0))
     with pytest.raises(CommError, match="rows of 'w', chunk 0 with 6 rows"):
         table.pull(0, torch.tensor(rows))
 
@@ -226,13 +226,13 @@ def test_image_and_back_is_the_same_server() -> None:
     model = Block()
     placed, (table,) = started(model, OPTIONS["adamw"])
     gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    table.push(entries(placed.chunks, gradients), Push(worker=2, stream=3, seq=5))
-    image = encode(*table.image(table.numbers))
+    table.push(entries(placed.chunks, gradients), Push(worker=2, stream=3, sequence_number=5))
+    image = encode(*table.state(table.initialised_chunks))
     other = Table(placed.chunks)
-    other.set_recipe(table.recipe)
-    other.restore(*decode(image))
-    assert encode(*other.image(other.numbers)) == image
-    assert other.push(entries(placed.chunks, gradients), Push(worker=2, stream=3, seq=5)).duplicates == len(
+    other.set_optimizer_spec(table.optimizer_spec)
+    other.load_state(*decode(image))
+    assert encode(*other.state(other.initialised_chunks)) == image
+    assert other.push(entries(placed.chunks, gradients), Push(worker=2, stream=3, sequence_number=5)).duplicates == len(
         placed.chunks
     )
     # through a checkpoint's names, onto another number of servers
@@ -256,7 +256,7 @@ def test_first_init_wins_and_is_a_copy() -> None:
 def test_refusals_change_nothing_and_say_what_to_do() -> None:
     placed = place({"a": ((4,), torch.float32), "n": ((1,), torch.int64)}, 1)
     table = Table(placed.chunks)
-    push, gradient = Push(worker=0, stream=1, seq=0), [Entry(0, torch.ones(4))]
+    push, gradient = Push(worker=0, stream=1, sequence_number=0), [Entry(0, torch.ones(4))]
     with pytest.raises(CommError, match="has no value yet"):
         table.push(gradient, push)
     with pytest.raises(CommError, match=r"4 elements of torch.float64 for chunk 0"):
@@ -265,7 +265,7 @@ def test_refusals_change_nothing_and_say_what_to_do() -> None:
     table.init(1, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(CommError, match="push of 'a' to servers without an optimizer"):
         table.push(gradient, push)
-    table.set_recipe(Recipe(options=OPTIONS["lamb"], roles={"a": Role.DECAY}))
+    table.set_optimizer_spec(Recipe(options=OPTIONS["lamb"], roles={"a": Role.DECAY}))
     for wrong, text in [
         ([Entry(0, torch.ones(5))], "5 elements of torch.float32"),
         ([Entry(2, torch.ones(4))], "this server holds 2 chunks"),
@@ -279,7 +279,7 @@ def test_refusals_change_nothing_and_say_what_to_do() -> None:
         with pytest.raises(CommError, match="learning rate is finite and at least 0"):
             table.push(gradient, replace(push, lr=lr))
     with pytest.raises(CommError, match="for servers that have 'lamb'"):
-        table.set_recipe(Recipe(options=PLAIN, roles={"a": Role.DECAY}))
+        table.set_optimizer_spec(Recipe(options=PLAIN, roles={"a": Role.DECAY}))
     value, version = table.pull(0)
     assert (value.tolist(), version) == ([0.0] * 4, 0)
     with pytest.raises(CommError, match="image of 3 bytes"):
@@ -298,4 +298,4 @@ def test_refusals_change_nothing_and_say_what_to_do() -> None:
 )
 def test_an_optimizer_is_options_that_are_checked(given, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        Recipe.read(given)
+        Recipe.from_json(given)

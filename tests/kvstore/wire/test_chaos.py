@@ -21,7 +21,7 @@ FAULTS: dict[str, dict[str, float]] = {
     "all": {"drop": 0.02, "duplicate": 0.1, "reorder": 0.1, "corrupt": 0.02, "delay_s": 0.001},
 }
 # a frame that is kept back with nothing behind it, or whose length was changed, is missed after this
-QUICK = Limits(payload_bytes=1 << 20, message_s=1.0, stall_s=0.5, handshake_s=5.0)
+QUICK = Limits(max_payload_bytes=1 << 20, message_s=1.0, stall_s=0.5, handshake_s=5.0)
 
 
 def _exchange(wires: Any, counting: Any, proxy: Chaos, pushes: int, *, silence_s: float = 1.5) -> Any:

@@ -34,7 +34,7 @@ def test_a_push_is_answered_and_a_pull_lands_in_the_memory_given(wires: Any, cou
 
 
 def test_a_hundred_megabytes_arrive_bit_for_bit(wires: Any, counting: Any) -> None:
-    limits = Limits(payload_bytes=128 << 20)
+    limits = Limits(max_payload_bytes=128 << 20)
     server = wires.serve(counting, limits=limits)
     connection = wires.connect(server.addresses[0], limits=limits)
     values = np.random.default_rng(0).integers(0, 256, 100 << 20, dtype=np.uint8)
@@ -45,7 +45,7 @@ def test_a_hundred_megabytes_arrive_bit_for_bit(wires: Any, counting: Any) -> No
 
 
 def test_higher_priority_goes_first_and_equals_in_the_order_of_call(wires: Any, counting: Any) -> None:
-    server = wires.serve(counting, admission=Admission(credits=1))
+    server = wires.serve(counting, admission=Admission(credits_per_connection=1))
     connection = wires.connect(server.addresses[0])
     counting.gate.clear()
     first = connection.request(Frame(Op.BARRIER))
@@ -59,7 +59,7 @@ def test_higher_priority_goes_first_and_equals_in_the_order_of_call(wires: Any, 
 
 
 def test_no_more_requests_fly_than_credits_were_granted(wires: Any, counting: Any) -> None:
-    server = wires.serve(counting, admission=Admission(credits=3))
+    server = wires.serve(counting, admission=Admission(credits_per_connection=3))
     connection = wires.connect(server.addresses[0])
     counting.gate.clear()
     futures = [connection.request(Frame(Op.BARRIER)) for _ in range(10)]
@@ -106,7 +106,7 @@ def test_an_answer_that_does_not_fit_the_memory_leaves_it_alone(wires: Any, coun
 
 
 def test_a_payload_over_the_limit_is_refused_before_it_is_sent(wires: Any, counting: Any) -> None:
-    connection = wires.connect(wires.serve(counting).addresses[0], limits=Limits(payload_bytes=1000))
+    connection = wires.connect(wires.serve(counting).addresses[0], limits=Limits(max_payload_bytes=1000))
     with pytest.raises(CommError) as caught:
         connection.request(Frame(Op.PUSH, payload=b"x" * 1001))
     assert caught.value.problems[0].given == "PUSH with 1001 bytes"

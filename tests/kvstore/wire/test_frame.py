@@ -77,8 +77,8 @@ def test_a_hundred_thousand_mutated_headers() -> None:
 
 def _mutate(count: int) -> None:
     draw = random.Random(7)
-    limits = Limits(payload_bytes=1 << 20, entries=16)
-    good = pack(Frame(Op.PUSH, entries=2, epoch=3, job=5, worker=1, seq=9), [memoryview(b"x" * 100)])
+    limits = Limits(max_payload_bytes=1 << 20, max_entries=16)
+    good = pack(Frame(Op.PUSH, entries=2, server_restart_count=3, job=5, worker=1, seq=9), [memoryview(b"x" * 100)])
     taken = 0
     for _ in range(count):
         head = bytearray(good)
@@ -89,8 +89,8 @@ def _mutate(count: int) -> None:
         except CommError:
             continue
         taken += 1
-        assert announced.nbytes <= limits.payload_bytes
-        assert announced.frame.entries <= limits.entries
+        assert announced.nbytes <= limits.max_payload_bytes
+        assert announced.frame.entries <= limits.max_entries
     # fields such as seq have no bounds of their own: the digest, seeded with the header, is what guards those
     assert 0 < taken < count
 

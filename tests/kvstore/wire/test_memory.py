@@ -80,7 +80,7 @@ def test_more_requests_than_slots(wires: Any, counting: Any) -> None:
 
 
 def test_why_there_is_no_memory_is_said(wires: Any, counting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = wires.serve(counting, limits=Limits(payload_bytes=SLOT)).addresses[0]
+    address = wires.serve(counting, limits=Limits(max_payload_bytes=SLOT)).addresses[0]
 
     def apart(**options: Any) -> str:
         connection = wires.connect(address, **({"slot_bytes": SLOT} | options))
@@ -199,7 +199,7 @@ def test_mutated_headers_leave_a_server_that_serves(wires: Any, counting: Any, s
             channel = _met(address, secret)
             channel.send(replace(json_frame(Op.MEMORY, offer), **FIELDS))
             assert channel.receive(wait_s=5) is not None
-            channel.memory = memory.mapped(fd, 2, SLOT)
+            channel.shared_slots = memory.mapped(fd, 2, SLOT)
         slot = Slot(draw.choice((1, 2)), memoryview(b""))
         frame = bytearray(pack(Frame(Op.PUSH, seq=5, slot=slot, **FIELDS), [memoryview(bytes(draw.randrange(SLOT)))]))
         for _ in range(draw.choice((0, 0, 1, 2))):
@@ -234,7 +234,7 @@ def test_an_answer_in_another_slot_is_not_read(wires: Any, counting: Any) -> Non
         if lied.is_set() or frame.slot is None:
             return answer
         lied.set()
-        return replace(answer, slot=channel.memory.slots[frame.slot.number - 2])
+        return replace(answer, slot=channel.shared_slots.slots[frame.slot.number - 2])
 
     server._answer = lying
     got = bytearray(5)

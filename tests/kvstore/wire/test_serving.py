@@ -24,7 +24,7 @@ from unisono.kvstore.wire.message import json_frame, read_json
 from unisono.kvstore.wire.serving import Admission, listen
 
 ME = Peer("worker", 3, 1, 77, "")
-HASTY = Limits(payload_bytes=1 << 20, message_s=0.5, stall_s=0.3, handshake_s=0.5)
+HASTY = Limits(max_payload_bytes=1 << 20, message_s=0.5, stall_s=0.3, handshake_s=0.5)
 
 
 def _works(wires: Any, address: tuple[str, int], **options: Any) -> None:
@@ -97,7 +97,7 @@ def test_no_secret_and_a_replayed_exchange_are_refused(wires: Any, counting: Any
     introduce(channel, secret, ME, 0, HASTY)
     channel.close()
     assert len(recorded) == 1
-    for attempt in (recorded[0], pack(Frame(Op.PUSH, worker=3, incarnation=1, job=77), [])):
+    for attempt in (recorded[0], pack(Frame(Op.PUSH, worker=3, worker_restart_count=1, job=77), [])):
         replay = Channel(socket.create_connection(server.addresses[0]), HASTY)
         replay.receive(wait_s=5)
         replay._sock.sendall(attempt)
@@ -145,7 +145,7 @@ def test_a_dribbled_hello_and_a_dribbled_request_are_cut_off(wires: Any, countin
             dribbled += 1
     assert dribbled < 15
     channel = _authenticated(server.addresses[0], secret)
-    header = pack(Frame(Op.PUSH, worker=3, incarnation=1, job=77), [memoryview(bytes(100))])
+    header = pack(Frame(Op.PUSH, worker=3, worker_restart_count=1, job=77), [memoryview(bytes(100))])
     with pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012
         for byte in header + bytes(100):
             channel._sock.send(bytes([byte]))
@@ -161,7 +161,7 @@ def test_who_does_not_read_answers_is_cut_off_and_holds_up_nobody(wires: Any, co
     before = len(counting.left)
     channel = _authenticated(server.addresses[0], secret)
     for _ in range(40):
-        channel.send(Frame(Op.PULL, worker=3, incarnation=1, job=77, seq=1))
+        channel.send(Frame(Op.PULL, worker=3, worker_restart_count=1, job=77, seq=1))
     _works(wires, server.addresses[0])
     wait_until(lambda: len(counting.left) == before + 2, "the one that does not read is let go")
     channel.close()
@@ -170,7 +170,7 @@ def test_who_does_not_read_answers_is_cut_off_and_holds_up_nobody(wires: Any, co
 def test_a_thousand_connections_do_not_keep_a_worker_out(wires: Any, counting: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
-    server = wires.serve(counting, admission=Admission(connections=100, strangers=20))
+    server = wires.serve(counting, admission=Admission(max_connections=100, max_unauthenticated=20))
     crowd = []
     try:
         for count in range(1000):
@@ -201,7 +201,7 @@ def _fuzz(wires: Any, counting: Any, secret: bytes, count: int) -> None:
     draw = random.Random(3)
     before = psutil.Process().memory_info().rss
     body = bytes(200)
-    good = pack(Frame(Op.PUSH, worker=3, incarnation=1, job=77, seq=5), [memoryview(body)]) + body
+    good = pack(Frame(Op.PUSH, worker=3, worker_restart_count=1, job=77, seq=5), [memoryview(body)]) + body
     channel, answered, cut = None, 0, 0
     for _ in range(count):
         channel = channel or _authenticated(server.addresses[0], secret)
@@ -212,7 +212,7 @@ def _fuzz(wires: Any, counting: Any, secret: bytes, count: int) -> None:
         try:
             channel._sock.sendall(frame if whole else frame[: draw.randrange(len(frame))])
             if not whole:
-                channel.shut()
+                channel.shutdown()
             answered += channel.receive(wait_s=5) is not None
         except (Lost, OSError):
             cut += 1

@@ -45,7 +45,7 @@ def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
     snapshot = open_checkpoint(tmp_path / "step-00000012")
     assert {name: bits(snapshot.tensor(name)) for name in snapshot.names()} == expected
     assert snapshot.meta == {"order": {"seed": 3}, "list": [1, 2.5, None], "text": "ä"}
-    assert (snapshot.step, snapshot.world, snapshot.manifest.score) == (12, 1, 0.5)
+    assert (snapshot.step, snapshot.world_size, snapshot.manifest.score) == (12, 1, 0.5)
     assert verify(tmp_path / "step-00000012") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000012"]
 

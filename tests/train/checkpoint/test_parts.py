@@ -62,7 +62,7 @@ def save_parts(root, *saves, own=None, replicated=None):
 
 def rows(tensor, start, stop, **more):
     """The part that holds rows [start, stop)."""
-    return Part(tensor=tensor[start:stop], shape=tuple(tensor.shape), offset=(start, *[0] * (tensor.dim() - 1)), **more)
+    return Part(tensor=tensor[start:stop], global_shape=tuple(tensor.shape), offset=(start, *[0] * (tensor.dim() - 1)), **more)
 
 
 def box(tensor, offset, shape):
@@ -96,7 +96,7 @@ def layouts(draw):
     tensor = random_bits(shape, draw(st.sampled_from(DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99))))
     blocks = draw(cut(shape, world))
     holders = draw(st.permutations(range(world)))
-    empty = Part(tensor=tensor.new_empty(0), shape=shape, offset=tuple(extent + 3 for extent in shape))
+    empty = Part(tensor=tensor.new_empty(0), global_shape=shape, offset=tuple(extent + 3 for extent in shape))
     parts = [empty] * world
     for number, rank in enumerate(holders):
         offset, extents = blocks[number % len(blocks)]
@@ -106,7 +106,7 @@ def layouts(draw):
         block = box(tensor, offset, extents)
         if draw(st.booleans()) and block.dim() > 1:
             block = block.transpose(0, -1).contiguous().transpose(0, -1)
-        parts[rank] = Part(tensor=block, shape=shape, offset=offset, replica=replica)
+        parts[rank] = Part(tensor=block, global_shape=shape, offset=offset, replica=replica)
     return tensor, parts
 
 
@@ -142,7 +142,7 @@ def test_blocks_askew_of_each_other_are_read_by_rows_columns_and_whole(tmp_path)
     """A pinwheel: five blocks that no straight cut parts."""
     whole = torch.arange(81.0).reshape(9, 9)
     places = [((0, 0), (3, 6)), ((0, 6), (6, 3)), ((6, 3), (3, 6)), ((3, 0), (6, 3)), ((3, 3), (3, 3))]
-    parts = [Part(tensor=box(whole, *place), shape=(9, 9), offset=place[0]) for place in places]
+    parts = [Part(tensor=box(whole, *place), global_shape=(9, 9), offset=place[0]) for place in places]
     save_parts(tmp_path, [{"w": part} for part in parts])
     snapshot = open_checkpoint(tmp_path / "step-00000001")
     assert torch.equal(snapshot.tensor("w"), whole)
@@ -174,7 +174,7 @@ def test_wholes_and_parts_lie_in_one_checkpoint_beside_each_other(tmp_path):
 def test_of_replicas_only_number_0_is_written(tmp_path):
     whole = torch.randn(40, 8)
     halves = [rows(whole, 0, 20), rows(whole, 20, 40)]
-    copies = [Part(tensor=half.tensor.clone(), shape=half.shape, offset=half.offset, replica=1) for half in halves]
+    copies = [Part(tensor=half.tensor.clone(), global_shape=half.global_shape, offset=half.offset, replica=1) for half in halves]
     save_parts(tmp_path, [{"w": part} for part in (*halves, *copies)])
     headers = [int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards(tmp_path)]
     payload = [shard.stat().st_size - 8 - header for shard, header in zip(shards(tmp_path), headers, strict=True)]
@@ -191,8 +191,8 @@ def test_tensors_without_dims_or_elements_have_one_owner(tmp_path):
     nothing = torch.empty(0)
     ranks = [
         {
-            "scalar": Part(tensor=scalar if rank == 1 else nothing, shape=(), offset=()),
-            "none": Part(tensor=none[rank : rank + 1], shape=(3, 0), offset=(rank, 0), replica=rank),
+            "scalar": Part(tensor=scalar if rank == 1 else nothing, global_shape=(), offset=()),
+            "none": Part(tensor=none[rank : rank + 1], global_shape=(3, 0), offset=(rank, 0), replica=rank),
         }
         for rank in range(3)
     ]
@@ -225,7 +225,7 @@ MISFITS = {
         "its 2 pieces do not make up [4, 3]: element [2, 0] is in 2 of them",
     ),
     "as many elements, half of them twice": (
-        [rows(WHOLE, 0, 2), Part(tensor=WHOLE[1:3], shape=(4, 3), offset=(1, 0))],
+        [rows(WHOLE, 0, 2), Part(tensor=WHOLE[1:3], global_shape=(4, 3), offset=(1, 0))],
         "its 2 pieces do not make up [4, 3]: element [1, 0] is in 2 of them",
     ),
     "a replica not numbered": (
@@ -233,15 +233,15 @@ MISFITS = {
         "its 2 pieces do not make up [4, 3]: element [0, 0] is in 2 of them",
     ),
     "outside": (
-        [rows(WHOLE, 0, 2), Part(tensor=WHOLE[:2], shape=(4, 3), offset=(3, 0))],
+        [rows(WHOLE, 0, 2), Part(tensor=WHOLE[:2], global_shape=(4, 3), offset=(3, 0))],
         "piece 'w[3:5]' of shard-00001-of-00002.safetensors, from [3, 0] on, lies outside of [4, 3]",
     ),
     "a whole in another place": (
-        [Part(tensor=WHOLE, shape=(4, 3), offset=(0, 1)), Part(tensor=WHOLE[:0], shape=(4, 3), offset=(4, 0))],
+        [Part(tensor=WHOLE, global_shape=(4, 3), offset=(0, 1)), Part(tensor=WHOLE[:0], global_shape=(4, 3), offset=(4, 0))],
         "piece 'w' of shard-00000-of-00002.safetensors, from [0, 1] on, lies outside of [4, 3]",
     ),
     "dims": (
-        [rows(WHOLE, 0, 2), Part(tensor=WHOLE[2:].flatten(), shape=(4, 3), offset=(2, 0))],
+        [rows(WHOLE, 0, 2), Part(tensor=WHOLE[2:].flatten(), global_shape=(4, 3), offset=(2, 0))],
         "piece 'w[2:8]' of shard-00001-of-00002.safetensors has another number of dims than [4, 3]",
     ),
     "of nobody": (
@@ -249,7 +249,7 @@ MISFITS = {
         "its 0 pieces do not make up [4, 3]",
     ),
     "elements of a tensor that has none": (
-        [Part(tensor=WHOLE[:0], shape=(0, 3), offset=(0, 0)), Part(tensor=WHOLE[:1], shape=(0, 3), offset=(0, 0))],
+        [Part(tensor=WHOLE[:0], global_shape=(0, 3), offset=(0, 0)), Part(tensor=WHOLE[:1], global_shape=(0, 3), offset=(0, 0))],
         "piece 'w[0:1]' of shard-00001-of-00002.safetensors, from [0, 0] on, lies outside of [0, 3]",
     ),
 }  # fmt: skip
@@ -274,9 +274,9 @@ def test_blocks_that_do_not_tile_the_whole_fail_the_save_on_all_ranks(tmp_path, 
 OTHERS = {
     "name": {"v": rows(WHOLE, 2, 4)},
     "a name more": {"w": rows(WHOLE, 2, 4), "v": rows(WHOLE, 0, 0)},
-    "whole shape": {"w": Part(tensor=WHOLE[2:], shape=(4, 4), offset=(2, 0))},
-    "dtype": {"w": Part(tensor=WHOLE[2:].double(), shape=(4, 3), offset=(2, 0))},
-    "dtype of an empty block": {"w": Part(tensor=torch.empty(0, dtype=torch.int8), shape=(4, 3), offset=(4, 0))},
+    "whole shape": {"w": Part(tensor=WHOLE[2:], global_shape=(4, 4), offset=(2, 0))},
+    "dtype": {"w": Part(tensor=WHOLE[2:].double(), global_shape=(4, 3), offset=(2, 0))},
+    "dtype of an empty block": {"w": Part(tensor=torch.empty(0, dtype=torch.int8), global_shape=(4, 3), offset=(4, 0))},
 }
 
 
@@ -345,7 +345,7 @@ def test_keys_in_a_shard_never_collide(tmp_path):
             "w": rows(whole, 2 * rank, 2 * rank + 2),
             "w[0:2]": rows(whole + 10, 4 * rank, 4),
             "w[0:2]'": rows(whole + 20, 4 * rank, 4),
-            "w[0:2,0:1]": Part(tensor=whole[:, rank : rank + 1] + 30, shape=(4, 2), offset=(0, rank)),
+            "w[0:2,0:1]": Part(tensor=whole[:, rank : rank + 1] + 30, global_shape=(4, 2), offset=(0, rank)),
         }
         for rank in range(2)
     ]
@@ -369,7 +369,7 @@ def test_a_part_in_another_place_or_of_another_whole_is_noticed_by_the_next_save
     ]
     steps = [
         [
-            {"w": Part(tensor=tensor, shape=shape, offset=offset, replica=replica)}
+            {"w": Part(tensor=tensor, global_shape=shape, offset=offset, replica=replica)}
             for tensor, (shape, offset, replica) in zip((one, two), places, strict=True)
         ]
         for places, _ in saves
@@ -508,8 +508,8 @@ def test_parts_are_saved_from_an_accelerator_and_read_into_it(tmp_path):
     whole = torch.randn(300, 70)
     there = whole.to(device)
     parts = [
-        {"w": Part(tensor=there[:, :33], shape=(300, 70), offset=(0, 0))},
-        {"w": Part(tensor=there[:, 33:], shape=(300, 70), offset=(0, 33))},
+        {"w": Part(tensor=there[:, :33], global_shape=(300, 70), offset=(0, 0))},
+        {"w": Part(tensor=there[:, 33:], global_shape=(300, 70), offset=(0, 33))},
     ]
     save_parts(tmp_path, parts)
     snapshot = open_checkpoint(tmp_path / "step-00000001")

@@ -38,7 +38,7 @@ def box(tensor, offset, shape):
 
 def cut_rows(tensor, rank, world):
     offset, shape = place(tensor.shape, 0, rank, world)
-    return Part(tensor=box(tensor, offset, shape), shape=tuple(tensor.shape), offset=offset)
+    return Part(tensor=box(tensor, offset, shape), global_shape=tuple(tensor.shape), offset=offset)
 
 
 def save_rows(world, root, steps):
@@ -116,10 +116,10 @@ def save_what_does_not_fit(world, root):
     whole = torch.arange(12.0).reshape(6, 2)
     checkpointer = make(root, world=world, emit=log, max_failures=9)
     gap = Part(
-        tensor=whole[2 * world.rank : 2 * world.rank + 2 - (world.rank == 1)], shape=(6, 2), offset=(2 * world.rank, 0)
+        tensor=whole[2 * world.rank : 2 * world.rank + 2 - (world.rank == 1)], global_shape=(6, 2), offset=(2 * world.rank, 0)
     )
     checkpointer.save(1, {}, {}, {}, parts={"model/w": gap})
-    other = Part(tensor=whole[:1], shape=(6 + world.rank // 2, 2), offset=(0, 0))
+    other = Part(tensor=whole[:1], global_shape=(6 + world.rank // 2, 2), offset=(0, 0))
     checkpointer.save(2, {}, {}, {}, parts={"model/w": other})
     checkpointer.save(3, {}, {}, {}, parts={"model/w": cut_rows(whole, world.rank, world.world)})
     checkpointer.close()

@@ -44,13 +44,13 @@ class ImageTransform:
     pixels_on: Literal["host", "device"] = "host"
 
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
-        begun = self.begin(sample, np.random.default_rng(0) if rng is None else rng)
+        begun = self.transform_sample(sample, np.random.default_rng(0) if rng is None else rng)
         if self.pixels_on == "device":
             return begun
-        done = self.finish({"image": begun["image"][None], DRAWS_NAME: begun.pop(DRAWS_NAME)[None]})
+        done = self.transform_batch({"image": begun["image"][None], DRAWS_NAME: begun.pop(DRAWS_NAME)[None]})
         return {**begun, "image": done["image"][0]}
 
-    def begin(self, sample: Batch, rng: np.random.Generator) -> Batch:
+    def transform_sample(self, sample: Batch, rng: np.random.Generator) -> Batch:
         """Crop and resize: ``image`` uint8 [H, W, C], and ``image_draws`` float32 [12] for the rest."""
         if "image" not in sample:
             raise _no_image(f"a sample of {sorted(sample)}")
@@ -58,7 +58,7 @@ class ImageTransform:
         pixels, drawn = _cropped(sample["image"], sample.get("tiles"), self.augment, rng)
         return {**rest, "image": resize(pixels, self.augment.size, self.augment.resize), DRAWS_NAME: drawn}
 
-    def finish(self, batch: Batch) -> Batch:
+    def transform_batch(self, batch: Batch) -> Batch:
         """The rest, for all rows of a batch of what ``begin`` gave; a loader does it so, into one array."""
         if self.pixels_on == "device":
             return batch

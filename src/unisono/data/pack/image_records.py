@@ -91,7 +91,7 @@ def pack_images(
         on_error=on_error,
         bad=listing.bad,
         left_out=listing.left_out,
-        beside={".classes.txt": "".join(f"{name}\n" for name in listing.classes)} if listing.classes else {},
+        side_files={".classes.txt": "".join(f"{name}\n" for name in listing.classes)} if listing.classes else {},
     )
     count = worker_count(
         0 if workers is None and options.passes_through and not options.tiles else workers, len(samples)

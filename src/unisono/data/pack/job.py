@@ -36,11 +36,11 @@ class Packed:
     """What became of the inputs. ``splits``: records of each part; ``empty``: inputs that gave no record and were not bad."""
 
     files: tuple[Path, ...]
-    inputs: int
-    records: int
-    empty: int
+    num_inputs: int
+    num_records: int
+    num_empty: int
     bad: tuple[Bad, ...]
-    left_out: int
+    num_left_out: int
     splits: dict[str, int]
     report: Path
 
@@ -56,7 +56,7 @@ class Job:
     on_error: OnError
     bad: Sequence[Bad] = ()
     left_out: int = 0
-    beside: Mapping[str, str] = field(default_factory=dict[str, str])
+    side_files: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def report(self) -> Path:
@@ -89,7 +89,7 @@ def run(job: Job, series: Sequence[Series], *, numbered: bool = False) -> Packed
             ending = Ending(journals=journals, moves=_moves(job.target, journals, numbered))
             work.decide(ending)
         packed = _packed(job, ending)
-        for suffix, text in job.beside.items():
+        for suffix, text in job.side_files.items():
             write_atomically(job.target.with_name(job.target.name + suffix), text.encode())
         _write_report(job, packed.bad, packed)
         work.end(ending, job.target.parent)
@@ -160,11 +160,11 @@ def _packed(job: Job, ending: Ending) -> Packed:
     inputs = sum(journal.stop - journal.start for journal in shards) + len(job.bad)
     return Packed(
         files=tuple(job.target.with_name(name) for name in ending.moves.values() if name.endswith(job.target.suffix)),
-        inputs=inputs,
-        records=sum(journal.records for journal in shards),
-        empty=sum(journal.empty for journal in shards),
+        num_inputs=inputs,
+        num_records=sum(journal.records for journal in shards),
+        num_empty=sum(journal.empty for journal in shards),
         bad=bad,
-        left_out=job.left_out,
+        num_left_out=job.left_out,
         splits={
             name: sum(each.records for each in journals) for name, journals in ending.journals.items() if name != WHOLE
         },
@@ -176,8 +176,8 @@ def _write_report(job: Job, bad: Sequence[Bad], packed: Packed | None) -> None:
     """What became of the inputs, also where nothing was written (``packed`` None)."""
     told: dict[str, Any] = {"source": job.source, "target": str(job.target), "on_error": job.on_error}
     if packed is not None:
-        told |= {"files": [path.name for path in packed.files], "inputs": packed.inputs, "records": packed.records}
-        told |= {"empty": packed.empty, "left_out": packed.left_out, "splits": packed.splits}
+        told |= {"files": [path.name for path in packed.files], "inputs": packed.num_inputs, "records": packed.num_records}
+        told |= {"empty": packed.num_empty, "left_out": packed.num_left_out, "splits": packed.splits}
     told["written"] = packed is not None
     told["bad"] = [{"path": each.path, "reason": each.reason} for each in bad]
     write_atomically(job.report, json.dumps(told, indent=1, ensure_ascii=False).encode() + b"\n")

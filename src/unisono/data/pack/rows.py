@@ -182,7 +182,7 @@ def _run(
         total=total,
     )
     beside = {".schema": f"{schema.text}\n"} if schema is not None and typed else {}
-    job = Job(source=name, target=target, identity=identity, on_error=on_error, beside=beside)
+    job = Job(source=name, target=target, identity=identity, on_error=on_error, side_files=beside)
     return run(job, [series])
 
 

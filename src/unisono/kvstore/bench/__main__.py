@@ -14,7 +14,7 @@ from unisono.kvstore.server.beside import end_with_starter
 
 def main() -> int:
     """The exit code."""
-    settings = Settings.read(json.loads(_line()))
+    settings = Settings.from_json(json.loads(_line()))
     end_with_starter()
     from unisono.kvstore.bench.measure import measure_as
 

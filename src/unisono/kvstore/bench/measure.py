@@ -79,13 +79,13 @@ def measure(world: World, settings: Settings) -> dict[str, Any]:
         for name, codec in coded.items() if kind in CODED else (("none", None),):
             rows += _rows(kind, name, codec, world, settings)
     codecs = {
-        name: {"ratio": speed.ratio, "encode_bytes_per_s": 1 / speed.encode_s, "decode_bytes_per_s": 1 / speed.decode_s}
+        name: {"ratio": speed.ratio, "encode_bytes_per_s": 1 / speed.encode_s_per_byte, "decode_bytes_per_s": 1 / speed.decode_s_per_byte}
         for name, codec in coded.items()
         if codec is not None and not isinstance(codec, PowerSgd)
         for speed in [speed_of(codec, _CPU)]
     }
     return {
-        "workers": world.world,
+        "workers": world.world_size,
         "servers": settings.servers,
         "rows": rows,
         "codecs": codecs,
@@ -96,7 +96,7 @@ def measure(world: World, settings: Settings) -> dict[str, Any]:
 def _rows(
     kind: str, name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    if kind in ("dist_sync_shm", "all_reduce") and world.world == 1:
+    if kind in ("dist_sync_shm", "all_reduce") and world.world_size == 1:
         return
     with ExitStack() as stack:
         if kind in ("dist_async", "dist_async_shm"):
@@ -187,13 +187,13 @@ def _sums(size: str, workers: int) -> dict[str, Tensor]:
 
 def _ring(world: World, nbytes: float) -> float:
     """Bytes that each of n workers sends in an all-reduce (Patarasuk & Yuan 2009)."""
-    return 2 * (world.world - 1) / world.world * nbytes
+    return 2 * (world.world_size - 1) / world.world_size * nbytes
 
 
 @contextmanager
 def _all_reduce(size: str, codec: object, world: World) -> Generator[_Side]:
     source = torch.cat([each.view(-1) for each in _pushed(size, world.rank).values()])
-    total = torch.cat([each.view(-1) for each in _sums(size, world.world).values()])
+    total = torch.cat([each.view(-1) for each in _sums(size, world.world_size).values()])
     flat = torch.empty_like(source)
     yield _Side(
         go=lambda: dist.all_reduce(flat, group=world.group),
@@ -212,7 +212,7 @@ def _stored(size: str, world: World, store: KVStore, theory_bytes: float, *, exa
     if store.kind == "dist_local":
         store.set_optimizer("sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
     names, given, targets = list(values), list(values.values()), list(out.values())
-    sums = _sums(size, world.world)
+    sums = _sums(size, world.world_size)
     try:
         yield _Side(
             go=lambda: store.pushpull(names, given, targets).wait(),
@@ -256,7 +256,7 @@ def _dist_sync(size: str, codec: Codec | PowerSgd | None, world: World) -> Gener
     code = sum(each["bytes_out"] for each in sums.stats().values())
     whole = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
     summable = isinstance(codec, PowerSgd) or codec.summable is not None
-    theory_bytes = _ring(world, code + whole) if summable else (world.world - 1) * code
+    theory_bytes = _ring(world, code + whole) if summable else (world.world_size - 1) * code
     yield _Side(go=go, ready=ready, out=out, expected=None, theory_bytes=theory_bytes)
 
 
@@ -292,14 +292,14 @@ def _served(
     plain: Codec | None = codec
     tables = {size: {f"{size}/{key}": shape for key, shape in keys_of(size).items()} for size in settings.sizes}
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
-    agreed = Agreed(table=table, servers=settings.servers, codec=name, about={"run": "bench"})
+    agreed = Agreed(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     tls = load_tls(Path(settings.tls)) if settings.tls else None
     with servers_beside(world, settings.servers, tls=settings.tls) as (addresses, secret):
         mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
-            mine.set_recipe(Recipe(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))
+            mine.set_optimizer(Recipe(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))
             yield {size: lambda size=size: _dist_async(size, mine, plain, world, shared_memory) for size in tables}
             world.barrier()
         finally:
@@ -310,8 +310,8 @@ def _served(
 def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World, shared_memory: bool) -> Generator[_Side]:
     values = {f"{size}/{key}": value for key, value in _pushed(size, world.rank).items()}
     out = {key: torch.zeros_like(value) for key, value in values.items()}
-    sums = {f"{size}/{key}": value for key, value in _sums(size, world.world).items()}
-    numels = [chunk.elements for key in values for chunk in mine.placement.of(key)]
+    sums = {f"{size}/{key}": value for key, value in _sums(size, world.world_size).items()}
+    numels = [chunk.num_elements for key in values for chunk in mine.placement.chunks_of(key)]
 
     def expected(rounds: int) -> Mapping[str, Tensor]:
         return {key: value * -rounds for key, value in sums.items()}

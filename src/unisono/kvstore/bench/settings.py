@@ -92,7 +92,7 @@ class Settings:
             raise ConfigError(*problems)
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Settings:
+    def from_json(cls, given: Mapping[str, Any]) -> Settings:
         """From JSON, which knows no tuples."""
         listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
         return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])

@@ -39,8 +39,8 @@ class Speed:
     # gradient bytes over code bytes
     ratio: float
     # seconds for a byte of gradient, error feedback included
-    encode_s: float
-    decode_s: float
+    encode_s_per_byte: float
+    decode_s_per_byte: float
     # codes are added by the all-reduce, else gathered
     summable: bool
 
@@ -73,8 +73,8 @@ def choose(speeds: Sequence[Speed], link_s: float, ranks: int) -> Choice:
 
 def _seconds(speed: Speed, link_s: float, ranks: int) -> float:
     if speed.summable:
-        return speed.encode_s + speed.decode_s + link_s / speed.ratio
-    return speed.encode_s + ranks * speed.decode_s + ranks / 2 * link_s / speed.ratio
+        return speed.encode_s_per_byte + speed.decode_s_per_byte + link_s / speed.ratio
+    return speed.encode_s_per_byte + ranks * speed.decode_s_per_byte + ranks / 2 * link_s / speed.ratio
 
 
 def auto_codec(
@@ -91,7 +91,7 @@ def auto_codec(
     Raises ConfigError for a candidate that cannot be measured by itself, and CommError.
     """
     codecs = [_measurable(name) for name in candidates]
-    ranks = dist.get_world_size(group) if group is not None else world.world
+    ranks = dist.get_world_size(group) if group is not None else world.world_size
     if ranks < 2:
         return choose([], math.inf, ranks)
     if link_bytes_per_s is None:
@@ -129,8 +129,8 @@ def speed_of(codec: Codec, device: torch.device) -> Speed:
     return Speed(
         name=codec.name,
         ratio=value.nbytes / code.numel(),
-        encode_s=_quickest(encode, device) / value.nbytes,
-        decode_s=_quickest(lambda: codec.decode(code, value.numel(), value.dtype, trusted=True), device) / value.nbytes,
+        encode_s_per_byte=_quickest(encode, device) / value.nbytes,
+        decode_s_per_byte=_quickest(lambda: codec.decode(code, value.numel(), value.dtype, trusted=True), device) / value.nbytes,
         summable=codec.summable is not None,
     )
 

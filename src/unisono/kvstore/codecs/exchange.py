@@ -150,7 +150,7 @@ class LowRankSum:
         for name, matrix in matrices.items():
             nbytes = (bases[name].numel() + right[name].numel()) * matrix.itemsize
             decoded = bases[name] @ right[name].T
-            self._feedback.sent(name, matrix.view(-1), decoded.view(-1), gradients[name].nbytes, nbytes)
+            self._feedback.record_sent(name, matrix.view(-1), decoded.view(-1), gradients[name].nbytes, nbytes)
         sent, parts = _joined(list(right.values()))
         dist.all_reduce(sent, group=self._group)
         for name, total in zip(matrices, parts, strict=True):

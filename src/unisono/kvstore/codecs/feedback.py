@@ -88,7 +88,7 @@ class Feedback:
         return self._carried[name] + gradient.reshape(-1)
 
     @torch.no_grad()
-    def sent(self, name: str, compensated: Tensor, decoded: Tensor, gradient_bytes: int, sent_bytes: int) -> None:
+    def record_sent(self, name: str, compensated: Tensor, decoded: Tensor, gradient_bytes: int, sent_bytes: int) -> None:
         """Of ``compensated``, the receivers will see ``decoded``."""
         self._carried.propose(name, compensated - decoded)
         self._sizes[name] = gradient_bytes, sent_bytes
@@ -98,7 +98,7 @@ class Feedback:
         """The code to send for ``gradient``, any shape, uint8 [nbytes]; ``commit`` before the next of this name."""
         value = self.compensated(name, gradient)
         code = codec.encode(value, self._seed(name))
-        self.sent(
+        self.record_sent(
             name, value, codec.decode(code, value.numel(), value.dtype, trusted=True), gradient.nbytes, code.numel()
         )
         return code

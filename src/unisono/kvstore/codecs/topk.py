@@ -23,23 +23,23 @@ class TopK:
     """Keeps ``share`` of the elements, at least one. Source: Aji and Heafield 2017, arXiv:1704.05021."""
 
     name: str
-    share: float
+    fraction: float
     summable: None = None
     relative: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
         """6 for each element kept, 4 for every 65536 begun."""
-        return 6 * self.kept(numel) + 4 * -(-numel // _BLOCK)
+        return 6 * self.num_kept(numel) + 4 * -(-numel // _BLOCK)
 
-    def kept(self, numel: int) -> int:
+    def num_kept(self, numel: int) -> int:
         """How many elements are sent."""
-        return min(numel, max(1, math.ceil(self.share * numel)))
+        return min(numel, max(1, math.ceil(self.fraction * numel)))
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
         """See ``Codec``."""
         numel = value.numel()
-        where = _largest(value.to(wide(value.dtype)).abs(), self.kept(numel)).sort().values
+        where = _largest(value.to(wide(value.dtype)).abs(), self.num_kept(numel)).sort().values
         edges = torch.arange(0, numel + _BLOCK, _BLOCK, device=value.device)[: -(-numel // _BLOCK) + 1]
         counts = torch.searchsorted(where, edges).diff()
         values = value[where].float()
@@ -48,7 +48,7 @@ class TopK:
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
         """See ``Codec``."""
         check_length(self, code, numel)
-        kept, blocks = self.kept(numel), -(-numel // _BLOCK)
+        kept, blocks = self.num_kept(numel), -(-numel // _BLOCK)
         counts = from_bytes(code[: 4 * blocks], torch.int32).long()
         if not trusted:
             wrong = (counts < 0).any() | (counts > _BLOCK).any() | (counts.sum() != kept)

@@ -27,12 +27,12 @@ _OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
 def main(listening: Callable[[], None] = lambda: None) -> int:
     """Serve until told to stop; the exit code. ``listening`` is called once the socket answers."""
     try:
-        allow_files(Admission().connections + _OTHER_FILES)
+        allow_files(Admission().max_connections + _OTHER_FILES)
         seat, secret, tls = seat_from_environ(os.environ), read_secret(os.environ), read_tls(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
-        replica = Replica(seat, secret, tls) if seat.replicas > 1 else None
+        replica = Replica(seat, secret, tls) if seat.num_copies > 1 else None
         service = Service(
-            seat.server,
+            seat.server_index,
             forward=replica.forward if replica is not None else None,
             held=replica is not None,
             snapshots=seat.snapshots,
@@ -90,23 +90,23 @@ def serve(
         listener.set_inheritable(False)
         require_private(str(listener.getsockname()[0]), tls=tls is not None)
     else:
-        listener = listen(*seat.addresses[seat.server], tls=tls is not None)
+        listener = listen(*seat.addresses[seat.server_index], tls=tls is not None)
     serving = Server(
         [listener],
         service,
         secret,
         LARGE,
-        epoch=seat.epoch,
-        on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.epoch}"),
+        epoch=seat.server_restart_count,
+        on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.server_restart_count}"),
         tls=tls,
     )
     host, port = serving.addresses[0]
     how = " under TLS" if tls is not None else ""
-    say(f"server {seat.server} of {len(seat.addresses)}, epoch {seat.epoch}, listens at {host}:{port}{how}")
+    say(f"server {seat.server_index} of {len(seat.addresses)}, epoch {seat.server_restart_count}, listens at {host}:{port}{how}")
     listening()
     if replica is not None:
         replica.restore(service)
-        service.release()
+        service.admit_workers()
     return serving
 
 

@@ -31,44 +31,44 @@ class Agreed:
     pulls if it codes values, as ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
 
     table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    servers: int
-    whole: tuple[str, ...] = ()
+    num_servers: int
+    uncut_keys: tuple[str, ...] = ()
     chunk_bytes: int = CHUNK_BYTES
     staleness: int | None = None
-    units: int = 0
-    units_per_step: int = 1
-    units_per_save: int = 0
+    num_batch_shards: int = 0
+    batch_shards_per_step: int = 1
+    batch_shards_per_save: int = 0
     codec: str = "none"
-    about: Mapping[str, str] = field(default_factory=dict[str, str])
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def job(self) -> int:
         """The number in every frame: of the run that ``about`` names."""
-        return int.from_bytes(hashlib.blake2b(self.about.get("run", "").encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(self.labels.get("run", "").encode(), digest_size=8).digest(), "little")
 
     def placement(self) -> Placement:
         """Where everything lies."""
-        return place(self.table, self.servers, self.chunk_bytes, self.whole)
+        return place(self.table, self.num_servers, self.chunk_bytes, self.uncut_keys)
 
-    def json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As it travels in a hello."""
         return {
             "table": {
                 key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in self.table.items()
             },
-            "servers": self.servers,
-            "whole": sorted(self.whole),
+            "servers": self.num_servers,
+            "whole": sorted(self.uncut_keys),
             "chunk_bytes": self.chunk_bytes,
             "staleness": self.staleness,
-            "units": self.units,
-            "units_per_step": self.units_per_step,
-            "units_per_save": self.units_per_save,
+            "units": self.num_batch_shards,
+            "units_per_step": self.batch_shards_per_step,
+            "units_per_save": self.batch_shards_per_save,
             "codec": self.codec,
-            "about": dict(self.about),
+            "about": dict(self.labels),
         }
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Agreed:
+    def from_json(cls, given: Mapping[str, Any]) -> Agreed:
         """From ``json``. CommError for what cannot be read."""
         try:
             staleness = given["staleness"]
@@ -101,16 +101,16 @@ class Agreed:
                 )
             ) from error
 
-    def compare(self, other: Agreed, who: str) -> None:
+    def require_equal(self, other: Agreed, who: str) -> None:
         """CommError naming the first thing that ``other`` says differently."""
-        here, there = self.json(), other.json()
+        here, there = self.to_json(), other.to_json()
         for key in sorted(self.table.keys() | other.table.keys()):
             mine, theirs = here["table"].get(key), there["table"].get(key)
             if mine != theirs:
                 raise _different(
                     who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to those who came before"
                 )
-        for name in sorted(self.about.keys() | other.about.keys()):
+        for name in sorted(self.labels.keys() | other.labels.keys()):
             mine, theirs = here["about"].get(name), there["about"].get(name)
             if mine != theirs:
                 raise _different(who, f"{name} {theirs}", f"it is {mine} to those who came before")

@@ -46,7 +46,7 @@ def servers_beside(
     from unisono.kvstore.wire.serving import listen
 
     secret = bytes.fromhex(world.broadcast_json(secrets.token_hex(32)))
-    mine = [server for server in range(count) if server % world.world == world.rank]
+    mine = [server for server in range(count) if server % world.world_size == world.rank]
     children: list[_Child] = []
     common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
     with ExitStack() as stack:

@@ -53,7 +53,7 @@ class Clocks:
                 begun_again = member is not None
                 if begun_again:
                     self._remove(worker)
-                self._members[worker] = _Member(incarnation=incarnation, clock=self.slowest, until_s=0.0)
+                self._members[worker] = _Member(incarnation=incarnation, clock=self.slowest_clock, until_s=0.0)
                 self._change.notify_all()
             else:
                 begun_again = False
@@ -68,14 +68,14 @@ class Clocks:
         with self._change:
             self._alive(worker, incarnation).until_s = self._now() + LEASE_S
 
-    def closed(self, worker: int, incarnation: int) -> None:
+    def connection_closed(self, worker: int, incarnation: int) -> None:
         """Its last connection has closed: it has 2 s to come back."""
         with self._change:
             member = self._members.get(worker)
             if member is not None and member.incarnation == incarnation:
                 member.until_s = min(member.until_s, self._now() + GRACE_S)
 
-    def extend(self, seconds: float) -> None:
+    def extend_leases(self, seconds: float) -> None:
         """Nobody could be heard for so long, because this server stood still: all leases run on."""
         with self._change:
             for member in self._members.values():
@@ -90,7 +90,7 @@ class Clocks:
             self._remove(worker)
         self._on_end(worker)
 
-    def expire(self) -> list[int]:
+    def end_expired_leases(self) -> list[int]:
         """End the leases that are over, and say whose."""
         with self._change:
             over = [worker for worker, member in self._members.items() if member.until_s <= self._now()]
@@ -114,8 +114,8 @@ class Clocks:
                     if member.clock < clock:  # new, or it was away and joined again at the slowest
                         member.clock = clock
                         self._change.notify_all()
-                if self._staleness is None or not self._members or self.slowest >= clock - self._staleness:
-                    return self.slowest
+                if self._staleness is None or not self._members or self.slowest_clock >= clock - self._staleness:
+                    return self.slowest_clock
                 self._change.wait()
                 self._running()
 
@@ -126,13 +126,13 @@ class Clocks:
             self._change.notify_all()
 
     @property
-    def slowest(self) -> int:
+    def slowest_clock(self) -> int:
         """The clock of the slowest live worker; of the last one there was, where none is."""
         with self._change:
             return min((member.clock for member in self._members.values()), default=self._start)
 
     @property
-    def live(self) -> dict[int, int]:
+    def live_clocks(self) -> dict[int, int]:
         """Clock by worker."""
         with self._change:
             return {worker: member.clock for worker, member in sorted(self._members.items())}
@@ -143,7 +143,7 @@ class Clocks:
             self._start = clock
 
     def _remove(self, worker: int) -> None:
-        self._start = self.slowest
+        self._start = self.slowest_clock
         del self._members[worker]
         self._change.notify_all()
 

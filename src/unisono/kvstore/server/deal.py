@@ -51,11 +51,11 @@ class Deal:
         staleness: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.units, self._every, self._per_step, self._staleness = units, every, per_step, staleness
+        self.num_batch_shards, self._every, self._per_step, self._staleness = units, every, per_step, staleness
         self._now = now
         self.goal = units  # where work ends; before that if a stop was asked for
         self._early: Kind = "end"
-        self.weight = 0.0  # of the units that are done, as their workers told it
+        self.total_weight = 0.0  # of the units that are done, as their workers told it
         self._begun = False
         self._saved = 0  # the last point at which a save was made, or the run began
         self._done = RangeSet()
@@ -81,7 +81,7 @@ class Deal:
                 self._held[work] = worker
             return work
 
-    def done(self, work: Work, weight: float = 0.0) -> bool:
+    def mark_done(self, work: Work, weight: float = 0.0) -> bool:
         """A piece is done, a unit when all its pushes are acknowledged; whether that is new. ``begin``'s number is the first unit
         that is left to do. ``weight``: of a unit's samples, or of all before the beginning.
 
@@ -89,7 +89,7 @@ class Deal:
         """
         with self._change:
             new = self._finish(work)
-            self.weight += weight if new else 0.0
+            self.total_weight += weight if new else 0.0
             self._held.pop(BEGIN if work.kind == "begin" else work, None)
             self._change.notify_all()
             return new
@@ -118,30 +118,30 @@ class Deal:
             self._closed = True
             self._change.notify_all()
 
-    def json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What a snapshot keeps. What is held is dealt again after a restart."""
         with self._change:
             return {
-                "units": self.units,
+                "units": self.num_batch_shards,
                 "every": self._every,
                 "per_step": self._per_step,
                 "staleness": self._staleness,
                 "goal": self.goal,
                 "early": self._early,
-                "weight": self.weight,
+                "weight": self.total_weight,
                 "begun": self._begun,
                 "saved": self._saved,
                 "dealt": self._next,
-                "done": self._done.json(),
+                "done": self._done.to_json(),
             }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> Deal:
+    def from_json(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> Deal:
         """From ``json``."""
         shape = {name: state[name] for name in ("every", "per_step", "staleness")}
         deal = cls(state["units"], **shape, now=now)
         deal.goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
-        deal._early, deal.weight = state["early"], state["weight"]
+        deal._early, deal.total_weight = state["early"], state["weight"]
         deal._done, deal._next = RangeSet(state["done"]), state["dealt"]
         deal._back = [unit for unit in range(deal._saved, deal._next) if unit not in deal._done]
         return deal
@@ -150,11 +150,11 @@ class Deal:
     def num_done(self) -> int:
         """How many units are done, those before the run began among them."""
         with self._change:
-            return sum(end - first for first, end in self._done.json())
+            return sum(end - first for first, end in self._done.to_json())
 
     def _free(self, leads: Callable[[], bool]) -> Work:
-        if self.units == 0 or (self._begun and self._saved >= self.goal):
-            return Work(self._early if self.goal < self.units else "end", self.goal)
+        if self.num_batch_shards == 0 or (self._begun and self._saved >= self.goal):
+            return Work(self._early if self.goal < self.num_batch_shards else "end", self.goal)
         if not self._begun:
             return BEGIN if BEGIN not in self._held and leads() else WAIT
         while self._next in self._done:  # done without having been dealt: by a worker that knew us before a restart
@@ -176,17 +176,17 @@ class Deal:
 
     def _finish(self, work: Work) -> bool:
         match work.kind:
-            case "begin" if 0 <= work.number <= self.units:
+            case "begin" if 0 <= work.number <= self.num_batch_shards:
                 new, self._begun = not self._begun, True
                 if new and work.number:
                     self._done, self._saved, self._next = RangeSet([[0, work.number]]), work.number, work.number
                 return new
-            case "unit" if 0 <= work.number < self.units:
+            case "unit" if 0 <= work.number < self.num_batch_shards:
                 if work.number in self._back:
                     self._back.remove(work.number)
                     heapq.heapify(self._back)
                 return self._done.add(work.number)
-            case "save" if 0 <= work.number <= self.units:
+            case "save" if 0 <= work.number <= self.num_batch_shards:
                 new = work.number > self._saved
                 self._saved = max(self._saved, work.number)
                 return new
@@ -194,7 +194,7 @@ class Deal:
                 raise CommError(
                     Problem(
                         given=f"{work.kind} {work.number} is said to be done",
-                        rule=f"this run has the units 0 to {self.units - 1}, and saves up to {self.units}",
+                        rule=f"this run has the units 0 to {self.num_batch_shards - 1}, and saves up to {self.num_batch_shards}",
                         consequence="it was not counted",
                         nearest="claim work from the coordinator, server 0",
                     )

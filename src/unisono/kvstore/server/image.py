@@ -69,7 +69,7 @@ def cut(placement: Placement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     pieces: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         _, state, key = name.split("/", 2) if name.startswith("optim/") else ("", "value", name)
-        for chunk in placement.of(key):
-            own = tensor.flatten()[chunk.start : chunk.start + chunk.elements] if state != "step" else tensor
+        for chunk in placement.chunks_of(key):
+            own = tensor.flatten()[chunk.start : chunk.start + chunk.num_elements] if state != "step" else tensor
             pieces[f"{chunk.number}/{state}"] = own.clone()
     return pieces

@@ -17,25 +17,25 @@ class Members:
         self._newest: dict[int, int] = {}
         self._open: dict[tuple[int, int], int] = {}
 
-    def enter(self, peer: Peer) -> None:
+    def connect(self, peer: Peer) -> None:
         """A connection. CommError when a newer incarnation is known."""
         with self._lock:
             self._check(peer)
-            self._newest[peer.worker] = peer.incarnation
-            key = peer.worker, peer.incarnation
+            self._newest[peer.index] = peer.worker_restart_count
+            key = peer.index, peer.worker_restart_count
             self._open[key] = self._open.get(key, 0) + 1
 
-    def exit(self, peer: Peer) -> bool:
+    def disconnect(self, peer: Peer) -> bool:
         """It has closed; whether it was the last."""
         with self._lock:
-            key = peer.worker, peer.incarnation
+            key = peer.index, peer.worker_restart_count
             self._open[key] -= 1
             if not self._open[key]:
                 del self._open[key]
             return key not in self._open
 
     @property
-    def ever(self) -> int:
+    def num_ever_connected(self) -> int:
         """How many workers have been here so far."""
         with self._lock:
             return len(self._newest)
@@ -46,11 +46,11 @@ class Members:
             self._check(peer)
 
     def _check(self, peer: Peer) -> None:
-        newest = self._newest.get(peer.worker, 0)
-        if peer.incarnation < newest:
+        newest = self._newest.get(peer.index, 0)
+        if peer.worker_restart_count < newest:
             raise CommError(
                 Problem(
-                    given=f"{peer.role} {peer.worker} in its incarnation {peer.incarnation}",
+                    given=f"{peer.role} {peer.index} in its incarnation {peer.worker_restart_count}",
                     rule=f"a {peer.role} has one incarnation at a time, and {newest} has taken over",
                     consequence="nothing of the older one is applied",
                     nearest="let the older process end",
@@ -90,7 +90,7 @@ class Barriers:
                 self._change.wait()
                 self._open(number)
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Somebody has left: those who wait no longer wait for him."""
         with self._change:
             self._change.notify_all()

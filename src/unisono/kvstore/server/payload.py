@@ -125,10 +125,10 @@ def asked(frame: Frame) -> list[int]:
 def answer_places(frame: Frame, chunks: Sequence[Chunk]) -> list[Tensor | None]:
     """Where in the slot of a request ``write`` will want the values of ``chunks``; None without a slot that holds them."""
     start = len(chunks) * _ENTRY_BYTES
-    if frame.slot is None or start + sum(chunk.nbytes for chunk in chunks) > frame.slot.room.nbytes:
+    if frame.slot is None or start + sum(chunk.nbytes for chunk in chunks) > frame.slot.view.nbytes:
         return [None] * len(chunks)
     starts = itertools.accumulate((chunk.nbytes for chunk in chunks), initial=start)
-    room = frame.slot.room
+    room = frame.slot.view
     return [_view(room[at : at + chunk.nbytes], chunk.dtype) for at, chunk in zip(starts, chunks, strict=False)]
 
 
@@ -139,7 +139,7 @@ def tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping[int, 
         if decoder is None:
             raise _misfit(frame, chunk, f"codec {frame.codec}, which this server has not")
         try:
-            return decoder(data, chunk.elements, chunk.dtype)
+            return decoder(data, chunk.num_elements, chunk.dtype)
         except ValueError as error:
             raise _misfit(frame, chunk, str(error)) from error
     _same_dtype(frame, chunk)
@@ -153,7 +153,7 @@ def rows(frame: Frame, data: memoryview, chunk: Chunk) -> Entry:
     _same_dtype(frame, chunk)
     row_bytes = chunk.row_elements * chunk.dtype.itemsize if frame.flags & WRITE else 0
     count, rest = divmod(data.nbytes, _ID_BYTES + row_bytes)
-    if rest or count * max(chunk.row_elements, 1) > chunk.elements:
+    if rest or count * max(chunk.row_elements, 1) > chunk.num_elements:
         raise _misfit(frame, chunk, f"{data.nbytes} bytes of rows")
     ids = _view(data[: count * _ID_BYTES], torch.int64)
     values = _view(data[count * _ID_BYTES :], chunk.dtype).view(count, chunk.row_elements if row_bytes else 0)
@@ -202,7 +202,7 @@ def _misfit(frame: Frame, chunk: Chunk, what: str) -> CommError:
     return CommError(
         Problem(
             given=f"{frame.op.name} of chunk {chunk.number} with {what}",
-            rule=f"it is {chunk.elements} elements of {chunk.dtype}, of {chunk.key!r}, in rows of {chunk.row_elements}",
+            rule=f"it is {chunk.num_elements} elements of {chunk.dtype}, of {chunk.key!r}, in rows of {chunk.row_elements}",
             consequence="nothing of it was used",
             nearest="start all workers with one model, one precision and one compression",
         )

@@ -35,7 +35,7 @@ class Chunk:
     number: int
     key: str
     start: int
-    elements: int
+    num_elements: int
     dtype: torch.dtype
     row_elements: int  # 0: the chunk does not consist of whole rows
     server: int
@@ -43,25 +43,25 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         """Its size."""
-        return self.elements * self.dtype.itemsize
+        return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where every element of every key lies. ``chunks[n]`` has number n; ``hash`` is equal where the placement is."""
 
-    servers: int
+    num_servers: int
     chunk_bytes: int
     chunks: tuple[Chunk, ...]
     shapes: Mapping[str, tuple[int, ...]]
     hash: str
 
-    def of(self, key: str) -> list[Chunk]:
+    def chunks_of(self, key: str) -> list[Chunk]:
         """A key's chunks in order; none for an empty tensor. ConfigError for an unknown key."""
         self._known(key)
         return [chunk for chunk in self.chunks if chunk.key == key]
 
-    def on(self, server: int) -> list[Chunk]:
+    def chunks_on(self, server: int) -> list[Chunk]:
         """What one server holds, in order of number."""
         return [chunk for chunk in self.chunks if chunk.server == server]
 
@@ -72,7 +72,7 @@ class Placement:
             self._known(key)
         groups: list[list[Chunk]] = []
         room = 0
-        for chunk in self.on(server):
+        for chunk in self.chunks_on(server):
             if chunk.key not in wanted:
                 continue
             last = groups[-1] if groups else []
@@ -121,12 +121,12 @@ def place(table: Table, servers: int, chunk_bytes: int = CHUNK_BYTES, whole: Col
         load, home[number] = loads[0]
         heapq.heapreplace(loads, (load + sizes[number], home[number]))
     chunks = tuple(
-        Chunk(number=n, key=key, start=start, elements=elements, dtype=dtype, row_elements=row, server=home[n])
+        Chunk(number=n, key=key, start=start, num_elements=elements, dtype=dtype, row_elements=row, server=home[n])
         for n, (key, start, elements, dtype, row) in enumerate(pieces)
     )
-    facts = [servers, [[c.key, c.start, c.elements, str(c.dtype), c.server] for c in chunks], described(table)]
+    facts = [servers, [[c.key, c.start, c.num_elements, str(c.dtype), c.server] for c in chunks], described(table)]
     return Placement(
-        servers=servers,
+        num_servers=servers,
         chunk_bytes=chunk_bytes,
         chunks=chunks,
         shapes={key: tuple(shape) for key, (shape, _) in sorted(table.items())},

@@ -35,19 +35,19 @@ _DRAIN_LOOK_S = 0.05
 class Seat:
     """The place of one server among ``addresses``; ``snapshots`` is this server's own folder."""
 
-    server: int
+    server_index: int
     addresses: tuple[tuple[str, int], ...]
-    epoch: int
+    server_restart_count: int
     listen_fd: int | None = None
-    replicas: int = 1
+    num_copies: int = 1
     snapshots: Path | None = None
     snapshot_every_s: float = 60.0
-    drains: bool = False
+    drain: bool = False
 
     @property
     def next_address(self) -> tuple[str, int]:
         """Of the server that keeps this one's second copy."""
-        return self.addresses[(self.server + 1) % len(self.addresses)]
+        return self.addresses[(self.server_index + 1) % len(self.addresses)]
 
 
 class Serving(Protocol):
@@ -71,14 +71,14 @@ def seat_from_environ(environ: Mapping[str, str]) -> Seat:
         raise _wrong("UNISONO_REPLICAS", f"{replicas} with {len(addresses)} servers", rule)
     folder = environ.get("UNISONO_SNAPSHOTS")
     return Seat(
-        server=server,
+        server_index=server,
         addresses=addresses,
-        epoch=_whole(environ, "UNISONO_EPOCH"),
+        server_restart_count=_whole(environ, "UNISONO_EPOCH"),
         listen_fd=_whole(environ, "UNISONO_LISTEN_FD") if "UNISONO_LISTEN_FD" in environ else None,
-        replicas=replicas,
+        num_copies=replicas,
         snapshots=Path(folder) / f"server-{server}" if folder else None,
         snapshot_every_s=_seconds(environ, "UNISONO_SNAPSHOT_EVERY_S", 60.0),
-        drains="UNISONO_DRAIN" in environ,
+        drain="UNISONO_DRAIN" in environ,
     )
 
 
@@ -96,11 +96,11 @@ def run(seat: Seat, service: Service, serve: Callable[[Seat, Service], Serving])
         serving = serve(seat, service)
         while not notice.wait(_LOOK_S):
             pass
-        while seat.drains and service.live:
+        while seat.drain and service.num_live_workers:
             time.sleep(_DRAIN_LOOK_S)
         service.close()  # who waits is let go
         serving.close()  # from here on nothing more is acknowledged
-        if seat.snapshots is not None and service.agreed is not None:
+        if seat.snapshots is not None and service.run_spec is not None:
             service.save()
 
 

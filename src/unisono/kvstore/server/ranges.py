@@ -62,6 +62,6 @@ class RangeSet:
         """The smallest number that is not in: all below it are."""
         return self._ends[0] if self._starts and self._starts[0] == 0 else 0
 
-    def json(self) -> list[list[int]]:
+    def to_json(self) -> list[list[int]]:
         """``[first, end)`` pairs in order; the constructor takes them back."""
         return [list(span) for span in zip(self._starts, self._ends, strict=True)]

@@ -33,18 +33,18 @@ class Replica:
 
     def restore(self, service: Service) -> None:
         """Take over what the next server keeps, before workers are let in. Both must be listening: they may ask each other."""
-        agreed = service.agreed or self._told()
+        agreed = service.run_spec or self._told()
         if agreed is None:
             return
-        for chunk in agreed.placement().on(self._seat.server):
+        for chunk in agreed.placement().chunks_on(self._seat.server_index):
             answer = self.forward(agreed, json_frame(Op.STATE, {"chunks": [chunk.number]}))
-            service.adopt(b"".join(buffers(answer)))
+            service.adopt_replica_state(b"".join(buffers(answer)))
 
     def forward(self, agreed: Agreed, frame: Frame) -> Frame:
         """The next server's answer. Raises CommError where it cannot be reached, and what it refuses with."""
         with self._lock:
-            if self._link is None or self._link.given_up:
-                self._link = self._connect(agreed.job, agreed.json())
+            if self._link is None or self._link.has_given_up:
+                self._link = self._connect(agreed.job, agreed.to_json())
             link = self._link
         return link.request(frame).result()
 
@@ -53,10 +53,10 @@ class Replica:
         link = self._connect(0, {})
         link.close()
         told = link.hello["agreed"]
-        return Agreed.read(told) if told is not None else None
+        return Agreed.from_json(told) if told is not None else None
 
     def _connect(self, job: int, facts: Mapping[str, Any]) -> Connection:
-        me = Peer("server", self._seat.server, self._seat.epoch, job, "")
+        me = Peer("server", self._seat.server_index, self._seat.server_restart_count, job, "")
         return Connection(
             self._seat.next_address,
             self._secret,

@@ -130,39 +130,39 @@ class Service:
         """
         members = self._members[peer.role]
         if peer.role == "server" and not facts:
-            members.enter(peer)
-            return {"agreed": self._run.agreed.json() if self._run is not None else None}
+            members.connect(peer)
+            return {"agreed": self._run.agreed.to_json() if self._run is not None else None}
         if peer.role == "worker":
             self._open.wait()
-        agreed = Agreed.read(facts)
+        agreed = Agreed.from_json(facts)
         run = self._begun(agreed)
-        run.agreed.compare(agreed, f"{peer.role} {peer.worker}")
+        run.agreed.require_equal(agreed, f"{peer.role} {peer.index}")
         members.check(peer)
-        clock = run.clocks.join(peer.worker, peer.incarnation) if peer.role == "worker" else 0
-        members.enter(peer)
-        run.barriers.look_again()
+        clock = run.clocks.join(peer.index, peer.worker_restart_count) if peer.role == "worker" else 0
+        members.connect(peer)
+        run.barriers.recheck()
         table = run.tables[peer.role]
         return {
             "server": self._server,
             "placement": run.placement.hash,
             "clock": clock,
-            "initialised": table.numbers,
-            "optimizer": table.recipe is not None,
-            "seq": table.next_seq(peer.worker + 1),
-            "units": table.applied(0),
+            "initialised": table.initialised_chunks,
+            "optimizer": table.optimizer_spec is not None,
+            "seq": table.next_seq(peer.index + 1),
+            "units": table.applied_ranges(0),
         }
 
     def gone(self, peer: Peer) -> None:
         """A connection has closed."""
-        if self._members[peer.role].exit(peer) and peer.role == "worker":
-            self._began().clocks.closed(peer.worker, peer.incarnation)
+        if self._members[peer.role].disconnect(peer) and peer.role == "worker":
+            self._began().clocks.connection_closed(peer.index, peer.worker_restart_count)
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
         """Answer a request. UnisonoError where it is wrong; nothing has changed then."""
         run = self._began()
         self._members[peer.role].check(peer)
         if peer.role == "worker" and frame.op in _NEEDS_LEASE:
-            run.clocks.join(peer.worker, peer.incarnation)  # one that was taken for dead is back
+            run.clocks.join(peer.index, peer.worker_restart_count)  # one that was taken for dead is back
         with self._lock:
             self._counts[frame.op.name.lower()] += 1
             self._counts["bytes_in"] += sum(part.nbytes for part in buffers(frame))
@@ -181,7 +181,7 @@ class Service:
             case Op.ROWS:
                 answer = self._rows(run, peer, frame)
             case Op.OPTIMIZER:
-                run.tables[peer.role].set_recipe(Recipe.read(read_json(frame)))
+                run.tables[peer.role].set_optimizer_spec(Recipe.from_json(read_json(frame)))
                 answer = Frame(Op.ACK)
             case Op.STATE:
                 answer = self._state(run, peer, frame)
@@ -199,22 +199,22 @@ class Service:
 
     # --- what whoever runs it calls
 
-    def adopt(self, image: bytes) -> None:
+    def adopt_replica_state(self, image: bytes) -> None:
         """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
         facts, tensors = decode(image)
-        self._take(self._begun(Agreed.read(facts["agreed"])).tables["worker"], facts, tensors)
+        self._take(self._begun(Agreed.from_json(facts["agreed"])).tables["worker"], facts, tensors)
 
-    def release(self) -> None:
+    def admit_workers(self) -> None:
         """Let workers in."""
         self._open.set()
 
     @property
-    def live(self) -> int:
+    def num_live_workers(self) -> int:
         """How many workers are connected, or were a moment ago."""
-        return len(self._run.clocks.live) if self._run is not None else 0
+        return len(self._run.clocks.live_clocks) if self._run is not None else 0
 
     @property
-    def agreed(self) -> Agreed | None:
+    def run_spec(self) -> Agreed | None:
         """What the run is, as a hello or a snapshot has told; None before."""
         return self._run.agreed if self._run is not None else None
 
@@ -227,7 +227,7 @@ class Service:
                 )
             try:
                 table = self._run.tables["worker"]
-                image = self._image(self._run, table, table.numbers)
+                image = self._image(self._run, table, table.initialised_chunks)
                 self._saved = snapshot.write(self._snapshots, *image, after=self._saved)
                 return self._saved
             except OSError as error:
@@ -241,11 +241,11 @@ class Service:
         known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
         if run is None:
             return known
-        workers = {str(worker): clock for worker, clock in run.clocks.live.items()}
+        workers = {str(worker): clock for worker, clock in run.clocks.live_clocks.items()}
         return known | {
             "workers": workers,
-            "workers_ever": self._members["worker"].ever,
-            "chunks": len(run.tables["worker"].numbers),
+            "workers_ever": self._members["worker"].num_ever_connected,
+            "chunks": len(run.tables["worker"].initialised_chunks),
             "units_done": run.deal.num_done,
         }
 
@@ -274,9 +274,9 @@ class Service:
         if entries is None:
             entries = [Entry(chunk, tensor(frame, data, table.chunk(chunk), run.decoders)) for chunk, data in parts]
         # a server forwards for a worker, and says in ``clock`` for which
-        worker = frame.clock if peer.role == "server" else peer.worker
+        worker = frame.clock if peer.role == "server" else peer.index
         stream = 0 if frame.flags & UNIT else worker + 1
-        push = Push(worker=worker, stream=stream, seq=frame.seq, lr=lr, base_version=base_version)
+        push = Push(worker=worker, stream=stream, sequence_number=frame.seq, lr=lr, base_version=base_version)
         chunks = [entry.chunk for entry in entries]
         onward = replace(frame, op=Op.PUSH if frame.op is Op.PUSHPULL else frame.op, clock=worker)
         mirror = (lambda: self._mirror(run, onward, chunks)) if peer.role == "worker" else None
@@ -300,7 +300,7 @@ class Service:
         """What a worker that names bases lacks, coded where that is possible."""
         found = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
         pulled = [Pulled(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in found]
-        answer = shadows.answer(peer.worker, pulled)
+        answer = shadows.answer(peer.index, pulled)
         parts = [(chunk, raw(data)) for (chunk, _), data in zip(asked, answer.data, strict=True)]
         frame = write(Op.DATA, parts, dtype=one_dtype(each.value for each in pulled), based=answer.numbers)
         return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
@@ -326,13 +326,13 @@ class Service:
         return Frame(Op.DATA, payload=encode(*self._image(run, table, sorted(set(chunks)))))
 
     def _coordinate(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
-        worker, incarnation = peer.worker, peer.incarnation
+        worker, incarnation = peer.index, peer.worker_restart_count
         match frame.op:
             case Op.TICK:
                 return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
             case Op.CLAIM:
                 work = self._claim(run, peer, frame)
-                more = {"weight": run.deal.weight, "last": work.number >= run.deal.goal}
+                more = {"weight": run.deal.total_weight, "last": work.number >= run.deal.goal}
                 return json_frame(Op.JSON, work._asdict() | more)
             case Op.DONE:
                 return self._done(run, frame)
@@ -343,28 +343,28 @@ class Service:
                 run.clocks.leave(worker, incarnation)
                 return Frame(Op.ACK)
             case _:
-                return Frame(Op.ACK, clock=run.clocks.slowest)
+                return Frame(Op.ACK, clock=run.clocks.slowest_clock)
 
     def _claim(self, run: _Run, peer: Peer, frame: Frame) -> Work:
         """A piece of work. The same CLAIM, by its number, gets the same: else one whose answer was lost would be held for
         ever."""
         content = read_json(frame)
         with self._lock:
-            claiming = self._claiming[peer.worker]
+            claiming = self._claiming[peer.index]
         with claiming:  # the first may still wait, on a connection that is lost
-            earlier = self._claims.get(peer.worker)
-            if earlier is not None and earlier[:2] == (peer.incarnation, frame.seq):
+            earlier = self._claims.get(peer.index)
+            if earlier is not None and earlier[:2] == (peer.worker_restart_count, frame.seq):
                 return earlier[2]
-            leads = lambda: peer.worker == min(run.clocks.live, default=peer.worker)  # noqa: E731
-            work = run.deal.claim(peer.worker, _wait_s(content), leads)
+            leads = lambda: peer.index == min(run.clocks.live_clocks, default=peer.index)  # noqa: E731
+            work = run.deal.claim(peer.index, _wait_s(content), leads)
             if work.kind in ("begin", "unit", "save"):
                 try:
-                    run.clocks.seen(peer.worker, peer.incarnation)
+                    run.clocks.seen(peer.index, peer.worker_restart_count)
                 except CommError:
                     # it died while it waited; its newer self, if there is one, holds nothing before this returns
-                    run.deal.give_back(peer.worker)
+                    run.deal.give_back(peer.index)
                     raise
-                self._claims[peer.worker] = peer.incarnation, frame.seq, work
+                self._claims[peer.index] = peer.worker_restart_count, frame.seq, work
             return work
 
     def _done(self, run: _Run, frame: Frame) -> Frame:
@@ -377,7 +377,7 @@ class Service:
             raise _wrong(frame, "kind", kind, "kind is begin, unit, save, stop or finish")
         if not isinstance(weight, (int, float)):
             raise _wrong(frame, "weight", weight, "weight is a number")
-        return json_frame(Op.JSON, {"new": run.deal.done(Work(kind, _whole(frame, "number")), float(weight))})
+        return json_frame(Op.JSON, {"new": run.deal.mark_done(Work(kind, _whole(frame, "number")), float(weight))})
 
     # --- state
 
@@ -389,53 +389,53 @@ class Service:
 
     def _begin(self, agreed: Agreed) -> _Run:
         placement = agreed.placement()
-        if self._server >= agreed.servers:
+        if self._server >= agreed.num_servers:
             raise CommError(
                 Problem(
-                    given=f"a worker that knows of {agreed.servers} servers, at server {self._server}",
+                    given=f"a worker that knows of {agreed.num_servers} servers, at server {self._server}",
                     rule="servers are numbered from 0",
                     consequence="it was not let in",
                     nearest="start as many servers as the configuration says",
                 )
             )
-        before = (self._server - 1) % agreed.servers
+        before = (self._server - 1) % agreed.num_servers
         clocks = Clocks(agreed.staleness, on_end=self._ended, now=self._now)
         return _Run(
             agreed=agreed,
             placement=placement,
-            tables={"worker": Table(placement.on(self._server)), "server": Table(placement.on(before))},
+            tables={"worker": Table(placement.chunks_on(self._server)), "server": Table(placement.chunks_on(before))},
             clocks=clocks,
             deal=Deal(
-                agreed.units,
-                every=agreed.units_per_save,
-                per_step=agreed.units_per_step,
+                agreed.num_batch_shards,
+                every=agreed.batch_shards_per_save,
+                per_step=agreed.batch_shards_per_step,
                 staleness=agreed.staleness,
             ),
-            barriers=Barriers(lambda: clocks.live.keys()),
+            barriers=Barriers(lambda: clocks.live_clocks.keys()),
             decoders=_decoders(agreed.codec),
             shadows=_shadows(agreed.codec),
         )
 
     def _image(self, run: _Run, table: Table, numbers: Sequence[int]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The deal first: a unit that is done in it was applied before, so it is in the chunks read after."""
-        deal, clock = run.deal.json(), run.clocks.slowest
-        chunks, tensors = table.image(numbers)
-        recipe = table.recipe.json() if table.recipe is not None else None
-        agreed = run.agreed.json()
+        deal, clock = run.deal.to_json(), run.clocks.slowest_clock
+        chunks, tensors = table.state(numbers)
+        recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
+        agreed = run.agreed.to_json()
         return {"agreed": agreed, "recipe": recipe, "deal": deal, "clock": clock, "chunks": chunks}, tensors
 
     def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        run = self._begin(Agreed.read(facts["agreed"]))
+        run = self._begin(Agreed.from_json(facts["agreed"]))
         self._take(run.tables["worker"], facts, tensors)
         run.clocks.start_at(facts["clock"])
         with self._lock:
-            self._run = replace(run, deal=Deal.restored(facts["deal"]))
+            self._run = replace(run, deal=Deal.from_json(facts["deal"]))
 
     def _take(self, table: Table, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             if facts.get("recipe") is not None:
-                table.set_recipe(Recipe.read(facts["recipe"]))
-            table.restore(facts["chunks"], tensors)
+                table.set_optimizer_spec(Recipe.from_json(facts["recipe"]))
+            table.load_state(facts["chunks"], tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CommError(
                 Problem(
@@ -454,8 +454,8 @@ class Service:
             self._forward(run.agreed, frame)
         except UnisonoError:
             table = run.tables["worker"]
-            facts, tensors = table.image(chunks)
-            recipe = table.recipe.json() if table.recipe is not None else None
+            facts, tensors = table.state(chunks)
+            recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
             image = encode({"recipe": recipe, "chunks": facts}, tensors)
             self._forward(run.agreed, Frame(Op.STATE, flags=WRITE, payload=image))
             with self._lock:
@@ -477,9 +477,9 @@ class Service:
         """A lease is over, or a worker has left: its units go back, and nobody waits for it."""
         if self._run is not None:
             self._run.deal.give_back(worker)
-            self._run.barriers.look_again()
+            self._run.barriers.recheck()
             if self._run.shadows is not None:
-                self._run.shadows.drop(worker)
+                self._run.shadows.drop_worker(worker)
 
     def _keep(self) -> None:
         """Look at leases, save now and then, and look whether another server does so in this one's place."""
@@ -489,10 +489,10 @@ class Service:
             if (run := self._run) is None or not self._open.is_set():
                 continue
             if gap_s > _STILL_S:
-                run.clocks.extend(gap_s)
-            for worker in run.clocks.expire():
+                run.clocks.extend_leases(gap_s)
+            for worker in run.clocks.end_expired_leases():
                 self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
-            if self._snapshots is None or len(run.tables["worker"].numbers) < len(run.placement.on(self._server)):
+            if self._snapshots is None or len(run.tables["worker"].initialised_chunks) < len(run.placement.chunks_on(self._server)):
                 continue
             with self._saving:
                 newer = snapshot.latest(self._snapshots)

@@ -102,7 +102,7 @@ class Shadows:
             version=min((shadow.version for shadow in shadows), default=0),
         )
 
-    def drop(self, worker: int) -> None:
+    def drop_worker(self, worker: int) -> None:
         """It has gone, or might have."""
         with self._lock:
             self._workers.pop(worker, None)

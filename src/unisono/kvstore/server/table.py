@@ -42,7 +42,7 @@ class Push:
 
     worker: int
     stream: int
-    seq: int
+    sequence_number: int
     lr: float = float("nan")
     base_version: int = 0
 
@@ -89,10 +89,10 @@ class Table:
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._cells = {chunk.number: _Cell(chunk) for chunk in chunks}
-        self.recipe: Recipe | None = None
+        self.optimizer_spec: Recipe | None = None
 
     @property
-    def numbers(self) -> list[int]:
+    def initialised_chunks(self) -> list[int]:
         """Of the chunks that have a value, in order."""
         return sorted(number for number, cell in self._cells.items() if cell.value is not None)
 
@@ -101,15 +101,15 @@ class Table:
         ends = [0]
         for cell in self._cells.values():
             with cell.lock:
-                ends += [end for _, end in cell.applied.get(stream, RangeSet()).json()[-1:]]
+                ends += [end for _, end in cell.applied.get(stream, RangeSet()).to_json()[-1:]]
         return max(ends)
 
-    def applied(self, stream: int) -> list[list[list[int]]]:
+    def applied_ranges(self, stream: int) -> list[list[list[int]]]:
         """Which numbers of this stream chunks have applied, as ``RangeSet.json``; equal ones once, so that it stays short."""
         found: dict[str, list[list[int]]] = {}
         for cell in self._cells.values():
             with cell.lock:
-                spans = cell.applied.get(stream, RangeSet()).json()
+                spans = cell.applied.get(stream, RangeSet()).to_json()
             found[str(spans)] = spans
         return list(found.values())
 
@@ -127,19 +127,19 @@ class Table:
             cell.value = nn.Parameter(value.detach().clone().flatten(), requires_grad=value.is_floating_point())
             return True
 
-    def set_recipe(self, recipe: Recipe) -> None:
+    def set_optimizer_spec(self, recipe: Recipe) -> None:
         """How gradients are applied. The same again changes nothing; another one is a CommError."""
-        if self.recipe is not None and self.recipe != recipe:
+        if self.optimizer_spec is not None and self.optimizer_spec != recipe:
             raise CommError(
                 Problem(
-                    given=f"optimizer {recipe.options.kind!r} for servers that have {self.recipe.options.kind!r}, "
+                    given=f"optimizer {recipe.options.kind!r} for servers that have {self.optimizer_spec.options.kind!r}, "
                     "or with other options or keys",
                     rule="all workers name one optimizer, and it stays: its state belongs to it",
                     consequence="the servers keep the one they have",
                     nearest="send learning rates with the pushes; for another optimizer start a new run from the weights",
                 )
             )
-        self.recipe = recipe
+        self.optimizer_spec = recipe
 
     def push(self, entries: Sequence[Entry], push: Push, then: Callable[[], None] | None = None) -> Outcome:
         """Apply gradients, each once. ``then`` runs before the chunks are free again, also for a duplicate: a replica
@@ -162,14 +162,14 @@ class Table:
                 if len(cell.applied.get(push.stream, ())) >= _MOST_GAPS:
                     raise _scattered(push)
             work = [(cell, self._updater(cell), cell.lag(push.worker, push.base_version)) for cell in cells]
-            rates = [learning_rate(updater.recipe, push.lr, late) for _, updater, late in work]
+            rates = [learning_rate(updater.spec, push.lr, late) for _, updater, late in work]
             for (cell, updater, late), entry, rate in zip(work, entries, rates, strict=True):
                 numbers = cell.applied.setdefault(push.stream, RangeSet())
-                if push.seq in numbers:
+                if push.sequence_number in numbers:
                     duplicates += 1
                     continue
                 updater.step(entry.gradient, rate, entry.rows)
-                numbers.add(push.seq)
+                numbers.add(push.sequence_number)
                 cell.version += 1
                 cell.own[push.worker].append(cell.version)
                 applied, lag = applied + 1, max(lag, late)
@@ -189,7 +189,7 @@ class Table:
             _check_rows(cell.chunk, rows)
             return value.view(-1, cell.chunk.row_elements)[rows], cell.version
 
-    def image(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def state(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All that there is to chunks, each as it was at one moment: facts as JSON by number, tensors as
         ``<number>/value`` and ``<number>/<state>``. Chunks without value are left out."""
         facts: dict[str, Any] = {}
@@ -199,14 +199,14 @@ class Table:
             with cell.lock:
                 if cell.value is None:
                     continue
-                applied = {str(stream): numbers.json() for stream, numbers in cell.applied.items()}
+                applied = {str(stream): numbers.to_json() for stream, numbers in cell.applied.items()}
                 facts[str(number)] = {"version": cell.version, "applied": applied}
                 tensors[f"{number}/value"] = cell.value.detach().clone()
                 state = cell.updater.state if cell.updater is not None else {}
                 tensors |= {f"{number}/{name}": tensor.clone() for name, tensor in state.items()}
         return facts, tensors
 
-    def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Take chunks over from ``image``; the recipe comes first. CommError for what does not fit, before any change."""
         named: dict[int, dict[str, Tensor]] = {int(number): {} for number in facts}
         for name, tensor in tensors.items():
@@ -235,9 +235,9 @@ class Table:
         states = parts.keys() - {"value"}
         if not states:
             return value, None
-        if self.recipe is None:
+        if self.optimizer_spec is None:
             raise no_optimizer(chunk.key)
-        updater = Updater(self.recipe, chunk.key, value)
+        updater = Updater(self.optimizer_spec, chunk.key, value)
         if states != updater.state.keys():
             raise _unlike(chunk, f"the state {sorted(states)} where the optimizer keeps {sorted(updater.state)}")
         for name, own in updater.state.items():
@@ -253,17 +253,17 @@ class Table:
             _fits(chunk, entry.gradient.numel(), entry.gradient.dtype)
             return
         _check_rows(chunk, entry.rows)
-        if self.recipe is not None and self.recipe.options.kind in LAYERWISE:
-            raise rowless(chunk.key, self.recipe.options.kind)
+        if self.optimizer_spec is not None and self.optimizer_spec.options.kind in LAYERWISE:
+            raise rowless(chunk.key, self.optimizer_spec.options.kind)
         if entry.gradient.shape != (len(entry.rows), chunk.row_elements) or entry.gradient.dtype != chunk.dtype:
             raise _unlike(chunk, f"{len(entry.rows)} rows as {entry.gradient.dtype} {list(entry.gradient.shape)}")
 
     def _updater(self, cell: _Cell) -> Updater:
         value = self._value(cell)
-        if self.recipe is None:
+        if self.optimizer_spec is None:
             raise no_optimizer(cell.chunk.key)
         if cell.updater is None:
-            cell.updater = Updater(self.recipe, cell.chunk.key, value)
+            cell.updater = Updater(self.optimizer_spec, cell.chunk.key, value)
         return cell.updater
 
     def _value(self, cell: _Cell) -> nn.Parameter:
@@ -309,7 +309,7 @@ def finite(gradient: Tensor) -> bool:
 
 
 def _fits(chunk: Chunk, elements: int, dtype: torch.dtype) -> None:
-    if (elements, dtype) != (chunk.elements, chunk.dtype):
+    if (elements, dtype) != (chunk.num_elements, chunk.dtype):
         raise _unlike(chunk, f"{elements} elements of {dtype}")
 
 
@@ -323,7 +323,7 @@ def _check_rows(chunk: Chunk, rows: Tensor) -> None:
                 nearest="name the key in whole, or push and pull all of it",
             )
         )
-    count = chunk.elements // chunk.row_elements
+    count = chunk.num_elements // chunk.row_elements
     if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= count or not bool((rows[1:] > rows[:-1]).all())):
         raise _unsorted(f"rows of {chunk.key!r}, chunk {chunk.number} with {count} rows,")
 
@@ -331,7 +331,7 @@ def _check_rows(chunk: Chunk, rows: Tensor) -> None:
 def _scattered(push: Push) -> CommError:
     return CommError(
         Problem(
-            given=f"push {push.seq} of stream {push.stream}, of whose numbers {_MOST_GAPS:,} lots are missing before",
+            given=f"push {push.sequence_number} of stream {push.stream}, of whose numbers {_MOST_GAPS:,} lots are missing before",
             rule="a stream counts its pushes one by one, and those that are lost are sent again",
             consequence="nothing was changed; a server would need memory without end to tell pushes apart",
             nearest="use the same release of unisono everywhere, and end whatever else has the job's secret",
@@ -354,7 +354,7 @@ def _unlike(chunk: Chunk, what: str) -> CommError:
     return CommError(
         Problem(
             given=f"{what} for chunk {chunk.number}",
-            rule=f"it is {chunk.elements} elements of {chunk.dtype}, of {chunk.key!r} from element {chunk.start} on",
+            rule=f"it is {chunk.num_elements} elements of {chunk.dtype}, of {chunk.key!r} from element {chunk.start} on",
             consequence="nothing was changed",
             nearest="start all workers with one model and one precision",
         )

@@ -33,19 +33,19 @@ class Recipe:
 
     options: OptimOptions
     roles: Mapping[str, Role]
-    damped: bool = False
+    staleness_lr_decay: bool = False
 
-    def json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As it travels."""
         options = {name: value for name, value in asdict(self.options).items() if value is not None}
         return {
             "options": options | {"decay_exclude": list(self.options.decay_exclude)},
             "roles": {key: role.name for key, role in self.roles.items()},
-            "damped": self.damped,
+            "damped": self.staleness_lr_decay,
         }
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Recipe:
+    def from_json(cls, given: Mapping[str, Any]) -> Recipe:
         """From ``json``. Raises ConfigError with all that is wrong."""
         try:
             options, named, damped = given["options"], given["roles"], given["damped"]
@@ -76,7 +76,7 @@ class Updater:
                     nearest=nearest_name(key, recipe.roles) if recipe.roles else "name keys in set_optimizer",
                 )
             )
-        self.recipe, self._key, self._value = recipe, key, value
+        self.spec, self._key, self._value = recipe, key, value
         self._optimizer = self._built(value)
         self.state: dict[str, Tensor] = self._state_of(value, self._optimizer)
 
@@ -102,7 +102,7 @@ class Updater:
     def _built(self, value: nn.Parameter) -> torch.optim.Optimizer:
         key = self._key
         return build_optimizer(
-            nn.Module(), self.recipe.options, pieces={key: value}, named_roles={key: self.recipe.roles[key]}
+            nn.Module(), self.spec.options, pieces={key: value}, named_roles={key: self.spec.roles[key]}
         )
 
     def _state_of(self, value: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -128,7 +128,7 @@ def learning_rate(recipe: Recipe, lr: float, lag: int) -> float:
                 nearest="the schedule's value at this step",
             )
         )
-    return rate / (1 + lag) if recipe.damped else rate
+    return rate / (1 + lag) if recipe.staleness_lr_decay else rate
 
 
 def no_optimizer(key: str) -> CommError:

@@ -37,8 +37,8 @@ class Peer:
     """Who is at the other end: ``role`` is "worker" or "server", ``job`` the hash of run id and key table."""
 
     role: str
-    worker: int
-    incarnation: int
+    index: int
+    worker_restart_count: int
     job: int
     address: str
 
@@ -52,7 +52,7 @@ class AuthError(CommError):
 def strangers(limits: Limits) -> Limits:
     """What is accepted of somebody who has proved nothing."""
     return Limits(
-        payload_bytes=_STRANGER_BYTES, entries=0, message_s=limits.handshake_s, handshake_s=limits.handshake_s
+        max_payload_bytes=_STRANGER_BYTES, max_entries=0, message_s=limits.handshake_s, handshake_s=limits.handshake_s
     )
 
 
@@ -93,8 +93,8 @@ def introduce(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limi
         raise _nonsense(me.address)
     mine = secrets.token_hex(32)
     known = max(seen, epoch)
-    bound = [theirs, mine, me.role, me.worker, me.incarnation, me.job, known, epoch]
-    named = {"nonce": mine, "role": me.role, "worker": me.worker, "incarnation": me.incarnation, "job": me.job}
+    bound = [theirs, mine, me.role, me.index, me.worker_restart_count, me.job, known, epoch]
+    named = {"nonce": mine, "role": me.role, "worker": me.index, "incarnation": me.worker_restart_count, "job": me.job}
     channel.send(json_frame(Op.HELLO, named | {"epoch": known, "proof": _proof(secret, "client", bound)}))
     proof = _hello(channel, limits).get("proof")
     if not _is_nonce(proof) or not hmac.compare_digest(str(proof), _proof(secret, "server", bound)):

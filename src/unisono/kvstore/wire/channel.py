@@ -52,27 +52,27 @@ class Channel:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self._sock, self.limits = sock, limits
         # nothing is waited for beyond this time
-        self.until = until
-        self.memory = Memory()
+        self.deadline = until
+        self.shared_slots = Memory()
         self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
-        self.sent_bytes = self.received_bytes = self.memory_bytes = self.taken_bytes = 0
+        self.sent_bytes = self.received_bytes = self.shared_sent_bytes = self.shared_received_bytes = 0
         # when a byte last moved in either direction, signs of life of this side aside: they would pass for the other's
-        self.moved = time.monotonic()
+        self.last_activity_s = time.monotonic()
 
     def send(self, frame: Frame) -> None:
         """Send all of it, through its slot where that is large enough. Raises Lost when the peer is gone or does not take it
         in time."""
         parts = buffers(frame)
-        if frame.slot is not None and sum(part.nbytes for part in parts) > frame.slot.room.nbytes:
+        if frame.slot is not None and sum(part.nbytes for part in parts) > frame.slot.view.nbytes:
             frame = replace(frame, slot=None)
         pending = [memoryview(pack(frame, parts))]
         if frame.slot is None:
             pending += parts
         else:
             put(frame.slot, parts)
-            self.memory_bytes += sum(part.nbytes for part in parts)
+            self.shared_sent_bytes += sum(part.nbytes for part in parts)
         left = sum(part.nbytes for part in pending)
         with self._sending:
             deadline = time.monotonic() + self.limits.time_for(left)
@@ -80,7 +80,7 @@ class Channel:
                 count = self._push(pending[:_BUFFERS_PER_CALL], deadline)
                 self.sent_bytes += count
                 if frame.op is not Op.HEARTBEAT:
-                    self.moved = time.monotonic()
+                    self.last_activity_s = time.monotonic()
                 while count and count >= pending[0].nbytes:
                     count -= pending.pop(0).nbytes
                 if count:
@@ -112,16 +112,16 @@ class Channel:
         except CommError as error:
             raise Lost(*error.problems) from None
         if slot is not None:
-            self.taken_bytes += announced.nbytes
+            self.shared_received_bytes += announced.nbytes
         found = xxhash.xxh3_64(seed=announced.seed)
         given = place(announced) if place else None
         if slot is not None and place is None:
-            given = [slot.room[: announced.nbytes]] if announced.nbytes else []
+            given = [slot.view[: announced.nbytes]] if announced.nbytes else []
         if given is None:
             given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
         deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
         if slot is not None and place is not None:
-            take(slot.room, given)
+            take(slot.view, given)
         for buffer in given if slot is None else ():
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
@@ -132,9 +132,9 @@ class Channel:
         return replace(announced.frame, payload=given[0] if given else b"", slot=slot if place is None else None)
 
     def _slot(self, announced: Announced) -> Slot | None:
-        if not announced.slot:
+        if not announced.slot_number:
             return None
-        return self.memory.at(announced.slot, announced.nbytes)
+        return self.shared_slots.slot(announced.slot_number, announced.nbytes)
 
     def _fill(self, view: memoryview, deadline: float | None, *, begun: bool = True) -> bool:
         while view.nbytes:
@@ -155,7 +155,7 @@ class Channel:
             if count == 0:
                 raise _lost("the peer closed the connection", "whole")
             self.received_bytes += count
-            self.moved = time.monotonic()
+            self.last_activity_s = time.monotonic()
             view = view[count:]
         return True
 
@@ -183,13 +183,13 @@ class Channel:
         except ValueError:
             # another thread has closed it, so it has no descriptor
             raise _lost("the connection was closed here", "whole") from None
-        if self.until is not None:
-            deadline = self.until if deadline is None else min(deadline, self.until)
+        if self.deadline is not None:
+            deadline = self.deadline if deadline is None else min(deadline, self.deadline)
         if deadline is None:
             return bool(poller.poll())
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """End both directions; threads that wait on this channel notice. ``close`` follows when they have left."""
         # the plain socket's: TLS would want to say goodbye, and a peer that is gone cannot answer
         with contextlib.suppress(OSError):
@@ -197,8 +197,8 @@ class Channel:
 
     def close(self) -> None:
         """Give the descriptor and the memory back."""
-        self.memory = Memory()
-        self.shut()
+        self.shared_slots = Memory()
+        self.shutdown()
         self._sock.close()
 
 

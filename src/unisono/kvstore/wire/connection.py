@@ -57,13 +57,13 @@ class Traffic:
 
     sent_bytes: int
     received_bytes: int
-    memory_bytes: int
-    taken_bytes: int
-    apart: str
-    reconnects: int
-    strays: int
-    queued: int
-    flying: int
+    shared_sent_bytes: int
+    shared_received_bytes: int
+    no_shared_memory_reason: str
+    num_reconnects: int
+    num_stray_replies: int
+    num_queued: int
+    num_in_flight: int
 
 
 class Connection:
@@ -127,11 +127,11 @@ class Connection:
         payload is too large, or the connection was closed or given up.
         """
         size = sum(part.nbytes for part in buffers(frame))
-        if size > self._limits.payload_bytes:
+        if size > self._limits.max_payload_bytes:
             raise CommError(
                 Problem(
                     given=f"{frame.op.name} with {size} bytes",
-                    rule=f"a frame carries at most {self._limits.payload_bytes}",
+                    rule=f"a frame carries at most {self._limits.max_payload_bytes}",
                     consequence="it was not sent",
                     nearest="send chunks",
                 )
@@ -149,7 +149,7 @@ class Connection:
         return request.future
 
     @property
-    def given_up(self) -> bool:
+    def has_given_up(self) -> bool:
         """Whether the server was away for too long: this connection is over, and only a new one may find it again."""
         with self._changed:
             return self._failed is not None
@@ -161,8 +161,8 @@ class Connection:
             return Traffic(
                 self._sent + channel.sent_bytes,
                 self._received + channel.received_bytes,
-                self._shared + channel.memory_bytes,
-                self._taken + channel.taken_bytes,
+                self._shared + channel.shared_sent_bytes,
+                self._taken + channel.shared_received_bytes,
                 self._apart,
                 self._reconnects,
                 self._strays,
@@ -175,7 +175,7 @@ class Connection:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._channel.shut()
+        self._channel.shutdown()
         self._thread.join()
 
     # --- connecting
@@ -208,12 +208,12 @@ class Connection:
                 sock = self._tls.client.wrap_socket(sock, server_hostname=self._address[0])
             channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
             epoch = introduce(channel, self._secret, self._me, self._epoch, self._limits)
-            channel.limits, channel.until = self._limits, None
+            channel.limits, channel.deadline = self._limits, None
             channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, epoch))
             content = read_json(self._reply(channel))
             self._epoch, self._credits, self.hello = epoch, int(content["credits"]), dict(content["reply"])
             self._apart = self._share(channel, str(content["host"]))
-            self._free = list(channel.memory.slots)
+            self._free = list(channel.shared_slots.slots)
         except BaseException as error:
             sock.close()
             # the server's alert about this side's certificate comes in place of its hello
@@ -245,7 +245,7 @@ class Connection:
         try:
             channel.send(self._stamped(json_frame(Op.MEMORY, offer), 0, self._epoch))
             self._reply(channel)
-            channel.memory = mapped(fd, self._credits, self._slot_bytes)
+            channel.shared_slots = mapped(fd, self._credits, self._slot_bytes)
         except (Lost, AuthError):
             raise
         except CommError as refusal:
@@ -256,7 +256,7 @@ class Connection:
 
     def _stamped(self, frame: Frame, ticket: int, epoch: int) -> Frame:
         me = self._me
-        return replace(frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.worker, incarnation=me.incarnation)
+        return replace(frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.index, incarnation=me.worker_restart_count)
 
     # --- the sending thread
 
@@ -267,7 +267,7 @@ class Connection:
                 receiver.name = "unisono-wire-receive"
                 receiver.start()
                 self._send(self._channel)
-                self._channel.shut()
+                self._channel.shutdown()
                 receiver.join()
                 self._channel.close()
                 if self._closed:
@@ -309,8 +309,8 @@ class Connection:
         with self._changed:
             self._sent += self._channel.sent_bytes
             self._received += self._channel.received_bytes
-            self._shared += self._channel.memory_bytes
-            self._taken += self._channel.taken_bytes
+            self._shared += self._channel.shared_sent_bytes
+            self._taken += self._channel.shared_received_bytes
             self._channel, self._lost = new, None
             self._reconnects += 1
             if not self._again and not self._queue:
@@ -330,7 +330,7 @@ class Connection:
                 reply = channel.receive(self._place, wait_s=_LOOK_S)
                 if reply is not None:
                     self._settle(reply)
-                elif self._flying and time.monotonic() - channel.moved > self._silence_s:
+                elif self._flying and time.monotonic() - channel.last_activity_s > self._silence_s:
                     raise TimeoutError(f"no sign of life for {self._silence_s:g} s")
         except (Lost, TimeoutError) as error:
             self._note(channel, error)
@@ -338,8 +338,8 @@ class Connection:
     def _place(self, announced: Announced) -> Sequence[memoryview] | None:
         request = self._flying.get(announced.frame.ticket)
         slot = request.slot.number if request is not None and request.slot is not None else 0
-        if announced.slot not in (0, slot):
-            raise _elsewhere(announced.slot, slot)
+        if announced.slot_number not in (0, slot):
+            raise _elsewhere(announced.slot_number, slot)
         if request is None or not request.into or announced.frame.op is not Op.DATA:
             return None
         before = announced.nbytes - sum(part.nbytes for part in request.into)

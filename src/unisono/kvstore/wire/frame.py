@@ -82,7 +82,7 @@ class Slot:
     """Memory that both sides of a connection map, for one request and its answer."""
 
     number: int  # from 1
-    room: memoryview
+    view: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class Frame:
     dtype: int = 0
     flags: int = 0
     entries: int = 0
-    epoch: int = 0
+    server_restart_count: int = 0
     job: int = 0
     worker: int = 0
-    incarnation: int = 0
+    worker_restart_count: int = 0
     seq: int = 0
     clock: int = 0
     payload: Sequence[memoryview] | memoryview | bytes = b""
@@ -116,20 +116,20 @@ class Limits:
     A message that has begun must be through in ``message_s`` plus its size at ``slowest``, and never pause ``stall_s``.
     """
 
-    payload_bytes: int = 64 << 20
-    entries: int = 8192
+    max_payload_bytes: int = 64 << 20
+    max_entries: int = 8192
     message_s: float = 20.0
-    slowest: int = 64 << 10  # bytes per second
+    min_bytes_per_s: int = 64 << 10  # bytes per second
     stall_s: float = 10.0
     handshake_s: float = 5.0
 
     def time_for(self, nbytes: int) -> float:
         """Seconds a message of ``nbytes`` may take once it has begun."""
-        return self.message_s + nbytes / self.slowest
+        return self.message_s + nbytes / self.min_bytes_per_s
 
 
 # between peers that have proved themselves: a key that stays whole is one chunk
-LARGE = Limits(payload_bytes=1 << 30)
+LARGE = Limits(max_payload_bytes=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Announced:
     """
 
     frame: Frame
-    slot: int
+    slot_number: int
     nbytes: int
     digest: int
     seed: int
@@ -167,10 +167,10 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
         frame.flags,
         frame.slot.number if frame.slot is not None else 0,
         frame.entries,
-        frame.epoch,
+        frame.server_restart_count,
         frame.job,
         frame.worker,
-        frame.incarnation,
+        frame.worker_restart_count,
         frame.seq,
         frame.clock,
         nbytes,
@@ -216,10 +216,10 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> Announced:
         raise _refused("codec", str(codec), f"codecs are below {CODECS}", "use one release on both sides")
     if dtype >= len(DTYPES):
         raise _refused("dtype", str(dtype), f"dtypes are below {len(DTYPES)}", "use one release on both sides")
-    if entries > limits.entries:
-        raise _refused("entries", str(entries), f"at most {limits.entries} are taken", "send fewer chunks in a frame")
-    if nbytes > limits.payload_bytes:
-        rule = f"at most {limits.payload_bytes} bytes are taken"
+    if entries > limits.max_entries:
+        raise _refused("entries", str(entries), f"at most {limits.max_entries} are taken", "send fewer chunks in a frame")
+    if nbytes > limits.max_payload_bytes:
+        rule = f"at most {limits.max_payload_bytes} bytes are taken"
         raise _refused("payload", f"{nbytes} bytes", rule, "send smaller chunks")
     frame = Frame(Op(op), codec, dtype, flags, entries, epoch, job, worker, incarnation, seq, clock, ticket=ticket)
     return Announced(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))

@@ -36,10 +36,10 @@ class Memory:
     def __init__(self, slots: Sequence[Slot] = ()) -> None:
         self.slots = tuple(slots)
 
-    def at(self, number: int, nbytes: int) -> Slot:
+    def slot(self, number: int, nbytes: int) -> Slot:
         """Slot ``number``, from 1. CommError where there is none, or it does not hold ``nbytes``."""
-        if not 0 < number <= len(self.slots) or nbytes > self.slots[number - 1].room.nbytes:
-            has = f"{len(self.slots)} slots of {self.slots[0].room.nbytes} bytes" if self.slots else "no slots"
+        if not 0 < number <= len(self.slots) or nbytes > self.slots[number - 1].view.nbytes:
+            has = f"{len(self.slots)} slots of {self.slots[0].view.nbytes} bytes" if self.slots else "no slots"
             raise CommError(
                 Problem(
                     given=f"a frame with {nbytes} bytes in slot {number}",
@@ -53,7 +53,7 @@ class Memory:
 
 def put(slot: Slot, parts: Sequence[memoryview]) -> None:
     """Copy ``parts`` into the slot, back to back. What is there already, because the answer was made there, stays."""
-    start, room = 0, np.frombuffer(slot.room, np.uint8)
+    start, room = 0, np.frombuffer(slot.view, np.uint8)
     for part in parts:
         source, target = np.frombuffer(part, np.uint8), room[start : start + part.nbytes]
         if source.ctypes.data != target.ctypes.data:

@@ -51,9 +51,9 @@ class Handler(Protocol):
 class Admission:
     """How many connections there may be, how many of them may still owe the proof, and the credits of each."""
 
-    connections: int = 512
-    strangers: int = 64
-    credits: int = 8
+    max_connections: int = 512
+    max_unauthenticated: int = 64
+    credits_per_connection: int = 8
 
 
 def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
@@ -111,7 +111,7 @@ class Server:
         self._busy: set[Channel] = set()
         self._newest = epoch
         self._closing = threading.Event()
-        self.accepted = self.refused = 0
+        self.num_accepted = self.num_refused = 0
         self._wake, self._woken = socket.socketpair()
         self._loops = [
             threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
@@ -146,25 +146,25 @@ class Server:
 
     def _admit(self, sock: socket.socket, address: str) -> None:
         with self._lock:
-            if len(self._threads) >= self._admission.connections:
-                self.refused += 1
+            if len(self._threads) >= self._admission.max_connections:
+                self.num_refused += 1
                 sock.close()
                 return
-            if len(self._strangers) >= self._admission.strangers:
+            if len(self._strangers) >= self._admission.max_unauthenticated:
                 # the one that owes its proof for longest: honest ones need milliseconds
                 oldest = next(iter(self._strangers))
                 del self._strangers[oldest]
-                self.refused += 1
+                self.num_refused += 1
                 with contextlib.suppress(OSError):
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
             thread = threading.Thread(target=self._serve, args=(sock, address), name="unisono-wire-peer", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the machine has no thread left: this one comes again, and the others are served
-                self.refused += 1
+                self.num_refused += 1
                 sock.close()
                 return
-            self.accepted += 1
+            self.num_accepted += 1
             self._strangers[sock] = None
             self._threads[sock] = thread
 
@@ -204,7 +204,7 @@ class Server:
         hello = channel.receive(wait_s=self._limits.handshake_s)
         if hello is None or hello.op is not Op.HELLO:
             return
-        channel.until = None
+        channel.deadline = None
         self._busy.add(channel)
         try:
             self._fence()
@@ -215,7 +215,7 @@ class Server:
         finally:
             self._busy.discard(channel)
         try:
-            granted = json_frame(Op.JSON, {"credits": self._admission.credits, "host": whereabouts(), "reply": reply})
+            granted = json_frame(Op.JSON, {"credits": self._admission.credits_per_connection, "host": whereabouts(), "reply": reply})
             channel.send(replace(granted, ticket=hello.ticket))
             while frame := channel.receive():
                 self._busy.add(channel)
@@ -233,18 +233,18 @@ class Server:
 
     def _answer(self, channel: Channel, peer: Peer, frame: Frame) -> Frame:
         try:
-            self._compare(frame.epoch)
+            self._compare(frame.server_restart_count)
             self._fence()
             self._same(peer, frame)
             answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
         except UnisonoError as error:
             answer = error_frame(error)
-        own = {"job": peer.job, "worker": peer.worker, "incarnation": peer.incarnation}
+        own = {"job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
         return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
 
     def _share(self, channel: Channel, frame: Frame) -> Frame:
         """The client offers memory, with at most a slot for each of its credits."""
-        channel.memory = accept(read_json(frame), self._admission.credits, self._limits.payload_bytes)
+        channel.shared_slots = accept(read_json(frame), self._admission.credits_per_connection, self._limits.max_payload_bytes)
         return Frame(Op.ACK)
 
     def _compare(self, epoch: int) -> None:
@@ -265,8 +265,8 @@ class Server:
             )
 
     def _same(self, peer: Peer, frame: Frame) -> None:
-        said = {"epoch": frame.epoch, "job": frame.job, "worker": frame.worker, "incarnation": frame.incarnation}
-        known = {"epoch": self._epoch, "job": peer.job, "worker": peer.worker, "incarnation": peer.incarnation}
+        said = {"epoch": frame.server_restart_count, "job": frame.job, "worker": frame.worker, "incarnation": frame.worker_restart_count}
+        known = {"epoch": self._epoch, "job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
         for name, value in said.items():
             if value != known[name]:
                 raise CommError(

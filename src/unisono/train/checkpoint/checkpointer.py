@@ -62,7 +62,7 @@ class Checkpointer:
         self.committed_step: int | None = None
         self._options = options
         self._emit = emit
-        self._rank, self._world = world.rank, world.world
+        self._rank, self._world = world.rank, world.world_size
         self._buffer = HostBuffer()
         self._layout: tuple[Any, Shard] | None = None
         self._failed: list[list[Problem]] = []
@@ -200,7 +200,7 @@ class Checkpointer:
         blocks = [
             (
                 name,
-                part.shape,
+                part.global_shape,
                 part.offset,
                 part.replica,
                 part.runs,

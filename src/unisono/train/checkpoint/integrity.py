@@ -72,7 +72,7 @@ def _share_of_faults(path: Path, world: World, digests: bool) -> list[str]:
         manifest = sealed_manifest(path)
     except (OSError, Damage) as error:
         return [damage_text(error)]
-    names = sorted(manifest.files)[world.rank :: world.world] if digests else []
+    names = sorted(manifest.files)[world.rank :: world.world_size] if digests else []
     return _faults(path, manifest, names)
 
 

@@ -107,7 +107,7 @@ def lay_out(shared: Table, own: Table, parts: Mapping[str, Part], *, rank: int, 
         )
         for block, key, begin in zip(blocks, keys, begins, strict=True)
     )
-    spread = {name: (tuple(part.shape), part.tensor.dtype) for name, part in parts.items()}
+    spread = {name: (tuple(part.global_shape), part.tensor.dtype) for name, part in parts.items()}
     described = [
         sorted((name, list(shape), str(dtype)) for name, (shape, dtype) in each.items()) for each in (shared, spread)
     ]
@@ -136,7 +136,7 @@ def _block_of_rows(rows: Rows, shape: tuple[int, ...], dtype: torch.dtype) -> Bl
 
 def _blocks_of_part(name: str, part: Part, rank: int) -> Iterator[Block]:
     """The blocks as they were passed, right or wrong: whether those of all ranks fit together is seen when all are known."""
-    shape, extent = tuple(part.shape), tuple(part.tensor.shape)
+    shape, extent = tuple(part.global_shape), tuple(part.tensor.shape)
     if 0 in extent:
         if 0 in shape and rank == 0:  # a tensor without elements has one owner too
             yield Block(

@@ -60,7 +60,7 @@ class Snapshot:
         return self.manifest.step
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks that saved it."""
         return self.manifest.world
 

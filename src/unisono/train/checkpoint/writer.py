@@ -90,7 +90,7 @@ class Writer:
         def halfway() -> None:
             self._fault("mid_shard")
 
-        path = temporary / shard_name(self._group.rank, self._group.world)
+        path = temporary / shard_name(self._group.rank, self._group.world_size)
         writing = write_blocks(path, save.image.blocks(running), save.image.size, halfway=halfway)
         error: Exception | None = None
         try:
@@ -160,7 +160,7 @@ class Writer:
     def _manifest(self, save: Save, reports: list[dict[str, Any]]) -> Manifest:
         return Manifest(
             step=save.step,
-            world=self._group.world,
+            world=self._group.world_size,
             attempt=self._attempt,
             score=save.score,
             versions=versions(),
