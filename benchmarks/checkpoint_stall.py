@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from benchmarks.paired import median_interval
 from torch import Tensor, nn
 
+from unisono.checkpoint import Checkpointer, CheckpointOptions
 from unisono.dist import JobSpec, World
-from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 
 WIDTH, DEPTH, VOCABULARY, SEQ_LEN, NUM_HEADS = 512, 10, 1024, 256, 8
 STEPS_PER_WINDOW = 7

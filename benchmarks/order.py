@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from unisono.data.order import Order
+from unisono.data.order.permutation import Permutation
 
 REPEATS = 7
 CALL = 1_000_000
@@ -34,11 +34,11 @@ def main() -> None:
     million = np.arange(CALL)
     step = np.arange(512)
     orders = {
-        "1e6": Order(10**6, seed=1),
-        "2^20 + 1": Order(2**20 + 1, seed=1),
-        "1e9": Order(10**9, seed=1),
-        "1e12": Order(10**12, seed=1),
-        "1e12, blocks of 4096": Order(10**12, seed=1, block_size=4096),
+        "1e6": Permutation(10**6, seed=1),
+        "2^20 + 1": Permutation(2**20 + 1, seed=1),
+        "1e9": Permutation(10**9, seed=1),
+        "1e12": Permutation(10**12, seed=1),
+        "1e12, blocks of 4096": Permutation(10**12, seed=1, block_size=4096),
     }
     generator = np.random.default_rng(1)
     result = {

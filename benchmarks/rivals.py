@@ -37,7 +37,7 @@ from benchmarks.paired import ratio
 from benchmarks.workload import prepare
 
 from unisono.launch.options import LaunchOptions
-from unisono.launch.share import divide_host
+from unisono.launch.resources import divide_host
 from unisono.parallel.device import computes_bf16
 
 ROOT = Path(__file__).resolve().parent.parent

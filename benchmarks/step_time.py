@@ -39,12 +39,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono import CheckpointOptions, OptimOptions, PlanOptions, Trainer, TrainOptions
-from unisono.dist import World, job_from_environ, join
-from unisono.launch.share import TUNED_ALLOCATOR
+from unisono.dist import World, job_from_environ, join_world
+from unisono.launch.resources import TUNED_ALLOCATOR
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
 from unisono.train.build import build_data, build_trainer
-from unisono.train.opening import open_events, plan_for
+from unisono.train.setup import open_events, resolve_plan
 
 WARMUP_STEPS = 3
 # a model of no arithmetic has the demo's number of parameters, so that its optimizer has as many tensors to visit
@@ -179,7 +179,7 @@ def host_time(blocks: int, steps: int, folder: Path, world: World) -> dict[str, 
     """Trainer minus bare loop on the idle model: microseconds of one step that are not the model's."""
     torch.manual_seed(0)
     plan = PlanOptions(device="cpu", global_batch=4, precision="fp32")
-    _, derived = plan_for(plan, world.job)
+    _, derived = resolve_plan(plan, world.job)
     model = Idle()
     optimizer = build_adamw(model, {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}, fused=True)
     batch = {name: torch.from_numpy(array) for name, array in IdleData().read(np.arange(4)).items()}
@@ -238,7 +238,7 @@ def _idle_steps(stack: contextlib.ExitStack, plan: Plan, folder: Path, world: Wo
 def one_rank(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """This process's part; rank 0 returns the result."""
     torch.set_num_threads(1)
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     try:
         with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
             path = Path(world.broadcast_json(folder))

@@ -40,16 +40,16 @@ class Workload:
 
 def run_config(overrides: Sequence[str]) -> Any:
     """The demo's configuration with changes; a ``RunConfig``."""
-    from unisono.config import load
+    from unisono.config import load_config
     from unisono.train.config import RunConfig
 
-    return load(RunConfig, overrides=overrides).value
+    return load_config(RunConfig, overrides=overrides).value
 
 
 def prepare(folder: Path, overrides: Sequence[str], steps: int) -> None:
     """Write the first ``steps`` global batches, learning rates and the initial weights of a configuration."""
-    from unisono.data.loader import Loader
-    from unisono.optim import schedule
+    from unisono.data.loading.loader import Loader
+    from unisono.optim import build_schedule
     from unisono.train.build import build_data, build_model
 
     config = run_config([*overrides, f"train.steps={steps}"])
@@ -67,7 +67,7 @@ def prepare(folder: Path, overrides: Sequence[str], steps: int) -> None:
     np.savez(folder / "batches.npz", **{n: np.stack([batch[n].numpy() for batch in batches]) for n in BATCH_NAMES})
     model = build_model(config, data.tokenizer)
     np.savez(folder / "weights.npz", **{name: p.detach().numpy() for name, p in model.named_parameters()})
-    lr_at = schedule(config.schedule, steps, config.optim.lr)
+    lr_at = build_schedule(config.schedule, steps, config.optim.lr)
     optim = {
         "betas": [config.optim.beta1, config.optim.beta2],
         "eps": config.optim.eps,

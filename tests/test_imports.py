@@ -11,7 +11,7 @@ from pathlib import Path
 import size
 
 import unisono
-from unisono.config.fields import layout_of
+from unisono.config.fields import option_tree
 from unisono.train.config import RunConfig
 
 # Each command runs in one process, in order; after each one torch must not be there.
@@ -98,12 +98,12 @@ def test_the_public_surface_is_one_list() -> None:
 
 
 def test_users_have_a_bounded_number_of_fields() -> None:
-    leaves = layout_of(RunConfig).leaves
+    leaves = option_tree(RunConfig).leaves
     assert len(leaves) <= 115, sorted(leaves)  # docs/adr/0006
 
 
 def test_every_field_says_what_it_is_in_one_line() -> None:
-    for key, leaf in layout_of(RunConfig).leaves.items():
+    for key, leaf in option_tree(RunConfig).leaves.items():
         assert leaf.spec.help.endswith("."), key
         assert "\n" not in leaf.spec.help, key
 

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.data.contest import ask_all, chosen, contest
 from benchmarks.rivals import Contestant
 
-from unisono.data.recordio.upkeep import reindex
+from unisono.data.recordio.maintenance import reindex
 
 SIZES = {"2 KB": {"bytes": 2048, "count": 10_000}, "110 KB": {"bytes": 110_000, "count": 1500}}
 PLAIN = {

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from benchmarks.paired import spread
 
-from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.server.deal import Work
-from unisono.kvstore.server.updates import Recipe
-from unisono.kvstore.servers import Servers
+from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
+from unisono.kvstore.server.run_spec import RunSpec
+from unisono.kvstore.server.work_queue import WorkItem
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
@@ -90,12 +90,12 @@ def _server() -> Generator[_Server]:
             server.listener.close()
 
 
-def _worker(address: tuple[str, int], secret: bytes, number: int) -> Servers:
-    agreed = Agreed(table=TABLE, num_servers=1, num_batch_shards=UNITS, labels={"run": "bench"})
-    worker = Servers([address], secret, agreed, worker=number, say=lambda text: None)
+def _worker(address: tuple[str, int], secret: bytes, number: int) -> ServerClient:
+    agreed = RunSpec(table=TABLE, num_servers=1, num_batch_shards=UNITS, labels={"run": "bench"})
+    worker = ServerClient([address], secret, agreed, worker=number, say=lambda text: None)
     worker.init({"value": torch.zeros(TABLE["value"][0])})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
-    worker.set_optimizer(Recipe(options=options, roles={"value": Role.NO_DECAY}))
+    worker.set_optimizer(ServerOptimizerSpec(options=options, roles={"value": Role.NO_DECAY}))
     return worker
 
 
@@ -120,11 +120,11 @@ def killed_worker() -> dict[str, float]:
                 holder.send_signal(signal.SIGKILL)
                 begin_s = time.monotonic()
             for unit in set(range(UNITS)) - {held}:
-                assert other.claim(wait=True).item == Work("unit", unit)
-                other.mark_done(Work("unit", unit))
+                assert other.claim(wait=True).item == WorkItem("unit", unit)
+                other.mark_done(WorkItem("unit", unit))
             other.barrier(1)
             past_s = time.monotonic() - begin_s
-            while other.claim(wait=True).item != Work("unit", held):
+            while other.claim(wait=True).item != WorkItem("unit", held):
                 pass
             return {"others pass the barrier": past_s, "its unit is another's": time.monotonic() - begin_s}
         finally:
@@ -154,10 +154,10 @@ def killed_server() -> dict[str, float]:
 
 def waits_for_a_peer() -> None:
     """A rank that sums with the other one; told to, rank 1 is killed by rank 0, which says when it knew."""
-    from unisono.dist import job_from_environ, join
+    from unisono.dist import job_from_environ, join_world
     from unisono.errors import CommError
 
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
     pids = world.gather_json(os.getpid())
     if world.rank == 1:
         print("waits", flush=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.paired import ratio, spread
 
-from unisono.launch.share import TUNED_ALLOCATOR
+from unisono.launch.resources import TUNED_ALLOCATOR
 
 CODECS = ("fp16", "bf16", "int8", "2bit", "1bit", "topk:0.01", "powersgd:2")
 _NETWORK = "10.77.0"
@@ -37,13 +37,13 @@ def rank_of(rounds: int, steps: int, local_steps: int, interface: str) -> dict[s
     import torch
     from benchmarks.kvstore.models import build
 
-    from unisono.dist import job_from_environ, join
-    from unisono.kvstore import LocalSteps, Rounds
-    from unisono.kvstore.codecs import PowerSgd, auto_codec, find_codec
-    from unisono.kvstore.dist_sync import BucketedAllReduce
+    from unisono.dist import job_from_environ, join_world
+    from unisono.kvstore import LocalSGD, LocalSGDConfig
+    from unisono.kvstore.allreduce.buckets import BucketedAllReduce
+    from unisono.kvstore.compression import PowerSGD, auto_codec, find_codec
 
     torch.set_num_threads(1)
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     totals = torch.zeros(1)
     theory: dict[str, float] = {}
     ways: dict[str, tuple[Callable[[], object], int]] = {}  # a step, how many of them are a block
@@ -66,7 +66,7 @@ def rank_of(rounds: int, steps: int, local_steps: int, interface: str) -> dict[s
             coded = sum(each["bytes_out"] for each in sent.values())
             whole = sum(p.nbytes for key, p in model.named_parameters() if key not in sent)
             # two workers: a ring sends everything once, and so does a gather; PowerSGD's factors are summed
-            theory[name] = coded + (whole if codec is None or isinstance(codec, PowerSgd) else 0)
+            theory[name] = coded + (whole if codec is None or isinstance(codec, PowerSGD) else 0)
 
         return step
 
@@ -74,7 +74,7 @@ def rank_of(rounds: int, steps: int, local_steps: int, interface: str) -> dict[s
         model, loss_of = build("gpt", world.rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
         parameters = {name: each.detach() for name, each in model.named_parameters()}
-        local = LocalSteps(parameters, world, Rounds(local_steps=local_steps))
+        local = LocalSGD(parameters, world, LocalSGDConfig(local_steps=local_steps))
         done = 0
 
         def step() -> None:

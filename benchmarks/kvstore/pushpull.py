@@ -31,8 +31,8 @@ from benchmarks.paired import ratio, spread
 from benchmarks.rivals import interpreter
 
 from unisono.errors import CommError
-from unisono.kvstore.bench.processes import measure_here
-from unisono.kvstore.bench.settings import ITEM_BYTES, Settings, keys_of, nbytes_of
+from unisono.kvstore.bench.processes import measure_on_this_host
+from unisono.kvstore.bench.settings import ITEM_BYTES, BenchSettings, nbytes_of, shapes_of
 
 SIZES = "1KB,100KB,1MB,10MB,100MB,400MB,resnet50,bert-base"
 MORE_SIZES = "100MB,resnet50"
@@ -57,8 +57,8 @@ Times = dict[tuple[str, str], float]  # by (contestant, size)
 
 def ours(workers: int, servers: int, sizes: tuple[str, ...], repeats: int, told: dict[str, str]) -> Times:
     """One job of ours, with all-reduce first; in ``told`` what ``auto`` says of compression here. Raises CommError."""
-    settings = Settings(sizes=sizes, servers=servers, rounds=repeats, codecs=("none", "2bit"))
-    found = measure_here(settings, workers)
+    settings = BenchSettings(sizes=sizes, servers=servers, rounds=repeats, codecs=("none", "2bit"))
+    found = measure_on_this_host(settings, workers)
     told["auto"] = found["auto"]
     return {(_name(row["kind"], row["codec"]), row["size"]): row["median_s"] for row in found["rows"]}
 
@@ -71,7 +71,9 @@ def mxnet(
     kind: str, codec: str, cache: Path, workers: int, servers: int, sizes: tuple[str, ...], repeats: int
 ) -> Times:
     """One job of MXNet: scheduler, servers, workers. Raises RuntimeError with what a worker said, and TimeoutError."""
-    shapes = {size: "+".join(str(ITEM_BYTES * math.prod(shape)) for shape in keys_of(size).values()) for size in sizes}
+    shapes = {
+        size: "+".join(str(ITEM_BYTES * math.prod(shape)) for shape in shapes_of(size).values()) for size in sizes
+    }
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     script = Path(__file__).parent / "peers" / "with_mxnet.py"
@@ -113,7 +115,7 @@ def mxnet(
 
 def limits(size: str) -> Times:
     """Seconds of one memcpy, and of the bytes through a loopback socket to another thread and back."""
-    nbytes = nbytes_of(keys_of(size))
+    nbytes = nbytes_of(shapes_of(size))
     one, other = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
 
     def through_socket() -> None:
@@ -195,7 +197,7 @@ def race(
     for size in sizes:
         times = {name: each for (name, its), each in found.items() if its == size}
         rows[size] = {
-            "bytes": nbytes_of(keys_of(size)),
+            "bytes": nbytes_of(shapes_of(size)),
             "seconds": {name: spread(list(each.values())) for name, each in times.items()},
             "times_faster": {
                 f"{fast} than {slow}": ratio([times[slow][n] for n in both], [times[fast][n] for n in both])

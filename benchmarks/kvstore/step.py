@@ -31,11 +31,11 @@ def rank_of(name: str, blocks: int, steps: int) -> dict[str, Any]:
     from benchmarks.kvstore.models import build
     from torch.nn.parallel import DistributedDataParallel
 
-    from unisono.dist import job_from_environ, join
-    from unisono.kvstore.dist_sync import BucketedAllReduce
+    from unisono.dist import job_from_environ, join_world
+    from unisono.kvstore.allreduce.buckets import BucketedAllReduce
 
     torch.set_num_threads(1)
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     mine, loss_of = build(name, world.rank)
     theirs, _ = build(name, world.rank)
     ddp = DistributedDataParallel(theirs, gradient_as_bucket_view=True)

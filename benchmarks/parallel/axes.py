@@ -29,7 +29,7 @@ from benchmarks.step_time import WARMUP_STEPS, alternate, compare
 from benchmarks.workload import Workload, prepare
 
 from unisono import Trainer
-from unisono.dist import World, job_from_environ, join
+from unisono.dist import World, job_from_environ, join_world
 
 # an axis that cuts the model over two leaves a rank less than this
 LARGEST_PART = 0.8
@@ -103,7 +103,7 @@ def one_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     """This process's part."""
     torch.set_num_threads(1)
     (name,) = arguments.axes
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     try:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="unisono-bench-"))

@@ -66,9 +66,9 @@ def report(seen: Allocations, state_bytes: int, losses: list[float]) -> None:
 
 def ours(arguments: argparse.Namespace, zero: int) -> None:
     """The trainer, whole."""
-    from unisono.dist import job_from_environ, join
+    from unisono.dist import job_from_environ, join_world
 
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     settings = [*arguments.set, *BATCH, f"plan.dp_shard={RANKS}", f"plan.zero={zero}"]
     losses: list[float] = []
     try:

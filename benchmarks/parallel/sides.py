@@ -89,7 +89,7 @@ def by_trainer(
 ) -> Iterator[tuple[Trainer, Iterator[Any]]]:
     """The trainer that ``unisono train`` would build, without checkpoints and evaluations, and its steps."""
     from unisono.train.build import build_data, build_trainer
-    from unisono.train.opening import open_events
+    from unisono.train.setup import open_events
 
     config = run_config(
         [

@@ -39,9 +39,9 @@ def first_step(side: str, name: str, workload: Path, settings: list[str]) -> Non
         dist.barrier()
         dist.destroy_process_group()
         return
-    from unisono.dist import job_from_environ, join
+    from unisono.dist import job_from_environ, join_world
 
-    world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
+    world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=300)
     try:
         with tempfile.TemporaryDirectory(prefix="unisono-bench-") as folder:
             shared = Path(world.broadcast_json(folder))

@@ -11,11 +11,11 @@ import torch
 from benchmarks.peers.gate import Gate
 from benchmarks.workload import run_config
 
-from unisono.dist import JobSpec, join
+from unisono.dist import JobSpec, join_world
 from unisono.observe.console import Console
 from unisono.observe.sinks import Trackers
 from unisono.train.build import build_data, build_trainer
-from unisono.train.opening import open_events
+from unisono.train.setup import open_events
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     if not settings["whole"]:
         overrides += ["checkpoint.every_steps=0"]
     config = run_config(overrides)
-    world = join(JobSpec(), device_type="cpu", timeout_s=60)
+    world = join_world(JobSpec(), device_type="cpu", timeout_s=60)
     with ExitStack() as stack:
         events = stack.enter_context(open_events(Path(settings["folder"]), world))
         if settings["whole"]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import overload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,13 +27,22 @@ class Problem:
 
 
 class UnisonoError(Exception):
-    """Base of the family. ``exit_code`` is what the command line ends with; 2 means the user must change something."""
+    """Base of unisono's errors: any number of ``Problem``s, or the four parts of one.
+
+    ``exit_code`` is the status the command line exits with; 2 means the user must change something.
+    """
 
     exit_code = 1
 
-    def __init__(self, *problems: Problem) -> None:
-        super().__init__(*problems)
-        self.problems: tuple[Problem, ...] = problems
+    @overload
+    def __init__(self, *problems: Problem) -> None: ...
+
+    @overload
+    def __init__(self, *, given: str, rule: str, consequence: str, nearest: str) -> None: ...
+
+    def __init__(self, *problems: Problem, **parts: str) -> None:
+        self.problems: tuple[Problem, ...] = (*problems, Problem(**parts)) if parts else problems
+        super().__init__(*self.problems)
 
     def __str__(self) -> str:
         if len(self.problems) == 1:
@@ -87,12 +97,10 @@ class CommError(UnisonoError):
 def missing_extra(extra: str, package: str, purpose: str) -> ExtraError:
     """The one-line answer to an optional dependency that is absent."""
     return ExtraError(
-        Problem(
-            given=f"{purpose} needs the package {package!r}, which is not installed",
-            rule=f"it comes with the extra {extra!r}",
-            consequence="nothing was started",
-            nearest=f"pip install 'unisono[{extra}]'",
-        )
+        given=f"{purpose} needs the package {package!r}, which is not installed",
+        rule=f"it comes with the extra {extra!r}",
+        consequence="nothing was started",
+        nearest=f"pip install 'unisono[{extra}]'",
     )
 
 

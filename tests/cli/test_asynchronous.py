@@ -19,8 +19,8 @@ import pytest
 from commands import Desk
 from procs import wait_until
 
+from unisono.checkpoint import open_checkpoint
 from unisono.observe.events import events_path, read_events
-from unisono.train.checkpoint import open_checkpoint
 
 STEPS = 400
 SETTINGS = {
@@ -161,5 +161,5 @@ def test_workers_of_other_launchers_start_the_servers(
 
 def is_beside(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
-        return "unisono.kvstore.server.beside" in process.cmdline()
+        return "unisono.kvstore.server.child_servers" in process.cmdline()
     return False

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from commands import Desk, problem
 from PIL import Image
+from unisono.data.convert.conversion.pack import resumable_shards
 
-from unisono.data.formats import Table, write_table
-from unisono.data.pack import Layout, shards
+from unisono.data.convert.formats import Table, write_table
+from unisono.data.convert.pack import RecordSchema
 from unisono.data.recordio import RecordFile, RecordWriter
-from unisono.data.tokens import open_tokens
+from unisono.data.tokens.shards import open_tokens
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_bad_inputs_and_the_report(desk: Desk, album: Path, tmp_path: Path) -> N
 
 
 def test_progress_is_logged(desk: Desk, album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_PROGRESS_S", 0.0)
+    monkeypatch.setattr(resumable_shards, "_PROGRESS_S", 0.0)
     done = desk.here("data", "pack", str(album), str(tmp_path / "a.rec"), "-v")
     lines = [line for line in done.err.splitlines() if "packing:" in line]
     assert len(lines) == 8
@@ -94,7 +95,7 @@ def test_text_rows_and_functions(desk: Desk, tmp_path: Path, monkeypatch: pytest
     function = ["--function", "packing_for_the_cli:rows", "--schema", "x=int32[?]"]
     done = desk.here("data", "pack", "-", str(tmp_path / "f.rec"), *function)
     assert done.out == f"{tmp_path}/f.rec\n1 records of 1 inputs\n"
-    layout = Layout.load(tmp_path / "f.rec.schema")
+    layout = RecordSchema.load(tmp_path / "f.rec.schema")
     assert layout.decode(RecordFile(tmp_path / "f.rec").read(0))["x"].tolist() == [1, 2]
 
 

@@ -21,8 +21,8 @@ from commands import Desk
 from netns import Cable, cable
 from procs import wait_until
 
+from unisono.checkpoint import open_checkpoint
 from unisono.observe.events import events_path, read_events
-from unisono.train.checkpoint import open_checkpoint
 
 STEPS, EVERY, TIMEOUT_S = 80, 20, 12.0
 SETTINGS = {

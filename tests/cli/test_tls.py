@@ -15,8 +15,8 @@ from certificates import Authority
 from commands import Desk
 from procs import wait_until
 
+from unisono.checkpoint import open_checkpoint
 from unisono.observe.events import events_path, read_events
-from unisono.train.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 
@@ -131,6 +131,6 @@ def made(run_dir: Path) -> int:
 
 def is_beside(process: psutil.Process) -> bool:
     try:
-        return "unisono.kvstore.server.beside" in process.cmdline()
+        return "unisono.kvstore.server.child_servers" in process.cmdline()
     except psutil.Error:
         return False

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from config_example import Optim, Run, texts
 
-from unisono.config import load, option
+from unisono.config import load_config, option
 from unisono.errors import ConfigError
 
 
 def fails(*sources: Path, **given: Any) -> list[tuple[str, str, str]]:
     with pytest.raises(ConfigError) as caught:
-        load(Run, sources, **given)
+        load_config(Run, sources, **given)
     assert {problem.consequence for problem in caught.value.problems} == {"nothing was started"}
     return texts(caught.value)
 
@@ -44,7 +44,9 @@ IN_OPTIM = "only what is declared can be set in section [optim]"
 def test_all_problems_at_once_in_one_text(run, tmp_path: Path):
     path = run("[optim]\nlr = 'fast'\nbeta = 1\n[modelz]\nheads = 3\n")
     with pytest.raises(ConfigError) as caught:
-        load(Run, [tmp_path / "absent.toml", path], environ={"UNISONO__SEED": "-1"}, overrides=["optim.name=adam"])
+        load_config(
+            Run, [tmp_path / "absent.toml", path], environ={"UNISONO__SEED": "-1"}, overrides=["optim.name=adam"]
+        )
     assert caught.value.exit_code == 2
     assert str(caught.value) == (
         f"6 problems\n"
@@ -269,7 +271,7 @@ def test_rules_across_fields_name_the_origin_of_the_field(run):
     assert fails(path) == [(f"{path}:3: model.heads: 3 heads for a width of 128", HEADS, "heads = 4")]
     assert one("model.width=6") == ("default: model.heads: 4 heads for a width of 6", HEADS, "heads = 4")
     with pytest.raises(ConfigError) as caught:
-        load(Run, overrides=["seed=999"])
+        load_config(Run, overrides=["seed=999"])
     assert texts(caught.value)[0] == ("default: optim.schedule.warmup_steps: seed above width", "none", "none")
 
 
@@ -287,7 +289,7 @@ def test_a_default_that_breaks_its_own_rule():
         kind: str = option("a", "Kind.", choices=("b", "c"))
 
     with pytest.raises(ConfigError) as caught:
-        load(Wrong, overrides=["size=2"])
+        load_config(Wrong, overrides=["size=2"])
     assert texts(caught.value) == [
         ("default: size = 0", "size must be >= 1", "size = 1"),
         ('default: kind = "a"', 'kind is one of "b", "c"', "one of: b, c"),

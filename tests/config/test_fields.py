@@ -8,12 +8,12 @@ from typing import Any, Literal
 import pytest
 from config_example import Model, Run
 
-from unisono.config import load, option
-from unisono.config.fields import layout_of, limit_words, type_words
+from unisono.config import load_config, option
+from unisono.config.fields import limit_words, option_tree, type_words
 
 
 def test_flat_view_in_order_of_declaration():
-    layout = layout_of(Run)
+    layout = option_tree(Run)
     assert list(layout.sections) == ["", "optim", "optim.schedule", "model"]
     assert list(layout.leaves)[:10] == [
         "seed",
@@ -32,12 +32,12 @@ def test_flat_view_in_order_of_declaration():
 
 
 def test_mutable_defaults_are_not_shared():
-    first = load(Run).value
+    first = load_config(Run).value
     first.weights["code"] = 5.0
     first.layers.append(9)
     Run().weights["web"] = 1.0
-    assert load(Run).value.weights == {"code": 1.0}
-    assert load(Run).value.layers == [1, 2]
+    assert load_config(Run).value.weights == {"code": 1.0}
+    assert load_config(Run).value.layers == [1, 2]
     assert Run().weights == {"code": 1.0}
 
 
@@ -58,7 +58,7 @@ def test_mutable_defaults_are_not_shared():
     ],
 )
 def test_types_in_words(key: str, words: str):
-    assert type_words(layout_of(Run).leaves[key]) == words
+    assert type_words(option_tree(Run).leaves[key]) == words
 
 
 def test_nested_arrays_in_words():
@@ -66,8 +66,8 @@ def test_nested_arrays_in_words():
     class Grid:
         shape: tuple[tuple[int, ...], ...] = option(((1, 2),), "Shape.")
 
-    assert type_words(layout_of(Grid).leaves["shape"]) == "an array of values, each an array of whole numbers"
-    assert load(Grid, overrides=["shape=[[1], [2, 3]]"]).value.shape == ((1,), (2, 3))
+    assert type_words(option_tree(Grid).leaves["shape"]) == "an array of values, each an array of whole numbers"
+    assert load_config(Grid, overrides=["shape=[[1], [2, 3]]"]).value.shape == ((1,), (2, 3))
 
 
 def test_large_limits_are_written_out():
@@ -75,7 +75,7 @@ def test_large_limits_are_written_out():
     class Big:
         size: int = option(1, "Size.", ge=1, le=4294967295)
 
-    assert limit_words(layout_of(Big).leaves["size"].spec) == ">= 1 and <= 4294967295"
+    assert limit_words(option_tree(Big).leaves["size"].spec) == ">= 1 and <= 4294967295"
 
 
 def test_a_section_may_come_from_a_factory_or_from_its_class():
@@ -83,8 +83,8 @@ def test_a_section_may_come_from_a_factory_or_from_its_class():
     class Factory:
         model: Model = field(default_factory=lambda: Model(heads=2))
 
-    assert load(Factory).value == Factory()
-    assert load(Factory).value.model.heads == 2
+    assert load_config(Factory).value == Factory()
+    assert load_config(Factory).value.model.heads == 2
 
 
 def _function() -> None: ...
@@ -109,10 +109,10 @@ def test_declarations_that_cannot_be_held(hint: str, default: Any, message: str 
         type("Odd", (), {"__annotations__": {"x": hint}, "__module__": __name__, "x": option(default, "X.")})
     )
     if message is None:
-        layout_of(cls)
+        option_tree(cls)
     else:
         with pytest.raises(TypeError) as caught:
-            layout_of(cls)
+            option_tree(cls)
         assert str(caught.value).startswith(message)
 
 
@@ -122,7 +122,7 @@ def test_python_only_belongs_to_callables():
         x: str = option("a", "X.", python_only=True)
 
     with pytest.raises(TypeError, match=r"^x: an option cannot have the type <class 'str'>$"):
-        layout_of(Plain)
+        option_tree(Plain)
 
 
 def test_an_option_needs_a_default():
@@ -131,7 +131,7 @@ def test_an_option_needs_a_default():
         x: int
 
     with pytest.raises(TypeError, match=r"^x: an option needs a default that TOML can write$"):
-        layout_of(Bare)
+        option_tree(Bare)
 
 
 def test_base_is_no_option():
@@ -140,7 +140,7 @@ def test_base_is_no_option():
         base: int = option(1, "Base.")
 
     with pytest.raises(TypeError, match=r"^Taken\.base: the name is taken by the layering key of TOML files$"):
-        layout_of(Taken)
+        option_tree(Taken)
 
 
 assert Literal  # named inside the annotations above

@@ -13,7 +13,7 @@ SCRIPT = """
 import sys
 import unisono.config
 from unisono.config import option
-heavy = {"torch", "numpy", "msgspec", "tomli_w", "tomllib", "hashlib", "json", "unisono.config.walk"} & set(sys.modules)
+heavy = {"torch", "numpy", "msgspec", "tomli_w", "tomllib", "hashlib", "json", "unisono.config.loading"} & set(sys.modules)
 print(sorted(heavy))
 from unisono.config import load, schema
 print(sorted({"torch", "numpy"} & set(sys.modules)))

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from config_example import Run
 
-from unisono.config import load, schema, starter
+from unisono.config import load_config, schema, starter
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_what_loads_is_valid(validator: Any, tmp_path: Any, text: str):
     validator.validate(tomllib.loads(text))
     path = tmp_path / "run.toml"
     path.write_text(f"# run\n{text}".replace("base = 'x.toml'", ""))
-    load(Run, [path])
+    load_config(Run, [path])
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -89,5 +89,5 @@ def test_what_does_not_load_is_invalid(validator: Any, text: str):
 
 
 def test_files_we_write_are_valid(validator: Any):
-    validator.validate(tomllib.loads(load(Run).to_toml()))
+    validator.validate(tomllib.loads(load_config(Run).to_toml()))
     validator.validate(tomllib.loads(starter(Run)))

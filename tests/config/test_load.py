@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from config_example import Model, Optim, Run, Schedule
 
-from unisono.config import load, render_origins
+from unisono.config import load_config, render_origins
 
 
 def write(path: Path, text: str) -> Path:
@@ -17,7 +17,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_nothing_given_is_the_default():
-    resolved = load(Run)
+    resolved = load_config(Run)
     assert resolved.value == Run()
     assert set(resolved.origins.values()) == {"default"}
     assert resolved.python is None
@@ -29,7 +29,7 @@ def test_precedence_and_origin_of_every_layer(tmp_path: Path):
         tmp_path / "run.toml", "# run\nbase = 'base.toml'\noptim.lr = 0.3\noptim.clip = 3.0\n[model]\nwidth = 8\n"
     )
     top = write(tmp_path / "top.toml", "[optim]\nclip = 4.0\nname = 'sgd'\n")
-    resolved = load(
+    resolved = load_config(
         Run,
         [run, str(top)],
         overrides=["optim.name=lamb", "optim.schedule.warmup_steps=7", "optim.schedule.warmup_steps=8"],
@@ -68,10 +68,10 @@ def test_base_is_relative_to_its_file_and_chains(tmp_path: Path, monkeypatch: py
     write(tmp_path / "a" / "mid.toml", "base = '../root.toml'\nname = 'mid'\n")
     write(tmp_path / "a" / "b" / "run.toml", "base = '../mid.toml'\nnote = 'run'\n")
     monkeypatch.chdir(tmp_path)
-    resolved = load(Run, ["a/b/run.toml"])
+    resolved = load_config(Run, ["a/b/run.toml"])
     assert (resolved.value.seed, resolved.value.name, resolved.value.note) == (5, "mid", "run")
     assert resolved.origins["seed"] == "a/b/../../root.toml:1"
-    assert load(Run, ["a/mid.toml", "a/mid.toml"]).value.name == "mid", "twice is no cycle"
+    assert load_config(Run, ["a/mid.toml", "a/mid.toml"]).value.name == "mid", "twice is no cycle"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_base_is_relative_to_its_file_and_chains(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_overrides_that_fit(override: str, key: str, value: Any):
-    found = getattr(load(Run, overrides=[override]).value.optim, key)
+    found = getattr(load_config(Run, overrides=[override]).value.optim, key)
     assert found == value
     assert type(found) is type(value)
 
@@ -113,15 +113,15 @@ def test_overrides_that_fit(override: str, key: str, value: Any):
     ],
 )
 def test_text_that_is_no_toml_literal_stays_text(text: str, value: str):
-    assert load(Run, overrides=[f"name={text}"]).value.name == value.strip()
-    assert load(Run, environ={"UNISONO__NAME": text}).value.name == value
+    assert load_config(Run, overrides=[f"name={text}"]).value.name == value.strip()
+    assert load_config(Run, environ={"UNISONO__NAME": text}).value.name == value
 
 
 @pytest.mark.parametrize("spelling", ["note = 'none'", 'note = "none"'])
 def test_none_in_a_file_unsets_what_lies_beneath(tmp_path: Path, spelling: str):
     base = write(tmp_path / "base.toml", "note = 'text'\nname = 'none'\n")
     over = write(tmp_path / "over.toml", spelling + "\n")
-    value = load(Run, [base, over]).value
+    value = load_config(Run, [base, over]).value
     assert value.note is None
     assert value.name == "none", "a field that cannot be None keeps the word"
 
@@ -129,12 +129,12 @@ def test_none_in_a_file_unsets_what_lies_beneath(tmp_path: Path, spelling: str):
 def test_an_array_or_a_table_is_one_value(tmp_path: Path):
     base = write(tmp_path / "base.toml", "tags = ['a', 'b']\n[weights]\ncode = 1\nweb = 2\n")
     over = write(tmp_path / "over.toml", "tags = []\nweights.books = 3\n")
-    resolved = load(Run, [base, over])
+    resolved = load_config(Run, [base, over])
     assert resolved.value.weights == {"books": 3.0}
     assert resolved.value.tags == ()
     assert resolved.origins["weights"] == f"{over}:2"
-    assert load(Run, overrides=["weights={}"]).value.weights == {}
+    assert load_config(Run, overrides=["weights={}"]).value.weights == {}
 
 
 def test_a_file_of_comments_is_all_defaults(tmp_path: Path):
-    assert load(Run, [write(tmp_path / "run.toml", "# all defaults")]).value == Run()
+    assert load_config(Run, [write(tmp_path / "run.toml", "# all defaults")]).value == Run()

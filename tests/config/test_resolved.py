@@ -13,7 +13,7 @@ from config_example import Model, Run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from unisono.config import Difference, Resolved, diff, load, render_origins
+from unisono.config import Difference, Resolved, diff, load_config, render_origins
 from unisono.config.values import CALLABLE, encode, env_name, toml_value
 
 text = st.text(max_size=20)
@@ -53,12 +53,12 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(values=chosen, seed=st.integers(0, 1000))
 def test_same_values_same_hash_whatever_the_layout(tmp_path: Path, values: dict[str, Any], seed: int):
-    first = load(Run, planned=values)
+    first = load_config(Run, planned=values)
     assert {key for key, origin in first.origins.items() if origin == "planned"} == set(values)
 
     saved = tmp_path / "resolved.toml"
     saved.write_text(first.to_toml(), encoding="utf-8", newline="")
-    again = load(Run, [saved])
+    again = load_config(Run, [saved])
     assert again.value == first.value
     assert again.hash == first.hash
     assert again.to_toml() == first.to_toml()
@@ -74,16 +74,16 @@ def test_same_values_same_hash_whatever_the_layout(tmp_path: Path, values: dict[
     dotted = "".join(f"{key} = {toml_value(encode(value))}\n\n" for key, value in shuffled)
     for content in (dotted, tomli_w.dumps(nested(dict(shuffled)), multiline_strings=False)):
         other.write_text(content, encoding="utf-8", newline="")
-        assert load(Run, [other]).hash == first.hash
+        assert load_config(Run, [other]).hash == first.hash
     written = {key: toml_value(encode(value)) for key, value in shuffled}
-    assert load(Run, overrides=[f"{key}={value}" for key, value in written.items()]).hash == first.hash
-    assert load(Run, environ={env_name(key): value for key, value in written.items()}).hash == first.hash
+    assert load_config(Run, overrides=[f"{key}={value}" for key, value in written.items()]).hash == first.hash
+    assert load_config(Run, environ={env_name(key): value for key, value in written.items()}).hash == first.hash
 
 
 @settings(max_examples=40, deadline=None)
 @given(left=chosen, right=chosen)
 def test_hashes_differ_exactly_when_values_do(left: dict[str, Any], right: dict[str, Any]):
-    a, b = load(Run, planned=left), load(Run, planned=right)
+    a, b = load_config(Run, planned=left), load_config(Run, planned=right)
     assert (a.hash == b.hash) == (repr(a.value) == repr(b.value)) == (not diff(a, b))
     assert [d.key for d in diff(a, b)] == [key for key in a.encoded if repr(a.encoded[key]) != repr(b.encoded[key])]
 
@@ -99,7 +99,7 @@ def test_any_value_on_one_line(value: Any):
 
 
 def test_the_whole_file():
-    resolved = load(Run, overrides=["seed=3", "note=hello", "optim.clip=none", "weights={a=1, 'b c'=2.5}"])
+    resolved = load_config(Run, overrides=["seed=3", "note=hello", "optim.clip=none", "weights={a=1, 'b c'=2.5}"])
     assert resolved.to_toml() == (
         f"# resolved configuration {resolved.hash}\n"
         "seed = 3\n"
@@ -128,29 +128,29 @@ def test_the_whole_file():
 
 def test_the_hash_is_stable_over_versions_of_the_program():
     """Run folders keep hashes: changing how they are made breaks every resumed run."""
-    assert load(Run).hash == "14ab544ba3a196ac2a427caadbfbf53b"
+    assert load_config(Run).hash == "14ab544ba3a196ac2a427caadbfbf53b"
 
 
 def test_difference_tells_values_and_origins(tmp_path: Path):
     path = tmp_path / "b.toml"
     path.write_text("optim.lr = 0.5\nseed = 1\n")
-    a, b = load(Run, overrides=["model.heads=2"]), load(Run, [path])
+    a, b = load_config(Run, overrides=["model.heads=2"]), load_config(Run, [path])
     assert diff(a, b) == [
         Difference(key="optim.lr", left="0.001", right="0.5", left_origin="default", right_origin=f"{path}:1"),
         Difference(key="model.heads", left="2", right="4", left_origin="--set", right_origin="default"),
     ]
     with pytest.raises(TypeError, match=r"^cannot compare Run with Model$"):
-        diff(a, load(Model))  # type: ignore[arg-type]
+        diff(a, load_config(Model))  # type: ignore[arg-type]
 
 
 def test_rendered_origins():
-    rows = render_origins(load(Run, overrides=["optim.clip=none"]))
+    rows = render_origins(load_config(Run, overrides=["optim.clip=none"]))
     assert ("optim.clip", '"none"', "--set") in rows
     assert ("weights", "{code = 1.0}", "default") in rows
-    assert [key for key, _, _ in rows] == list(load(Run).origins)
+    assert [key for key, _, _ in rows] == list(load_config(Run).origins)
 
 
 def test_resolved_is_generic_and_frozen():
-    resolved: Resolved[Run] = load(Run)
+    resolved: Resolved[Run] = load_config(Run)
     with pytest.raises(AttributeError):
         resolved.hash = "x"  # type: ignore[misc]

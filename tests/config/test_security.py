@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config_example import Run, texts
 
-from unisono.config import load
+from unisono.config import load_config
 from unisono.errors import ConfigError
 
 HOSTILE = [
@@ -33,9 +33,9 @@ def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.write_text(f"name = {text!r}\n[model]\nbuild = '''{text}'''\n" if "'" not in text else f'name = "{text}"\n')
     monkeypatch.delitem(sys.modules, "antigravity", raising=False)
     for resolved in (
-        load(Run, [path]),
-        load(Run, overrides=[f"name={text}"]),
-        load(Run, environ={"UNISONO__NAME": text, "UNISONO__MODEL__BUILD": text}),
+        load_config(Run, [path]),
+        load_config(Run, overrides=[f"name={text}"]),
+        load_config(Run, environ={"UNISONO__NAME": text, "UNISONO__MODEL__BUILD": text}),
     ):
         assert resolved.value.name == text
         assert isinstance(resolved.value.model.build, str)
@@ -47,7 +47,7 @@ def test_hostile_text_stays_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_is_refused_where_the_type_or_the_choices_say_so(text: str):
     with pytest.raises(ConfigError) as caught:
-        load(Run, environ={f"UNISONO__{key}": text for key in ("SEED", "OPTIM__NAME", "MODEL__TIED")})
+        load_config(Run, environ={f"UNISONO__{key}": text for key in ("SEED", "OPTIM__NAME", "MODEL__TIED")})
     assert [rule for _, rule, _ in texts(caught.value)] == [
         "model.tied takes true or false",
         'optim.name is one of "adamw", "lamb", "sgd"',
@@ -62,7 +62,7 @@ def test_a_label_names_no_code(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\nbuild = 'python:os.system'\n")
     with pytest.raises(ConfigError) as caught:
-        load(Run, [path], overrides=["model.build=python:os.system"])
+        load_config(Run, [path], overrides=["model.build=python:os.system"])
     nearest = 'base = "config.py", whose config() gives model.build'
     assert texts(caught.value) == [
         (f'{path}:2: model.build = "python:os.system"', LABEL, nearest),
@@ -77,9 +77,9 @@ def test_a_label_has_to_match_the_callable_beneath(tmp_path: Path):
     path = tmp_path / "run.toml"
     path.write_text("base = 'config.py'\n[model]\nbuild = 'python:config'\n")
     with pytest.raises(ConfigError) as caught:
-        load(Run, [path])
+        load_config(Run, [path])
     assert texts(caught.value) == [(f'{path}:3: model.build = "python:config"', LABEL, "that file gives python:tower")]
 
 
 def test_a_label_is_plain_text_in_an_ordinary_field():
-    assert load(Run, overrides=["name=python:os.system"]).value.name == "python:os.system"
+    assert load_config(Run, overrides=["name=python:os.system"]).value.name == "python:os.system"

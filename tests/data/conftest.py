@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unisono.data.tokens import TokenSet, TokenWriter, open_tokens
+from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens
 
 MakeTokens = Callable[..., TokenSet]
 

@@ -10,7 +10,7 @@ import pytest
 import unisono.data
 
 
-@pytest.mark.parametrize("module", ["unisono.data", "unisono.data.options", "unisono.data.prepared"])
+@pytest.mark.parametrize("module", ["unisono.data", "unisono.data.options", "unisono.data.tokens.tokenized_cache"])
 def test_no_torch_is_imported(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,9 +10,18 @@ import numpy as np
 import pytest
 import xxhash
 
-from unisono.data.sidecar import MAGIC, Column, Head, Payload, digest_of, open_sidecar, verify_sidecar, write_sidecar
+from unisono.data.sidecar import (
+    MAGIC,
+    ColumnInfo,
+    PayloadInfo,
+    SidecarHeader,
+    digest_of,
+    open_sidecar,
+    verify_sidecar,
+    write_sidecar,
+)
 from unisono.errors import DataError
-from unisono.files import write_atomically
+from unisono.storage.files import write_atomically
 
 PAYLOAD = np.arange(10, dtype="<u2")
 COLUMNS = {"starts": np.array([0, 3, 7], np.uint64), "flags": np.array([1, 2, 3], np.uint8)}
@@ -21,7 +30,7 @@ COLUMNS = {"starts": np.array([0, 3, 7], np.uint64), "flags": np.array([1, 2, 3]
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Path:
     path = tmp_path / "a.idx"
-    payload = Payload(bytes=20, dtype="<u2", xxh3_128=digest_of(PAYLOAD))
+    payload = PayloadInfo(bytes=20, dtype="<u2", xxh3_128=digest_of(PAYLOAD))
     write_sidecar(path, kind="tokens", payload=payload, columns=COLUMNS, facts={"vocab_size": 99, "who": "me"})
     return path
 
@@ -48,7 +57,7 @@ def test_round_trip(sidecar: Path) -> None:
 def test_columns_are_aligned_and_an_empty_one_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "b.idx"
     columns = {"empty": np.empty(0, np.uint32), "one": np.array([5], np.uint32)}
-    payload = Payload(bytes=2, dtype="<u2", xxh3_128=digest_of(PAYLOAD[:1]))
+    payload = PayloadInfo(bytes=2, dtype="<u2", xxh3_128=digest_of(PAYLOAD[:1]))
     write_sidecar(path, kind="tokens", payload=payload, columns=columns, facts={})
     opened = open_sidecar(path, kind="tokens")
     assert opened.columns["empty"].size == 0
@@ -99,12 +108,12 @@ def test_a_flipped_payload_byte_is_found_by_verify(sidecar: Path) -> None:
 def head(**changes: object) -> bytes:
     fields = {
         "kind": "tokens",
-        "payload": Payload(bytes=20, dtype="<u2", xxh3_128=""),
+        "payload": PayloadInfo(bytes=20, dtype="<u2", xxh3_128=""),
         "columns": {},
         "facts": {},
         **changes,
     }
-    return msgspec.json.encode(Head(**fields))  # type: ignore[arg-type]
+    return msgspec.json.encode(SidecarHeader(**fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -116,15 +125,19 @@ def head(**changes: object) -> bytes:
         (b"not json", {}, "its head is not understood"),
         (head(kind="recordio"), {}, "it describes 'recordio', not 'tokens'"),
         (
-            head(columns={"c": Column(dtype="<u8", count=1 << 40, offset=64, xxh3_128="")}),
+            head(columns={"c": ColumnInfo(dtype="<u8", count=1 << 40, offset=64, xxh3_128="")}),
             {},
             "column 'c' lies outside the file or has an unknown dtype",
         ),
-        (head(columns={"c": Column(dtype="|O", count=1, offset=0, xxh3_128="")}), {}, "column 'c' lies outside"),
-        (head(columns={"c": Column(dtype="<u8", count=-1, offset=0, xxh3_128="")}), {}, "column 'c' lies outside"),
-        (head(columns={"c": Column(dtype="|u1", count=1, offset=8, xxh3_128="")}), {}, "column 'c' lies outside"),
-        (head(payload=Payload(bytes=21, dtype="<u2", xxh3_128="")), {}, "payload dtype '<u2' does not fit 21 bytes"),
-        (head(payload=Payload(bytes=8, dtype="|O", xxh3_128="")), {}, "payload dtype '|O' does not fit 8 bytes"),
+        (head(columns={"c": ColumnInfo(dtype="|O", count=1, offset=0, xxh3_128="")}), {}, "column 'c' lies outside"),
+        (head(columns={"c": ColumnInfo(dtype="<u8", count=-1, offset=0, xxh3_128="")}), {}, "column 'c' lies outside"),
+        (head(columns={"c": ColumnInfo(dtype="|u1", count=1, offset=8, xxh3_128="")}), {}, "column 'c' lies outside"),
+        (
+            head(payload=PayloadInfo(bytes=21, dtype="<u2", xxh3_128="")),
+            {},
+            "payload dtype '<u2' does not fit 21 bytes",
+        ),
+        (head(payload=PayloadInfo(bytes=8, dtype="|O", xxh3_128="")), {}, "payload dtype '|O' does not fit 8 bytes"),
     ],
 )
 def test_a_crafted_head_is_refused(tmp_path: Path, content: bytes, options: dict[str, int], message: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from pool import WorkersFailed
 from procs import listening, wait_until
 
-from unisono.dist import JobSpec, World, agree, join
+from unisono.dist import JobSpec, World, agree, join_world
 from unisono.errors import CommError, LaunchError
 
 
@@ -69,7 +69,7 @@ def test_operations(pool: Any, ranks: int) -> None:
 
 def test_one_process_needs_no_group_and_no_port() -> None:
     before = listening(os.getpid())
-    world = join(JobSpec(), device_type="cpu", timeout_s=1)
+    world = join_world(JobSpec(), device_type="cpu", timeout_s=1)
     assert world.group is None
     assert not torch.distributed.is_initialized()
     tensor = torch.ones(2)
@@ -146,7 +146,7 @@ def footprint(job: JobSpec) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("init_process_group", "new_group"):
             patch.setattr(torch.distributed, name, noting_interface(interfaces, getattr(torch.distributed, name)))
-        world = join(job, device_type="cpu", timeout_s=20)
+        world = join_world(job, device_type="cpu", timeout_s=20)
         side = world.new_group("side")
     side.barrier()
     listeners = listening(os.getpid())
@@ -174,7 +174,7 @@ def noting_interface(seen: list[str | None], function: Callable[..., Any]) -> Ca
 
 
 def join_and_leave(job: JobSpec) -> None:
-    world = join(job, device_type="cpu", timeout_s=20)
+    world = join_world(job, device_type="cpu", timeout_s=20)
     world.barrier()
     world.close()
 
@@ -300,7 +300,7 @@ def test_port_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError) as caught:
-            join(alone(port), device_type="cpu", timeout_s=1)
+            join_world(alone(port), device_type="cpu", timeout_s=1)
     text = str(caught.value)
     assert f"rank 0 was told to listen at 127.0.0.1:{port}, and another process already does" in text
     assert "the ranks would meet in a foreign job, so nothing was started" in text
@@ -311,15 +311,15 @@ def test_port_taken() -> None:
 
 def test_an_address_of_another_host() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 203\.0\.113\.7:\d+ \("):
-        join(alone(4000, master_addr="203.0.113.7"), device_type="cpu", timeout_s=1)
+        join_world(alone(4000, master_addr="203.0.113.7"), device_type="cpu", timeout_s=1)
     with pytest.raises(LaunchError, match=r"the master address 'no-such-host\.invalid' has no meaning on this host"):
-        join(alone(4000, master_addr="no-such-host.invalid"), device_type="cpu", timeout_s=1)
+        join_world(alone(4000, master_addr="no-such-host.invalid"), device_type="cpu", timeout_s=1)
 
 
 def test_workers_of_servers_have_no_meeting_point() -> None:
     job = replace(alone(0), servers=1, server_addresses=("127.0.0.1:4000",))
     with pytest.raises(LaunchError, match=r"rank 0 of 2 was to meet the others in a job with parameter servers\n  rule: "):
-        join(job, device_type="cpu", timeout_s=60)
+        join_world(job, device_type="cpu", timeout_s=60)
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
@@ -329,7 +329,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
             run_id="r", world_size=3, local_world=3, master_port=port, source="unisono", listen_fd=os.dup(server.fileno())
         )
         with pytest.raises(CommError) as caught:
-            join(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.3)
+            join_world(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.3)
     assert str(caught.value).startswith("ranks 1, 2 of 3 did not arrive within 0.3 s (seen from rank 0)")
 
 
@@ -337,13 +337,13 @@ def test_a_store_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with pytest.raises(CommError) as caught:
-        join(alone(port, rank=1, local_rank=1), device_type="cpu", timeout_s=5, meet_timeout_s=0.5)
+        join_world(alone(port, rank=1, local_rank=1), device_type="cpu", timeout_s=5, meet_timeout_s=0.5)
     assert f"rank 1 of 2 found no store at 127.0.0.1:{port} in 0.5 s" in str(caught.value)
 
 
 def meet_at_a_given_port(job: JobSpec, port: int) -> list[str]:
     """As srun, mpirun and exported variables have it: nobody holds the port beforehand."""
-    world = join(replace(job, master_port=port, listen_fd=None), device_type="cpu", timeout_s=20)
+    world = join_world(replace(job, master_port=port, listen_fd=None), device_type="cpu", timeout_s=20)
     seen = listening(os.getpid())
     world.barrier()
     world.close()
@@ -361,7 +361,7 @@ def meet(job: JobSpec, port: int) -> tuple[int, float]:
     if job.rank == 0:
         # the others look first, and find a complete handshake: that of the dead
         time.sleep(0.5)
-    world = join(
+    world = join_world(
         replace(job, master_port=port, listen_fd=None, shared_store=True, epoch=job.rank),
         device_type="cpu",
         timeout_s=20,

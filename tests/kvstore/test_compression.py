@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CheckpointError, CommError, ConfigError
-from unisono.kvstore import KVStore, LocalSteps, Rounds, create
-from unisono.kvstore.codecs import find_codec
+from unisono.kvstore import KVStore, LocalSGD, LocalSGDConfig, create_kvstore
+from unisono.kvstore.compression import find_codec
 
 SHAPES = {"w": (64, 48), "b": (7,), "d": (5, 3)}
 
@@ -47,7 +47,7 @@ ATOL = {"int8": 1e-4, "2bit:rms*1.5": 1e-4, "bf16": 0.1, "powersgd:2": 1e-4}
 def coded_updates(world) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for codec in CODECS:
-        store = filled(create("dist_sync", world), codec)
+        store = filled(create_kvstore("dist_sync", world), codec)
         store.set_optimizer("sgd", lr=1.0, momentum=0.0, weight_decay=0.0)
         pushed(store, range(STEPS))
         values = {key: store.pull(key).wait().numpy() for key in SHAPES}
@@ -72,19 +72,19 @@ def test_what_was_not_sent_yet_is_what_is_held_back(pool: Pool) -> None:
 
 
 def goes_on(world, codec: str) -> None:
-    first = filled(create("dist_sync", world), codec)
+    first = filled(create_kvstore("dist_sync", world), codec)
     first.set_optimizer("sgd", lr=0.1)
     pushed(first, range(3))
     saved = {name: each.clone() for name, each in first.state_dict().items()}
     pushed(first, range(3, 6))
-    second = filled(create("dist_sync", world), codec)
+    second = filled(create_kvstore("dist_sync", world), codec)
     second.set_optimizer("sgd", lr=0.1)
     second.load_state_dict(saved)
     pushed(second, range(3, 6))
     assert all(torch.equal(each, second.state_dict()[name]) for name, each in first.state_dict().items())
     with pytest.raises(CheckpointError, match="is missing in the checkpoint"):
         second.load_state_dict({name: each for name, each in saved.items() if not name.startswith("compression/")})
-    plain = filled(create("dist_sync", world), "none")
+    plain = filled(create_kvstore("dist_sync", world), "none")
     plain.set_optimizer("sgd", lr=0.1)
     with pytest.raises(CheckpointError, match="differ in 'compression/"):
         plain.load_state_dict(saved)
@@ -96,7 +96,7 @@ def test_a_coded_store_goes_on_exactly(pool: Pool) -> None:
 
 
 def what_is_not_coded(world) -> None:
-    store = create("dist_sync", world)
+    store = create_kvstore("dist_sync", world)
     store.set_compression("1bit")
     store.init({"w": torch.zeros(9), "rows": torch.zeros(4, 2), "n": torch.zeros(3, dtype=torch.int64)})
     store.push("n", torch.tensor([1, 2, 3])).wait()
@@ -123,7 +123,7 @@ def test_what_is_not_coded(pool: Pool) -> None:
 
 
 def refusals(world) -> None:
-    store = create("dist_sync", world)
+    store = create_kvstore("dist_sync", world)
     with pytest.raises(CommError, match="the store's compression is"):
         store.set_compression("int8" if world.rank else "bf16")
     with pytest.raises(ConfigError, match=r"did you mean 'int8'\?"):
@@ -131,12 +131,12 @@ def refusals(world) -> None:
     store.set_compression("2bit")
     store.set_compression("none")
     for more in ({"shared_memory": True}, {"hierarchical": True}):
-        other = create("dist_sync", world, **more)
+        other = create_kvstore("dist_sync", world, **more)
         with pytest.raises(ConfigError, match="compression 'int8' beside sums through shared memory or host by host"):
             other.set_compression("int8")
         other.close()
     with pytest.raises(ConfigError, match="parameters travel flat and have no factors"):
-        create("dist_local", world, rounds=Rounds(local_steps=2)).set_compression("powersgd:2")
+        create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=2)).set_compression("powersgd:2")
 
 
 def test_refusals(pool: Pool) -> None:
@@ -144,9 +144,12 @@ def test_refusals(pool: Pool) -> None:
     alone = World(JobSpec())
     for kind in ("local", "device"):
         with pytest.raises(ConfigError, match="'int8' on a store of one process") as caught:
-            create(kind, alone).set_compression("int8")
+            create_kvstore(kind, alone).set_compression("int8")
         assert "the workers of 'dist_sync', 'dist_async' and 'dist_local'" in str(caught.value)
-    for store in (create("dist_sync", alone), create("dist_local", alone, rounds=Rounds(local_steps=2))):
+    for store in (
+        create_kvstore("dist_sync", alone),
+        create_kvstore("dist_local", alone, rounds=LocalSGDConfig(local_steps=2)),
+    ):
         with pytest.raises(ConfigError, match="compression 'int8' with one worker"):
             store.set_compression("int8")
 
@@ -154,7 +157,7 @@ def test_refusals(pool: Pool) -> None:
 def seam(world) -> list[list[float]]:
     model = nn.Linear(3, 2, bias=False)
     nn.init.ones_(model.weight)
-    store = create("dist_sync", world)
+    store = create_kvstore("dist_sync", world)
     store.set_compression("2bit:0.5")
     sync = store.gradients(dict(model.named_parameters()))
     sync.prepare_last_backward()
@@ -171,7 +174,7 @@ def test_the_trainers_seam_is_coded_too(pool: Pool) -> None:
 
 # --- local steps ---------------------------------------------------------------------------------------------------
 
-ROUNDS = Rounds(local_steps=4, num_fragments=2, outer_delay_steps=1)
+ROUNDS = LocalSGDConfig(local_steps=4, num_fragments=2, outer_delay_steps=1)
 
 
 def drift(parameters: dict[str, Tensor], rank: int, step: int) -> None:
@@ -184,11 +187,11 @@ def local_steps(world) -> None:
         """Parameters after 24 steps, with a new process from step ``stop`` on."""
         parameters = {key: torch.linspace(-1, 1, 600).view(20, 30).clone() for key in "ab"}
         made = None if codec is None else find_codec(codec)
-        local = LocalSteps(parameters, world, ROUNDS, made)
+        local = LocalSGD(parameters, world, ROUNDS, made)
         for step in range(24):
             if step == stop:
                 state = local.state_dict()
-                local = LocalSteps(parameters, world, ROUNDS, made)
+                local = LocalSGD(parameters, world, ROUNDS, made)
                 local.load_state_dict(state)
             drift(parameters, world.rank, step)
             local.after_step(step)
@@ -207,7 +210,7 @@ def test_coded_rounds_come_close_and_go_on_exactly(pool: Pool) -> None:
 
 
 def store_of_rounds(world) -> dict[str, dict[str, float]]:
-    store = create("dist_local", world, rounds=Rounds(local_steps=2, num_fragments=2))
+    store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=2, num_fragments=2))
     store.set_compression("2bit:rms*1.5")
     store.set_optimizer("sgd", lr=0.1)
     store.init({"a": torch.zeros(640), "b": torch.zeros(320)})

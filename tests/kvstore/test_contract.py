@@ -16,10 +16,10 @@ from pool import Pool
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore import KVStore, Rounds, create
-from unisono.kvstore.server.service import Service
-from unisono.kvstore.wire.frame import LARGE
-from unisono.kvstore.wire.serving import Server, listen
+from unisono.kvstore import KVStore, LocalSGDConfig, create_kvstore
+from unisono.kvstore.server.parameter_server import ParameterServer
+from unisono.kvstore.wire.frame import PEER_LIMITS
+from unisono.kvstore.wire.frame_server import FrameServer, listen
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Kind:
 
 
 def plain(kind: str, **options: Any) -> Callable[..., AbstractContextManager[KVStore]]:
-    return lambda world: closing(create(kind, world, **options))  # type: ignore[arg-type]
+    return lambda world: closing(create_kvstore(kind, world, **options))  # type: ignore[arg-type]
 
 
 @contextmanager
 def served(world) -> Iterator[KVStore]:
     """Rank 0 runs the two servers: their processes take longer to start than all cases, and test_servers has them."""
     secret = bytes(32)
-    services = [Service(number) for number in range(2)] if world.rank == 0 else []
-    ours = [Server([listen("127.0.0.1")], service, secret, LARGE) for service in services]
+    services = [ParameterServer(number) for number in range(2)] if world.rank == 0 else []
+    ours = [FrameServer([listen("127.0.0.1")], service, secret, PEER_LIMITS) for service in services]
     servers = [tuple(each) for each in world.broadcast_json([server.addresses[0] for server in ours])]
     alone = World(replace(world.job, run_id="contract"))  # as adr 0010 has it: no process group
-    with closing(create("dist_async", alone, servers=servers, secret=secret)) as store:
+    with closing(create_kvstore("dist_async", alone, servers=servers, secret=secret)) as store:
         yield store
         world.barrier()
     for each in [*services, *ours]:
@@ -66,7 +66,7 @@ KINDS = {
     "dist_async": Kind(served, 2, applies_each=True),
     "dist_async alone": Kind(served, 1, applies_each=True),
     "dist_local": Kind(
-        plain("dist_local", rounds=Rounds(local_steps=1, outer_lr=1.0, outer_momentum=0.0)), 2, averages=True
+        plain("dist_local", rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0)), 2, averages=True
     ),
 }
 ALL = [pytest.param(name, marks=pytest.mark.gpu if name == "device" else ()) for name in KINDS]
@@ -332,13 +332,13 @@ def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:
 
 
 def kinds_that_do_not_fit(world) -> None:
-    assert "did you mean 'dist_sync'?" in refusal(ConfigError, lambda: create("dist_snyc", world))  # type: ignore[arg-type]
-    assert "rounds=Rounds(local_steps=16)" in refusal(ConfigError, lambda: create("dist_local", world))
-    text = refusal(ConfigError, lambda: create("local", world, hierarchical=True, shared_memory=True))
+    assert "did you mean 'dist_sync'?" in refusal(ConfigError, lambda: create_kvstore("dist_snyc", world))  # type: ignore[arg-type]
+    assert "rounds=Rounds(local_steps=16)" in refusal(ConfigError, lambda: create_kvstore("dist_local", world))
+    text = refusal(ConfigError, lambda: create_kvstore("local", world, hierarchical=True, shared_memory=True))
     assert "leave out hierarchical, shared_memory" in text
-    text = refusal(ConfigError, lambda: create("dist_sync", world, rounds=Rounds(local_steps=1)))
+    text = refusal(ConfigError, lambda: create_kvstore("dist_sync", world, rounds=LocalSGDConfig(local_steps=1)))
     assert "rounds go with 'dist_local'" in text
-    store = create("device", world)
+    store = create_kvstore("device", world)
     store.init("w", torch.ones(1))
     text = refusal(ConfigError, lambda: store.push("w", torch.ones(1)))
     assert "'device' adds on the accelerator" in text
@@ -346,4 +346,4 @@ def kinds_that_do_not_fit(world) -> None:
 
 
 def one_process_kinds(world) -> None:
-    assert "'local' is a store of one process" in refusal(ConfigError, lambda: create("local", world))
+    assert "'local' is a store of one process" in refusal(ConfigError, lambda: create_kvstore("local", world))

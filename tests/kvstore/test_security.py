@@ -23,12 +23,12 @@ from procs import command_lines, is_running, listening, wait_until
 
 from unisono.errors import CommError
 from unisono.kvstore.server import snapshot
-from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.server.image import encode
-from unisono.kvstore.server.payload import WRITE, write
+from unisono.kvstore.server.chunk_payload import WRITE, write_chunks
+from unisono.kvstore.server.chunk_state import encode_chunk_state
+from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection
-from unisono.kvstore.wire.frame import LARGE, VERSION, Frame, Op
+from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op
 from unisono.kvstore.wire.message import json_frame
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
@@ -161,29 +161,29 @@ def test_snapshots_are_private_and_whole(servers: ParameterServers) -> None:
 
 def test_a_folder_of_snapshots_that_is_a_link_or_has_strange_names_leads_nowhere(tmp_path: Path) -> None:
     secret = tmp_path / "elsewhere"
-    snapshot.write(secret, {}, {"0/value": torch.zeros(1)}, after=0)
+    snapshot.write_snapshot(secret, {}, {"0/value": torch.zeros(1)}, after=0)
     folder = tmp_path / "snapshots"
     folder.mkdir()
     for name in ("snapshot-00000007", "snapshot-../../elsewhere".replace("/", "%2f"), "snapshot-٠٠٠٠٠٠٠٩"):
         (folder / name).symlink_to(secret / "snapshot-00000001")
     (folder / "snapshot-00000002.tmp").symlink_to(secret)
-    assert snapshot.newest(folder) is None
-    assert snapshot.write(folder, {}, {"0/value": torch.zeros(1)}, after=0) == 1
-    assert snapshot.newest(secret) is not None
+    assert snapshot.read_newest_snapshot(folder) is None
+    assert snapshot.write_snapshot(folder, {}, {"0/value": torch.zeros(1)}, after=0) == 1
+    assert snapshot.read_newest_snapshot(secret) is not None
 
 
 def intruder(servers: ParameterServers, worker: int = 7) -> Connection:
     """A worker with the secret and bad intentions."""
-    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
+    agreed = RunSpec(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
     me = Peer("worker", worker, 0, agreed.job, "")
-    return Connection(servers.addresses[0], servers.secret, me, agreed.to_json(), limits=LARGE, deadline_s=10.0)
+    return Connection(servers.addresses[0], servers.secret, me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=10.0)
 
 
 def image(**facts: Any) -> bytes:
     """Of both chunks, the second with a fact of its own."""
     good = {"version": 3, "applied": {"0": [[0, 3]]}}
     values = {"0/value": torch.ones(3000), "1/value": torch.ones(1500)}
-    return encode({"recipe": None, "chunks": {"0": good, "1": good | facts}}, values)
+    return encode_chunk_state({"recipe": None, "chunks": {"0": good, "1": good | facts}}, values)
 
 
 HOSTILE = {
@@ -199,10 +199,10 @@ HOSTILE = {
     "spans that overlap": image(applied={"0": [[5, 9], [1, 7]]}),
     "streams that are none": image(applied={"a": [[0, 1]]}),
     "applied that is none": image(applied=[1]),
-    "tensors of other sizes": encode(
+    "tensors of other sizes": encode_chunk_state(
         {"recipe": None, "chunks": {"0": {"version": 0, "applied": {}}}}, {"0/value": torch.ones(7)}
     ),
-    "an unknown chunk": encode(
+    "an unknown chunk": encode_chunk_state(
         {"recipe": None, "chunks": {"9": {"version": 0, "applied": {}}}}, {"9/value": torch.ones(7)}
     ),
 }
@@ -239,10 +239,12 @@ def test_hostile_states_and_sizes_are_refused_and_change_nothing(servers: Parame
 )
 def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, change: dict, said: str) -> None:
     before = resident_bytes(servers)
-    agreed = Agreed(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
+    agreed = RunSpec(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
     me = replace(Peer("worker", 9, 0, agreed.job, ""))
     with pytest.raises(CommError, match=said):
-        Connection(servers.addresses[0], servers.secret, me, agreed.to_json() | change, limits=LARGE, deadline_s=10.0)
+        Connection(
+            servers.addresses[0], servers.secret, me, agreed.to_json() | change, limits=PEER_LIMITS, deadline_s=10.0
+        )
     assert resident_bytes(servers) - before < 16 << 20
 
 
@@ -256,14 +258,16 @@ def test_a_hundred_thousand_hostile_frames_change_nothing(nursery: Nursery, tmp_
         good.init(small)
         chosen = recipe(small)
         good.set_optimizer(chosen)
-        agreed = Agreed(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, num_servers=1)
+        agreed = RunSpec(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, num_servers=1)
         me = Peer("worker", 7, 0, agreed.job, "")
-        asker = Connection(servers.addresses[0], servers.secret, me, agreed.to_json(), limits=LARGE, deadline_s=20.0)
+        asker = Connection(
+            servers.addresses[0], servers.secret, me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=20.0
+        )
         image = asker.request(json_frame(Op.STATE, {"chunks": [0, 1]})).result(20).payload
         asker.close()
         parts = [(chunk.number, memoryview(bytes(chunk.nbytes))) for chunk in agreed.placement().chunks]
-        seeds = [write(op, parts, dtype="float32", prefix=(0.5, 0)) for op in (Op.PUSH, Op.PUSHPULL)]
-        seeds += [write(op, parts, dtype="float32") for op in (Op.INIT, Op.PULL, Op.ROWS)]
+        seeds = [write_chunks(op, parts, dtype="float32", prefix=(0.5, 0)) for op in (Op.PUSH, Op.PUSHPULL)]
+        seeds += [write_chunks(op, parts, dtype="float32") for op in (Op.INIT, Op.PULL, Op.ROWS)]
         seeds += [Frame(Op.STATE, flags=WRITE, payload=image), json_frame(Op.STATE, {"chunks": [0, 1]})]
         seeds += [json_frame(Op.OPTIMIZER, chosen.to_json()), json_frame(Op.DONE, {"kind": "unit", "number": 0})]
         seeds += [json_frame(Op.MEMORY, {"fd": 3, "slots": 8, "bytes": 4096}), Frame(Op.HEARTBEAT), Frame(Op.STATS)]
@@ -318,5 +322,5 @@ def test_another_version_is_named(nursery: Nursery, tmp_path: Path) -> None:
 def test_another_secret_opens_nothing(servers: ParameterServers) -> None:
     enemy = Peer("worker", 11, 0, 0, "")
     with pytest.raises(CommError, match=r"the proof that came from .* is wrong"):
-        Connection(servers.addresses[0], bytes(32), enemy, {}, limits=LARGE, deadline_s=10.0)
+        Connection(servers.addresses[0], bytes(32), enemy, {}, limits=PEER_LIMITS, deadline_s=10.0)
     assert is_running(servers.processes[0].pid)

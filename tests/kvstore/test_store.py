@@ -8,8 +8,8 @@ from pool import Pool
 from torch import nn
 
 from unisono.errors import CommError
-from unisono.kvstore import create
-from unisono.kvstore.dist_sync import BucketedAllReduce, _partition
+from unisono.kvstore import create_kvstore
+from unisono.kvstore.allreduce.buckets import BucketedAllReduce, _partition
 
 
 def network(seed: int = 0, width: int = 8) -> nn.Sequential:
@@ -87,7 +87,7 @@ def test_replaced_gradients_are_taken_over(pool: Pool) -> None:
 
 
 def init_with(world, width: int) -> list[float]:
-    store = create("dist_sync", world)
+    store = create_kvstore("dist_sync", world)
     model = network(seed=world.rank, width=width + (world.rank == 1) * (width == 5))
     try:
         store.init(dict(model.state_dict()))
@@ -108,7 +108,7 @@ def test_init_refuses_different_tables_naming_the_rank(pool: Pool) -> None:
 
 
 def store_facts(world) -> tuple[int, int, str]:
-    store = create("dist_sync" if world.world > 1 else "local", world)
+    store = create_kvstore("dist_sync" if world.world > 1 else "local", world)
     return store.rank, store.num_workers, store.kind
 
 

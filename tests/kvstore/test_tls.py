@@ -14,11 +14,11 @@ from parameter_servers import parameter_servers
 
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError
-from unisono.kvstore import KVStore, create
-from unisono.kvstore.bench.processes import measure_here
-from unisono.kvstore.bench.settings import Settings
+from unisono.kvstore import KVStore, create_kvstore
+from unisono.kvstore.bench.processes import measure_on_this_host
+from unisono.kvstore.bench.settings import BenchSettings
 from unisono.kvstore.wire.auth import AuthError
-from unisono.kvstore.wire.tls import Tls, read_tls
+from unisono.kvstore.wire.tls import TLSContexts, read_tls
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 
@@ -33,8 +33,8 @@ def test_a_store_and_second_copies_under_tls(tmp_path: Path, nursery: Nursery, f
     world = World.alone(JobSpec(run_id="tls"))
     with parameter_servers(tmp_path, 2, replicas=2, nursery=nursery, environ=environ) as servers:
 
-        def store(tls: Tls | None, incarnation: int = 0) -> KVStore:
-            return create(
+        def store(tls: TLSContexts | None, incarnation: int = 0) -> KVStore:
+            return create_kvstore(
                 "dist_async", world, servers=servers.addresses, secret=servers.secret, tls=tls, incarnation=incarnation
             )
 
@@ -61,13 +61,13 @@ def test_a_server_whose_folder_is_no_good_says_so_and_leaves(tmp_path: Path, nur
 
 def test_tls_is_for_stores_with_servers(folder: Path) -> None:
     with pytest.raises(ConfigError, match="a store of kind 'local' with tls"):
-        create("local", World.alone(JobSpec()), tls=read_tls({"UNISONO_TLS": str(folder)}))
+        create_kvstore("local", World.alone(JobSpec()), tls=read_tls({"UNISONO_TLS": str(folder)}))
     with pytest.raises(ConfigError, match="TLS for dist_sync"):
-        Settings(kinds=("dist_sync",), tls=str(folder))
+        BenchSettings(kinds=("dist_sync",), tls=str(folder))
 
 
 @pytest.mark.full
 def test_a_measurement_under_tls(folder: Path) -> None:
-    settings = Settings(kinds=("dist_async",), sizes=("1MB",), rounds=2, tls=str(folder))
-    found = measure_here(settings, 1, timeout_s=60)
+    settings = BenchSettings(kinds=("dist_async",), sizes=("1MB",), rounds=2, tls=str(folder))
+    found = measure_on_this_host(settings, 1, timeout_s=60)
     assert [row["checked"] for row in found["rows"] if row["kind"] == "dist_async"] == ["exact"], json.dumps(found)

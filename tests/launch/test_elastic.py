@@ -193,7 +193,9 @@ assert ask(0) == "1"
     launched.wait_for("up.0.0", "up.1.0", "server-0.0.0")
     pids = [int((launched.run_dir / name).read_text()) for name in ("up.0.0", "up.1.0", "server-0.0.0")]
     agents = [
-        child for child in psutil.Process(launched.process.pid).children() if "unisono.launch.agent" in child.cmdline()
+        child
+        for child in psutil.Process(launched.process.pid).children()
+        if "unisono.launch.host_agent" in child.cmdline()
     ]
     assert len(agents) == 1
     agents[0].kill()

@@ -16,7 +16,7 @@ from little_memory import small_memory
 from procs import command_lines, is_running, listening, marked, wait_until
 
 from unisono.errors import LaunchError
-from unisono.launch import LaunchOptions, launch
+from unisono.launch import LaunchOptions, launch_local
 from unisono.launch.workers import open_log
 
 # --- how it ends -----------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_links_that_wait_in_the_folder_lead_nowhere(tmp_path: Path) -> None:
 def test_unwritable_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError) as caught:
-        launch(["true"], LaunchOptions(processes=1), run_dir=tmp_path / "file" / "run", run_id="r")
+        launch_local(["true"], LaunchOptions(processes=1), run_dir=tmp_path / "file" / "run", run_id="r")
     text = str(caught.value)
     assert f"{tmp_path}/file/run cannot be written (Not a directory)" in text
     assert "so:   no process was started" in text
@@ -438,7 +438,7 @@ def test_unwritable_run_folder(tmp_path: Path) -> None:
 
 def test_unknown_command(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch(["no-such-program-here"], LaunchOptions(processes=2), run_dir=tmp_path, run_id="r")
+        launch_local(["no-such-program-here"], LaunchOptions(processes=2), run_dir=tmp_path, run_id="r")
     assert "'no-such-program-here' cannot be started (No such file or directory)" in str(caught.value)
     assert f"try:  {sys.executable} -m your_module" in str(caught.value)
 
@@ -453,21 +453,21 @@ def test_a_launch_inside_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError) as caught:
-        launch(["true"], LaunchOptions(), run_dir=tmp_path, run_id="r")
+        launch_local(["true"], LaunchOptions(), run_dir=tmp_path, run_id="r")
     assert "this process is rank 1 of 4 of a job that torchrun started" in str(caught.value)
     assert f"4 jobs would write into {tmp_path}, so nothing was started" in str(caught.value)
 
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    assert launch([sys.executable, "-S", "-c", ""], LaunchOptions(processes=1), run_dir=tmp_path, run_id="r") == 0
+    assert launch_local([sys.executable, "-S", "-c", ""], LaunchOptions(processes=1), run_dir=tmp_path, run_id="r") == 0
     assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_the_guard_script_imports_nothing_of_ours() -> None:
-    from unisono.launch import guard
+    from unisono.launch import reaper
 
     done = subprocess.run(
-        [sys.executable, "-I", "-S", guard.__file__], input="+999999999\n-999999999\n", text=True, env={}, check=False
+        [sys.executable, "-I", "-S", reaper.__file__], input="+999999999\n-999999999\n", text=True, env={}, check=False
     )
     assert done.returncode == 0

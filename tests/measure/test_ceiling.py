@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unisono.measure import ceiling
-from unisono.measure.ceiling import Peak, datasheet_peak, device_name, measured_ceiling, peak_flops, time_matmul
+from unisono.measure.ceiling import PeakFlops, datasheet_peak, device_name, measured_ceiling, peak_flops, time_matmul
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,9 @@ def test_unknown_devices_are_not_taken_for_known_ones(name: str, arithmetic: str
 def test_known_device_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceiling, "device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(ceiling, "time_matmul", lambda *args: pytest.fail("measured"))
-    assert peak_flops(CPU, torch.bfloat16) == Peak(value=312e12, kind="datasheet", name="NVIDIA A100-SXM4-80GB, bf16")
+    assert peak_flops(CPU, torch.bfloat16) == PeakFlops(
+        value=312e12, kind="datasheet", name="NVIDIA A100-SXM4-80GB, bf16"
+    )
     assert peak_flops(CPU, torch.float32).value == 19.5e12
     tf32 = peak_flops(CPU, torch.float32, tf32=True)
     assert str(tf32) == "156 TFLOP/s (NVIDIA A100-SXM4-80GB, tf32; datasheet, dense)"
@@ -88,7 +90,7 @@ def test_unknown_device_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest
     cache = tmp_path / "deep" / "calibration.json"
     threads = torch.get_num_threads()
     first = peak_flops(CPU, torch.float32, cache=cache)
-    assert first == Peak(value=0.5e12, kind="measured", name=f"{device_name(CPU)}, float32, {threads} threads")
+    assert first == PeakFlops(value=0.5e12, kind="measured", name=f"{device_name(CPU)}, float32, {threads} threads")
     assert peak_flops(CPU, torch.float32, cache=cache) == first
     assert len(calls) == 1
     assert stat.S_IMODE(cache.stat().st_mode) == 0o600

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from unisono.measure.ceiling import Peak
+from unisono.measure.ceiling import PeakFlops
 from unisono.measure.flops import CONVENTION, matmul_params, transformer_flops_per_token, utilization
 
 
@@ -78,8 +78,8 @@ def test_published_figure() -> None:
 
 
 def test_share_of_the_peak_is_named_after_the_peak() -> None:
-    datasheet = Peak(value=100e12, kind="datasheet", name="x")
-    measured = Peak(value=100e12, kind="measured", name="x")
+    datasheet = PeakFlops(value=100e12, kind="datasheet", name="x")
+    measured = PeakFlops(value=100e12, kind="measured", name="x")
     assert utilization(tokens_per_s_device=1000.0, flops_per_token=25e9, peak=datasheet) == {
         "perf/tflops_device": 25.0,
         "perf/mfu": 0.25,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unisono.models.loss import Head, cross_entropy_sum
+from unisono.models.loss import LazyLogits, cross_entropy_sum
 
 
 def problem(tokens: int, dim: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
@@ -19,7 +19,7 @@ def problem(tokens: int, dim: int, vocab: int, dtype: torch.dtype = torch.float3
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 def test_equals_the_plain_loss_and_its_gradients(chunk: int) -> None:
     hidden, weight, targets, weights = problem(64, 16, 40)
-    loss, total = cross_entropy_sum(Head(hidden, weight, chunk), targets, weights)
+    loss, total = cross_entropy_sum(LazyLogits(hidden, weight, chunk), targets, weights)
     gradients = torch.autograd.grad(loss * 3, [hidden, weight])
     plain = (F.cross_entropy(hidden @ weight.mT, targets, reduction="none") * weights).sum()
     expected = torch.autograd.grad(plain * 3, [hidden, weight])
@@ -32,7 +32,7 @@ def test_equals_the_plain_loss_and_its_gradients(chunk: int) -> None:
 def test_a_weight_of_zero_silences_a_token() -> None:
     hidden, weight, targets, _ = problem(8, 4, 10)
     weights = torch.tensor([1.0, 0.0] * 4)
-    loss, total = cross_entropy_sum(Head(hidden, weight, 3), targets, weights)
+    loss, total = cross_entropy_sum(LazyLogits(hidden, weight, 3), targets, weights)
     (gradient,) = torch.autograd.grad(loss, [hidden])
     assert total == 4
     assert torch.equal(gradient[1::2], torch.zeros(4, 4))
@@ -41,7 +41,7 @@ def test_a_weight_of_zero_silences_a_token() -> None:
 def test_bf16_autocast_computes_in_bf16_and_returns_the_parameters_dtype() -> None:
     hidden, weight, targets, weights = problem(64, 16, 40)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = cross_entropy_sum(Head(hidden, weight, 16), targets, weights)
+        loss, _ = cross_entropy_sum(LazyLogits(hidden, weight, 16), targets, weights)
     gradients = torch.autograd.grad(loss, [hidden, weight])
     assert loss.dtype == torch.float32
     assert [g.dtype for g in gradients] == [torch.float32, torch.float32]
@@ -63,21 +63,21 @@ def test_never_holds_more_than_a_chunk_of_logits() -> None:
             return out
 
     with Watch():
-        loss, _ = cross_entropy_sum(Head(hidden, weight, chunk), targets, weights)
+        loss, _ = cross_entropy_sum(LazyLogits(hidden, weight, chunk), targets, weights)
         loss.backward()
     assert largest == chunk * vocab < tokens * vocab
 
 
 def test_head_chunks_are_the_logits() -> None:
     hidden, weight, _, _ = problem(10, 4, 6)
-    head = Head(hidden.view(2, 5, 4), weight, 3)
+    head = LazyLogits(hidden.view(2, 5, 4), weight, 3)
     pieces = torch.cat([logits for _, logits in head.chunks()])
     torch.testing.assert_close(pieces, head.logits().flatten(0, 1))
 
 
 def test_hidden_states_in_bf16_beside_a_weight_in_fp32_give_logits_in_fp32() -> None:
     hidden, weight, _, _ = problem(6, 8, 10)
-    head = Head(hidden.bfloat16(), weight, 4)
+    head = LazyLogits(hidden.bfloat16(), weight, 4)
     expected = hidden.bfloat16().float() @ weight.mT
     torch.testing.assert_close(head.logits(), expected)
     torch.testing.assert_close(torch.cat([logits for _, logits in head.chunks()]), expected)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from unisono.models.gpt import GPT
 from unisono.models.loss import cross_entropy_sum
-from unisono.models.moe import BIAS_RATE, LOSS_RATE, MoE, finish_step, weigh_balance
+from unisono.models.moe import BALANCE_LOSS_WEIGHT, BIAS_UPDATE_RATE, MoE, set_balance_loss_scale, update_router_biases
 from unisono.models.options import ModelOptions
-from unisono.parallel.apply import apply
-from unisono.plan.derive import derive
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.build import gpt_flops_per_token
 
@@ -130,8 +130,8 @@ def test_bias_moves_against_the_load_and_chooses_only() -> None:
     assert load.unique().numel() > 1
     moe(x).sum().backward()
     assert torch.equal(moe.router.load, load)
-    finish_step(moe, lambda counts: 3 * counts, torch.tensor(True))
-    expected = BIAS_RATE * (load.double().mean() - load).sign()
+    update_router_biases(moe, lambda counts: 3 * counts, torch.tensor(True))
+    expected = BIAS_UPDATE_RATE * (load.double().mean() - load).sign()
     torch.testing.assert_close(moe.router.bias, expected)
     assert not moe.router.load.any()
 
@@ -149,11 +149,13 @@ def test_loads_of_all_ranks_decide_and_a_bad_step_changes_nothing() -> None:
     moe = layer()
     moe.router.load += torch.tensor([0, 0, 0, 0, 5])
     others = torch.tensor([[20, 0, 0, 5, 0]])  # together 20 0 0 5 5, of 6 each
-    finish_step(moe, lambda counts: counts + others, torch.tensor(True))
-    assert moe.router.bias.tolist() == pytest.approx([-BIAS_RATE, BIAS_RATE, BIAS_RATE, BIAS_RATE, BIAS_RATE])
+    update_router_biases(moe, lambda counts: counts + others, torch.tensor(True))
+    assert moe.router.bias.tolist() == pytest.approx(
+        [-BIAS_UPDATE_RATE, BIAS_UPDATE_RATE, BIAS_UPDATE_RATE, BIAS_UPDATE_RATE, BIAS_UPDATE_RATE]
+    )
     before = moe.router.bias.clone()
     moe.router.load += 7
-    finish_step(moe, lambda counts: counts + others, torch.tensor(False))
+    update_router_biases(moe, lambda counts: counts + others, torch.tensor(False))
     assert torch.equal(moe.router.bias, before)
     assert not moe.router.load.any()
 
@@ -171,7 +173,7 @@ def test_balance_counts_each_pass_once(recompute: str, balance: str) -> None:
     """Two micro-batches and an evaluation; with recompute every block runs twice."""
     plain, model = gpt(balance=balance), gpt(balance=balance)
     options = PlanOptions(device="cpu", recompute=recompute)
-    model = apply(derive(options, world=1, device="cpu", native_bf16=False), model).model
+    model = parallelize(derive_plan(options, world=1, device="cpu", native_bf16=False), model).model
     tokens = torch.randint(0, 32, (4, 11))
     with torch.no_grad():
         model(tokens)
@@ -191,7 +193,7 @@ def sequence_loss(moe: MoE, x: Tensor) -> Tensor:
         scores = F.linear(sequence, moe.router.weight).softmax(-1)  # [T, E]
         chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1)
         share = chosen.mean(0) * 5 / 2
-        total = total + LOSS_RATE * len(sequence) * (share.detach() * scores.mean(0)).sum()
+        total = total + BALANCE_LOSS_WEIGHT * len(sequence) * (share.detach() * scores.mean(0)).sum()
     return total
 
 
@@ -199,7 +201,7 @@ def test_loss_is_that_of_sequences_and_adds_up() -> None:
     moe = layer(balance="loss")
     x = torch.randn(3, 8, 12, dtype=torch.float64, requires_grad=True)
     given = torch.randn(3, 8, 12, dtype=torch.float64)
-    weigh_balance(moe, torch.tensor(0.25))
+    set_balance_loss_scale(moe, torch.tensor(0.25))
     mine = torch.autograd.grad((moe(x) * given).sum(), [x, moe.router.weight])
     want = torch.autograd.grad(
         (by_token(moe, x, 2) * given).sum() + 0.25 * sequence_loss(moe, x), [x, moe.router.weight]
@@ -233,7 +235,7 @@ def test_bias_evens_out_an_uneven_router() -> None:
     before = load_of(moe, x)
     for _ in range(150):
         moe.router(x)[0].sum().backward()
-        finish_step(moe, lambda counts: counts, torch.tensor(True))
+        update_router_biases(moe, lambda counts: counts, torch.tensor(True))
     after = load_of(moe, x)
     assert before.max() > 2 * before.float().mean()
     assert after.max() < 1.2 * after.float().mean()

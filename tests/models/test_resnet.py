@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.errors import ConfigError
 from unisono.models.resnet import ResNet, ResNetOptions
-from unisono.parallel.apply import repeated_blocks
+from unisono.parallel.transforms import repeated_blocks
 
 SMALL = {"depths": (1, 2), "widths": (4, 8), "classes": 5, "groups": 2}
 

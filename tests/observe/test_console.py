@@ -20,8 +20,8 @@ import pytest
 
 from unisono.observe.console import Console
 from unisono.observe.events import Event, EventLog, read_events
-from unisono.observe.lines import EndFacts
-from unisono.observe.summary import summarise
+from unisono.observe.formatting import RunEndFacts
+from unisono.observe.run_summary import summarise
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -31,8 +31,8 @@ import sys, time
 from pathlib import Path
 from unisono.observe.console import Console
 from unisono.observe.events import EventLog, read_events
-from unisono.observe.lines import EndFacts
-from unisono.observe.summary import summarise
+from unisono.observe.formatting import EndFacts
+from unisono.observe.run_summary import summarise
 
 folder, total, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 with EventLog(folder / "e.jsonl", rank=0, run_id="r", attempt=1) as log, Console(plain_every_s=0.0) as console:
@@ -249,7 +249,7 @@ def test_off_is_silent() -> None:
     stream = io.StringIO()
     with Console(stream=stream, mode="off") as console:
         console(step(1))
-        console.summary(summarise([]), EndFacts(sample_text="x"))
+        console.summary(summarise([]), RunEndFacts(sample_text="x"))
     assert stream.getvalue() == ""
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from unisono.errors import ConfigError
 from unisono.optim import OptimOptions, build_optimizer, param_groups
-from unisono.optim.groups import Role, roles
+from unisono.optim.groups import Role, parameter_roles
 
 
 class ScaleNorm(nn.Module):
@@ -82,13 +82,13 @@ DECAY, NO_DECAY, PLAIN = Role.DECAY, Role.NO_DECAY, Role.PLAIN
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
 def test_the_rule(module: nn.Module, expected: dict[str, Role]) -> None:
-    assert roles(module) == expected
+    assert parameter_roles(module) == expected
 
 
 @pytest.mark.parametrize("head_first", [True, False])
 def test_a_tied_head_is_the_embedding_and_counts_once(head_first: bool) -> None:
     model = Tied(head_first=head_first)
-    assert roles(model) == {"head.weight" if head_first else "tokens.weight": NO_DECAY}
+    assert parameter_roles(model) == {"head.weight" if head_first else "tokens.weight": NO_DECAY}
     [group] = param_groups(model, OptimOptions())
     assert [id(p) for p in group["params"]] == [id(model.tokens.weight)]
 
@@ -96,7 +96,7 @@ def test_a_tied_head_is_the_embedding_and_counts_once(head_first: bool) -> None:
 def test_a_module_used_twice_counts_once() -> None:
     shared = nn.Linear(3, 3)
     model = nn.ModuleDict({"b": shared, "a": shared})
-    assert roles(model) == {"b.bias": PLAIN, "b.weight": DECAY}
+    assert parameter_roles(model) == {"b.bias": PLAIN, "b.weight": DECAY}
     assert sum(len(group["params"]) for group in param_groups(model, OptimOptions())) == 2
 
 
@@ -116,12 +116,17 @@ def test_groups_are_in_the_order_of_names() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     model[0].requires_grad_(False)
-    assert list(roles(model)) == ["1.bias", "1.weight"]
+    assert list(parameter_roles(model)) == ["1.bias", "1.weight"]
 
 
 def test_more_can_be_excluded_by_name() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(3, 3)})
-    assert roles(model, ["b.w*"]) == {"a.bias": PLAIN, "a.weight": DECAY, "b.bias": PLAIN, "b.weight": NO_DECAY}
+    assert parameter_roles(model, ["b.w*"]) == {
+        "a.bias": PLAIN,
+        "a.weight": DECAY,
+        "b.bias": PLAIN,
+        "b.weight": NO_DECAY,
+    }
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

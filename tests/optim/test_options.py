@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.config import load
+from unisono.config import load_config
 from unisono.errors import ConfigError
 from unisono.optim.options import (
     DEFAULT_WEIGHT_DECAY,
@@ -29,7 +29,7 @@ class Both:
 def test_values_come_from_a_file_and_from_overrides(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[optim]\nkind = "lamb"\nlr = 0.01\ndecay_exclude = ["*.pos"]\n[schedule]\nkind = "wsd"\n')
-    resolved = load(Both, [path], overrides=["schedule.decay_frac=0.3", "optim.beta2=0.99"])
+    resolved = load_config(Both, [path], overrides=["schedule.decay_frac=0.3", "optim.beta2=0.99"])
     assert resolved.value == Both(
         optim=OptimOptions(kind="lamb", lr=0.01, decay_exclude=("*.pos",), beta2=0.99),
         schedule=ScheduleOptions(kind="wsd", decay_frac=0.3),
@@ -53,7 +53,7 @@ def test_few_fields_each_explained() -> None:
 
 def test_all_settings_that_would_do_nothing_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        load(
+        load_config(
             Both,
             overrides=["optim.kind=adamw", "optim.nesterov=true", "optim.momentum=0.5", "schedule.power=3.0"],
         )
@@ -97,7 +97,7 @@ def test_nesterov_needs_momentum() -> None:
 )
 def test_values_out_of_range_are_refused(override: str, given: str) -> None:
     with pytest.raises(ConfigError, match=override.split("=")[0]) as caught:
-        load(Both, overrides=[override])
+        load_config(Both, overrides=[override])
     assert given in str(caught.value)
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
 from unisono.optim.options import SCHEDULE_FIELDS, ScheduleOptions, decay_steps, schedule_problems
-from unisono.optim.schedules import schedule
+from unisono.optim.schedules import build_schedule
 
 
 def rates(options: ScheduleOptions, total_steps: int, steps: range | None = None) -> list[float]:
-    rate = schedule(options, total_steps)
+    rate = build_schedule(options, total_steps)
     return [rate(step) for step in steps or range(total_steps)]
 
 
@@ -35,7 +35,7 @@ def test_warmup_starts_at_one_part_and_its_last_step_has_the_full_rate(kind: str
     assert values[:4] == [0.25, 0.5, 0.75, 1.0]
     if kind != "inverse_sqrt":
         assert values[4] == 1.0
-    assert schedule(ScheduleOptions(kind=kind, warmup_steps=4), 20, lr=8.0)(1) == 4.0
+    assert build_schedule(ScheduleOptions(kind=kind, warmup_steps=4), 20, lr=8.0)(1) == 4.0
 
 
 def test_values_at_the_boundaries() -> None:
@@ -94,7 +94,7 @@ def test_mindspore() -> None:
     polynomial = ScheduleOptions(kind="polynomial", power=2.0, final_lr_frac=0.25)
     assert rates(polynomial, 10, range(12)) == pytest.approx(theirs["polynomial"], rel=1e-6)
     # cosine_decay_lr(.01, .1, total_step=10, step_per_epoch=2, decay_epoch=4) holds a value for an epoch of 2 steps
-    by_epoch = schedule(ScheduleOptions(kind="cosine", final_lr_frac=0.1), 4, lr=0.1)
+    by_epoch = build_schedule(ScheduleOptions(kind="cosine", final_lr_frac=0.1), 4, lr=0.1)
     assert [by_epoch(t // 2) for t in range(10)] == pytest.approx(theirs["cosine_list"], rel=1e-15)
 
 
@@ -121,9 +121,9 @@ def test_every_shape_stays_in_range_and_falls_after_warmup(
     )
     if list(schedule_problems(options, total)):
         with pytest.raises(ConfigError):
-            schedule(options, total)
+            build_schedule(options, total)
         return
-    rate = schedule(options, total)
+    rate = build_schedule(options, total)
     step = int(at * total)
     assert 0 <= rate(step) <= 1
     assert rate(0) > 0
@@ -140,7 +140,7 @@ def test_every_shape_stays_in_range_and_falls_after_warmup(
 
 def test_a_warmup_longer_than_the_run_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        schedule(ScheduleOptions(warmup_steps=200), 50)
+        build_schedule(ScheduleOptions(warmup_steps=200), 50)
     assert str(caught.value) == (
         "warmup_steps = 200 in a run of 50 steps\n"
         "  rule: warm-up must end within the run\n"
@@ -153,7 +153,7 @@ def test_warmup_and_final_decay_must_not_overlap() -> None:
     options = ScheduleOptions(kind="wsd", warmup_steps=30, decay_frac=0.8)
     assert decay_steps(options, 50) == 40
     with pytest.raises(ConfigError) as caught:
-        schedule(options, 50)
+        build_schedule(options, 50)
     assert str(caught.value) == (
         "warmup_steps = 30 and decay_frac = 0.8 (40 steps) in a run of 50 steps\n"
         "  rule: warm-up and final decay must not overlap\n"
@@ -161,12 +161,12 @@ def test_warmup_and_final_decay_must_not_overlap() -> None:
         "  try:  decay_frac = 0.4"
     )
     with pytest.raises(ConfigError, match="try:  warmup_steps = 5"):
-        schedule(ScheduleOptions(kind="wsd", warmup_steps=50), 50)
+        build_schedule(ScheduleOptions(kind="wsd", warmup_steps=50), 50)
 
 
 def test_an_unknown_shape_names_the_nearest() -> None:
     with pytest.raises(ConfigError) as caught:
-        schedule(ScheduleOptions(kind="cosin"), 50)
+        build_schedule(ScheduleOptions(kind="cosin"), 50)
     assert str(caught.value) == (
         "schedule kind 'cosin'\n"
         "  rule: the kind is one of constant, linear, cosine, polynomial, inverse_sqrt, wsd, step\n"

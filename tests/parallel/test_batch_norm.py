@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
-from unisono.parallel.apply import apply
-from unisono.parallel.batch_norm import check_batch_norm, synchronise_batch_norm
-from unisono.plan.derive import derive
+from unisono.parallel.batch_norm import apply_sync_batch_norm, check_batch_norm
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 
 SIZES = (5, 1, 3)  # samples of each rank
@@ -50,7 +50,7 @@ def trained(world: World, sizes: tuple[int, ...], dtype: torch.dtype) -> dict[st
         model.flat.bias.uniform_(-1, 1)
     model.to(dtype)
     if world.group is not None:
-        synchronise_batch_norm(model, world.group)
+        apply_sync_batch_norm(model, world.group)
     images, factors = samples()
     start = sum(sizes[: world.rank])
     mine = slice(start, start + sizes[world.rank])
@@ -96,7 +96,7 @@ def test_precisions_and_layouts(pool: Pool) -> None:
 def layout_kept(world: World) -> bool:
     norm = nn.BatchNorm2d(4)
     assert world.group is not None
-    synchronise_batch_norm(norm, world.group)
+    apply_sync_batch_norm(norm, world.group)
     x = torch.randn(3, 4, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
     y = norm(x)
     y.square().sum().backward()
@@ -108,7 +108,7 @@ def test_plans_that_could_not_meet() -> None:
     model = Net()
 
     def check(ranks: int, **options: object) -> None:
-        check_batch_norm(model, derive(PlanOptions(**options), world=ranks, device="cpu", native_bf16=False))
+        check_batch_norm(model, derive_plan(PlanOptions(**options), world=ranks, device="cpu", native_bf16=False))
 
     check(1, global_batch=7, compile="model")
     check(2, global_batch=8)
@@ -131,9 +131,9 @@ def recomputed(world: World, recompute: str) -> dict[str, list]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3)))
     if world.group is not None:
-        synchronise_batch_norm(model, world.group)
+        apply_sync_batch_norm(model, world.group)
     options = PlanOptions(device="cpu", recompute=recompute)
-    apply(derive(options, world=world.world_size, device="cpu", native_bf16=False), model).model.train()
+    parallelize(derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), model).model.train()
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(2):
         model(torch.randn(4, 6, generator=generator)).square().sum().backward()

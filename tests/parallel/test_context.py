@@ -22,20 +22,20 @@ from unisono.errors import PlanError, UnisonoError
 from unisono.models.bert import BERT, BertOptions
 from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
-from unisono.parallel.apply import apply
-from unisono.parallel.context import Context
-from unisono.parallel.grid import Grid
-from unisono.parallel.pieces import Pieces
-from unisono.plan.derive import derive
+from unisono.parallel.context import ContextParallel
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import masked_token, next_token
 
 B, T, VOCAB = 2, 24, 48
 
 
-def grid_of(world: World, **axes: Any) -> Grid:
+def grid_of(world: World, **axes: Any) -> ParallelDims:
     options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
-    return Grid(derive(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    return ParallelDims(derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
 
 
 def documents() -> Tensor:
@@ -104,7 +104,7 @@ def attention_batch(case: str) -> dict[str, Tensor]:
     return batch | ({"documents": documents()} if "documents" in case else {})
 
 
-def attention(batch: dict[str, Tensor], context: Context | None, model: Stack) -> tuple[Tensor, list[Tensor]]:
+def attention(batch: dict[str, Tensor], context: ContextParallel | None, model: Stack) -> tuple[Tensor, list[Tensor]]:
     tokens = batch["tokens"].clone().requires_grad_()
     whole = batch | {"tokens": tokens}
     with context.micro_batch(whole) if context else nullcontext():
@@ -124,7 +124,7 @@ def attentions(world: World, cases: list[str]) -> dict[str, tuple[np.ndarray, li
     found = {}
     for case in cases:
         model = Stack(case).double()
-        context = Context(grid, model)
+        context = ContextParallel(grid, model)
         context.wrap_blocks(model.blocks)
         outputs, gradients = attention(attention_batch(case), context, model)
         found[case] = (outputs.numpy(), [grid.sum(gradient, "cp").numpy() for gradient in gradients])
@@ -172,7 +172,7 @@ def tokens_batch(*, packed: bool) -> dict[str, Tensor]:
     return batch
 
 
-def loss_of(model: GPT, packed: bool, context: Context | None = None) -> Tensor:
+def loss_of(model: GPT, packed: bool, context: ContextParallel | None = None) -> Tensor:
     micro = tokens_batch(packed=packed)
     with context.micro_batch(micro) if context else nullcontext():
         part = context.shard_batch(micro) if context else micro
@@ -188,8 +188,8 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
     for recompute, packed in cases:
         grid = grid_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
-        context = Context(grid, model)
-        pieces = Pieces(model, grid, apply(grid.plan, model, grid, context).global_spec)
+        context = ContextParallel(grid, model)
+        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).global_spec)
         torch.manual_seed(1)
         loss = grid.sum(loss_of(model, packed, context), "cp")
         pieces.collect_grads()
@@ -271,7 +271,7 @@ def transformers_batch(kind: str) -> dict[str, Tensor]:
     return batch
 
 
-def loss_of_logits(model: nn.Module, batch: dict[str, Tensor], context: Context | None = None) -> Tensor:
+def loss_of_logits(model: nn.Module, batch: dict[str, Tensor], context: ContextParallel | None = None) -> Tensor:
     with context.micro_batch(batch) if context else nullcontext():
         part = context.shard_batch(batch) if context else batch
         names = ("input_ids", "position_ids", "attention_mask")
@@ -300,8 +300,8 @@ def in_transformers(world: World, recompute: str) -> int:
         if recompute != "none":  # a cache would get a block's keys twice
             alone.config.use_cache = model.config.use_cache = False
         grid = grid_of(world, cp=world.world_size, recompute=recompute)
-        context = Context(grid, model)
-        apply(replace(grid.plan, cp=1), model, grid, context)
+        context = ContextParallel(grid, model)
+        parallelize(replace(grid.plan, cp=1), model, grid, context)
         loss = grid.sum(loss_of_logits(model, batch, context), "cp")
         assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
         for parameter, mine in alone.named_parameters():
@@ -339,7 +339,7 @@ class Pairs(TorchDispatchMode):
 def pairs(world: World) -> int:
     grid = grid_of(world, cp=world.world_size)
     model = gpt()
-    context = Context(grid, model)
+    context = ContextParallel(grid, model)
     context.wrap_blocks(model.blocks)
     with Pairs() as counted:
         loss_of(model, False, context)
@@ -366,7 +366,7 @@ def whole_masks(world: World) -> list[float]:
     tokens = torch.randn(B, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     mask = (torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(2)) > 0.5) | torch.eye(T, dtype=torch.bool)
     expected = model(tokens, mask)
-    context = Context(grid, model)
+    context = ContextParallel(grid, model)
     context.wrap_blocks(model.blocks)
     found = []
     for batch in ({"tokens": tokens, "mask": mask}, {"tokens": tokens, "mask": mask.float().log().double()}):
@@ -419,13 +419,13 @@ def refusals(world: World) -> dict[str, str]:
     }
     found = {}
     for name, (model, batch) in cases.items():
-        context = Context(grid, model)
+        context = ContextParallel(grid, model)
         context.wrap_blocks(model.blocks)  # type: ignore[arg-type]
         with pytest.raises(PlanError) as caught, context.micro_batch(batch):
             model(**context.shard_batch(batch))
         found[name] = str(caught.value)
     with pytest.raises(PlanError) as caught:
-        apply(grid.plan, nn.Linear(2, 2), grid, context)
+        parallelize(grid.plan, nn.Linear(2, 2), grid, context)
     found["no blocks"] = str(caught.value)
     return found
 
@@ -452,7 +452,7 @@ def test_what_cannot_be_is_refused(pool: Pool) -> None:
 def transformers_refusals(world: World) -> dict[str, str]:
     grid = grid_of(world, cp=2)
     model = of_transformers("llama")
-    context = Context(grid, model)
+    context = ContextParallel(grid, model)
     context.wrap_blocks(model.model.layers)
     found = {}
     batch = transformers_batch("plain")
@@ -468,7 +468,7 @@ def transformers_refusals(world: World) -> dict[str, str]:
     model = of_transformers("llama")
     model.set_attn_implementation("eager")
     with pytest.raises(PlanError) as caught:
-        Context(grid, model)
+        ContextParallel(grid, model)
     found["eager"] = str(caught.value)
     return found
 

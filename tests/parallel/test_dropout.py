@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from unisono.dist import World
-from unisono.parallel.apply import apply
-from unisono.parallel.context import Context
-from unisono.parallel.grid import Grid
-from unisono.plan.derive import derive
+from unisono.parallel.context import ContextParallel
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
-from unisono.plan.rules import Pair
+from unisono.plan.rules import ColwiseRowwise
 
 T, HEADS = 8, 4
-RULE = Pair(module="steps.*.mix", column=("q", "k", "v"), row="out", units="heads")
+RULE = ColwiseRowwise(module="steps.*.mix", column=("q", "k", "v"), row="out", units="heads")
 
 
 class Mix(nn.Module):
@@ -76,13 +76,15 @@ class Net(nn.Module):
 def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     """Which probabilities each layer's attention kept, what dropout between the pairs kept, and gradients."""
     options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world_size, recompute=recompute, **axes)
-    plan = replace(derive(options, world=world.world_size, device="cpu", native_bf16=False), rules=(RULE,) * ("tp" in axes))
-    grid = Grid(plan, world)
+    plan = replace(
+        derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), rules=(RULE,) * ("tp" in axes)
+    )
+    grid = ParallelDims(plan, world)
     net = Net()
-    context = Context(grid, net) if plan.cp > 1 else None
+    context = ContextParallel(grid, net) if plan.cp > 1 else None
     whole = torch.eye(T)[None]
     batch = {"inputs": whole}
-    apply(replace(plan, cp=1), net, grid, context)
+    parallelize(replace(plan, cp=1), net, grid, context)
     torch.manual_seed(grid.rng_rank)
     if context:
         with context.micro_batch(batch):

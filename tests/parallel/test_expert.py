@@ -16,14 +16,14 @@ from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.gpt import GPT
 from unisono.models.loss import cross_entropy_sum
-from unisono.models.moe import MoE, finish_step
+from unisono.models.moe import MoE, update_router_biases
 from unisono.models.options import ModelOptions
-from unisono.parallel.apply import apply
-from unisono.parallel.expert import count_whole_sequences
-from unisono.parallel.grid import Grid
-from unisono.parallel.pieces import Pieces
-from unisono.parallel.sharded import ShardedGradients
-from unisono.plan.derive import derive
+from unisono.parallel.expert import sum_balance_counts
+from unisono.parallel.fsdp import FSDPGradients
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 48, "experts": 4}
@@ -64,7 +64,7 @@ def passes(gpt: Any, batches: list[dict[str, Tensor]], arm: Any = None) -> float
 def alone(sizes: dict, batches: list[dict[str, Tensor]]) -> tuple[float, GPT]:
     gpt = model(sizes)
     loss = passes(gpt, batches)
-    finish_step(gpt, lambda counts: counts, torch.tensor(True))
+    update_router_biases(gpt, lambda counts: counts, torch.tensor(True))
     return loss, gpt
 
 
@@ -75,7 +75,7 @@ def biases(gpt: Any) -> dict[str, list[float]]:
 def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict:
     """One step of two micro-batches; the largest relative error of this rank's pieces of the gradients of one process."""
     options = PlanOptions(device="cpu", global_batch=8, **{"micro_batch": 1, **plan})
-    chosen = derive(options, world=world.world_size, device="cpu", native_bf16=False)
+    chosen = derive_plan(options, world=world.world_size, device="cpu", native_bf16=False)
     count, samples = chosen.accumulation, 8 // chosen.accumulation
     batches = micro_batches(count, samples)
     if empty:  # all tokens alike: some experts, and the ranks that hold them, see none
@@ -83,15 +83,15 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     loss, reference = alone(sizes, batches)
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
-    grid = Grid(chosen, world)
-    gpt, table, _ = apply(chosen, model(sizes), grid)
-    pieces = Pieces(gpt, grid, table)
-    sync = ShardedGradients(gpt, pieces, grid)
+    grid = ParallelDims(chosen, world)
+    gpt, table, _ = parallelize(chosen, model(sizes), grid)
+    pieces = ShardedParameters(gpt, grid, table)
+    sync = FSDPGradients(gpt, pieces, grid)
     rank, share = grid.data_rank, chosen.micro_batch
     mine = [{name: each[rank * share : (rank + 1) * share] for name, each in batch.items()} for batch in batches]
     totals = torch.tensor([passes(gpt, mine, sync.prepare_last_backward)], dtype=torch.float64)
     sync.wait(totals)
-    finish_step(gpt, lambda counts: grid.sum(grid.sum(counts, "dp_replicate"), "shard"), torch.tensor(True))
+    update_router_biases(gpt, lambda counts: grid.sum(grid.sum(counts, "dp_replicate"), "shard"), torch.tensor(True))
     errors, elements = {}, 0
     for name, piece in pieces.parameters.items():
         part = pieces.shard_of(name, piece.grad)
@@ -180,8 +180,8 @@ def halves(world: World) -> tuple[list, list]:
     whole = layer.router.weight.grad.clone()
     layer.zero_grad()
     options = PlanOptions(device="cpu", cp=2, global_batch=1)
-    grid = Grid(derive(options, world=2, device="cpu", native_bf16=False), world)
-    count_whole_sequences(layer, grid)
+    grid = ParallelDims(derive_plan(options, world=2, device="cpu", native_bf16=False), world)
+    sum_balance_counts(layer, grid)
     layer(x.chunk(2, dim=1)[world.rank]).sum().backward()
     return grid.sum(layer.router.weight.grad, "cp").tolist(), whole.tolist()
 
@@ -193,9 +193,9 @@ def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
 
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
-    grid = Grid(chosen := derive(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    grid = ParallelDims(chosen := derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
     with pytest.raises(PlanError) as caught:
-        apply(chosen, model(sizes), grid)
+        parallelize(chosen, model(sizes), grid)
     return str(caught.value)
 
 

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 
 from unisono.dist import World
 from unisono.errors import CommError, PlanError
-from unisono.parallel.apply import apply, repeated_blocks
-from unisono.parallel.grid import Grid
-from unisono.parallel.layout import lay_out
-from unisono.parallel.pieces import Pieces
-from unisono.parallel.pipeline import Pipeline
-from unisono.parallel.sharded import ShardedGradients
-from unisono.parallel.shared import SharedGradients
-from unisono.plan.derive import derive
+from unisono.parallel.fsdp import FSDPGradients
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.pipeline.executor import PipelineExecutor
+from unisono.parallel.pipeline.partition import partition_model
+from unisono.parallel.replicated_grads import ReplicatedGradients
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.transforms import parallelize, repeated_blocks
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
-from unisono.plan.schedule import stage_of
 from unisono.train.objectives import next_token
 
 STEPS = 3
@@ -78,7 +78,7 @@ def plan_of(micros: int, **options: Any) -> Plan:
     splits = options.pop("splits", ())
     ranks = options.get("pp", 1) * (options.get("dp_shard") or 1) * options.get("tp", 1)
     options["global_batch"] = micros * MICRO * (options.get("dp_shard") or 1)
-    plan = derive(PlanOptions(micro_batch=MICRO, **options), world=ranks, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(micro_batch=MICRO, **options), world=ranks, device="cpu", native_bf16=False)
     return dataclasses.replace(plan, splits=splits)
 
 
@@ -105,28 +105,32 @@ def alone(kind: str, layers: int, micros: int, double: bool = False, data_ranks:
     return {"losses": losses, "gradients": first}
 
 
-def cut(kind: str, layers: int, plan: Plan, grid: Grid, double: bool = False) -> tuple[nn.Module, Pieces, Pipeline]:
+def cut(
+    kind: str, layers: int, plan: Plan, grid: ParallelDims, double: bool = False
+) -> tuple[nn.Module, ShardedParameters, PipelineExecutor]:
     model = build(kind, layers)
     model = model.double() if double else model
     names = {name for name, _ in model.named_parameters()}
     blocks = repeated_blocks(model)
-    layout = lay_out(model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.stages_per_rank, plan.splits)
-    model, whole, stages = apply(plan, model, grid, None, layout)
+    layout = partition_model(
+        model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.stages_per_rank, plan.splits
+    )
+    model, whole, stages = parallelize(plan, model, grid, None, layout)
     assert stages is not None
-    mine = [stage_of(plan.schedule, plan.pp, grid.rank_along("pp"), chunk) for chunk in range(plan.stages_per_rank)]
+    mine = [stage_index(plan.schedule, plan.pp, grid.rank_along("pp"), chunk) for chunk in range(plan.stages_per_rank)]
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name in names if not set(layout.stages_of_parameter[name]).isdisjoint(mine)}
-    return model, Pieces(model, grid, whole), Pipeline(stages, grid, torch.device("cpu"))
+    return model, ShardedParameters(model, grid, whole), PipelineExecutor(stages, grid, torch.device("cpu"))
 
 
 def on_ranks(
     world: World, kind: str, layers: int, micros: int, options: dict[str, Any], double: bool = False
 ) -> dict[str, Any]:
     plan = plan_of(micros, **options)
-    grid = Grid(plan, world)
+    grid = ParallelDims(plan, world)
     model, pieces, pipeline = cut(kind, layers, plan, grid, double)
-    sync = ShardedGradients(model, pieces, grid) if plan.uses_fsdp else None
-    shared = SharedGradients(pipeline.shared_parameter_groups, world)
+    sync = FSDPGradients(model, pieces, grid) if plan.uses_fsdp else None
+    shared = ReplicatedGradients(pipeline.shared_parameter_groups, world)
     optimizer = torch.optim.SGD(pieces.parameters.values(), lr=0.5)
     losses, first, armed, live = [], {}, [], []
     gc.collect()
@@ -146,7 +150,9 @@ def on_ranks(
                 sync.prepare_last_backward(part)
 
         batch = micros_of(step, micros, grid.data_rank, plan.dp_world_size)
-        pipeline.forward_backward(batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext())
+        pipeline.forward_backward(
+            batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext()
+        )
         named = pieces.parameters
         if sync:
             sync.wait(totals)
@@ -271,7 +277,7 @@ def test_with_layers_cut_along_tp(pool: Pool, schedule: str) -> None:
 
 def evaluated(world: World, options: dict[str, Any], micros: int) -> list[Any]:
     plan = plan_of(4, **options)
-    model, _, pipeline = cut("tied", 4, plan, Grid(plan, world))
+    model, _, pipeline = cut("tied", 4, plan, ParallelDims(plan, world))
     batch = micros_of(0, micros)
     outputs = pipeline.evaluate(batch, lambda micro: model(**inputs_of("tied", micro)))
     return [
@@ -295,7 +301,7 @@ def test_evaluation_ends_on_the_last_stage(pool: Pool, schedule: str, micros: in
 
 def dies(world: World, schedule: str) -> float:
     plan = plan_of(4, pp=2, schedule=schedule)
-    grid = Grid(plan, world)
+    grid = ParallelDims(plan, world)
     model, _, pipeline = cut("tied", 4, plan, grid)
     calls = 0
 
@@ -324,7 +330,7 @@ def test_a_rank_that_dies_ends_the_others(pool: Pool) -> None:
 
 def changes_its_mind(world: World) -> str:
     plan = plan_of(2, pp=2)
-    grid = Grid(plan, world)
+    grid = ParallelDims(plan, world)
     model, _, pipeline = cut("tied", 4, plan, grid)
     if world.rank == 0:
         inner, calls = model.forward, iter(range(2))

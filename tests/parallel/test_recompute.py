@@ -18,13 +18,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from unisono.dist import World
 from unisono.errors import PlanError
 from unisono.parallel import recompute
-from unisono.parallel.apply import apply
-from unisono.parallel.matched import match
-from unisono.plan.check import check
-from unisono.plan.derive import derive
-from unisono.plan.dtypes import DtypeRule
+from unisono.parallel.tensor.tp_validation import resolve_rules
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
+from unisono.plan.dtype_rules import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.validate import validate_plan
 
 SIZES = {"vocab_size": tiny.VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 FAMILIES = {
@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def plan(**options: Any) -> Plan:
-    return derive(
+    return derive_plan(
         PlanOptions(**{"device": "cpu", "global_batch": 4, "precision": "fp32", **options}),
         world=1,
         device="cpu",
@@ -62,20 +62,20 @@ def of_transformers(name: str, *, use_cache: bool) -> Any:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration"])
 def test_a_cache_is_refused(name: str) -> None:
     with pytest.raises(PlanError) as caught:
-        apply(plan(recompute="selective"), of_transformers(name, use_cache=True))
+        parallelize(plan(recompute="selective"), of_transformers(name, use_cache=True))
     assert str(caught.value) == (
         f"plan.recompute='selective' for {name} with config.use_cache=True\n"
         "  rule: a block that is computed again leaves nothing behind; a cache takes its keys and values each time\n"
         "  so:   the second pass would see another cache than the first, and nothing be saved of keys and values\n"
         "  try:  model.config.use_cache=False (a cache is of use in generation only)"
     )
-    apply(plan(), of_transformers(name, use_cache=True))
+    parallelize(plan(), of_transformers(name, use_cache=True))
 
 
 @pytest.mark.parametrize(("name", "use_cache"), [("GPT2LMHeadModel", False), ("BertForMaskedLM", True)])
 def test_without_a_cache_gradients_are_bitwise_equal_with_dropout(name: str, use_cache: bool) -> None:
     def gradients(how: str) -> dict[str, Tensor | None]:
-        model = apply(plan(recompute=how), of_transformers(name, use_cache=use_cache)).model
+        model = parallelize(plan(recompute=how), of_transformers(name, use_cache=use_cache)).model
         torch.manual_seed(1)
         tokens = torch.randint(0, tiny.VOCAB, (2, 8))
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -121,7 +121,7 @@ def test_attention_that_drops_on_an_accelerator() -> None:
     def gradients(how: str) -> list[Tensor | None]:
         torch.manual_seed(0)
         blocks = nn.Sequential(Dropping(), Dropping()).to("cuda", torch.bfloat16)
-        model = apply(replace(plan(), recompute=how), blocks).model
+        model = parallelize(replace(plan(), recompute=how), blocks).model
         model(torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
         return [p.grad for p in model.parameters()]
 
@@ -194,7 +194,7 @@ def test_named_modules_are_recomputed_in_place_of_blocks(how: dict, modules: tup
     for name, module in model.named_modules():
         if name.endswith((".ffn.up", ".attention.q")):
             module.register_forward_pre_hook(lambda *_, name=name: seen.update([name.split(".")[2]]))
-    again = gradients_of(apply(replace(plan(), recompute_modules=modules, **how), model).model, tokens=tokens)
+    again = gradients_of(parallelize(replace(plan(), recompute_modules=modules, **how), model).model, tokens=tokens)
     assert seen == runs
     assert plain.keys() == again.keys()
     assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
@@ -203,13 +203,13 @@ def test_named_modules_are_recomputed_in_place_of_blocks(how: dict, modules: tup
 def test_operators_to_keep_that_no_named_module_runs_are_refused() -> None:
     asked = replace(plan(recompute="selective"), recompute_modules=("blocks.*.ffn",), recompute_keep=("convolution",))
     with pytest.raises(PlanError, match="recompute_keep convolution"):
-        gradients_of(apply(asked, tiny.model()).model, tokens=torch.zeros(1, 8, dtype=torch.int64))
+        gradients_of(parallelize(asked, tiny.model()).model, tokens=torch.zeros(1, 8, dtype=torch.int64))
 
 
 def test_modules_that_cannot_be_recomputed_are_refused_at_once() -> None:
     names = ("blocks", "blocks.*.mlp", "blocks.*.ffn", "blocks.*.ffn.up", "blocks.1.f*n")
     with pytest.raises(PlanError) as caught:
-        apply(replace(plan(recompute="full"), recompute_modules=names), tiny.model())
+        parallelize(replace(plan(recompute="full"), recompute_modules=names), tiny.model())
     twice = (
         "  rule: one pattern of recompute_modules names a module, and none one inside it\n"
         "  so:   it would be computed again for each of them, or be unclear which counts\n"
@@ -232,7 +232,7 @@ def test_modules_that_cannot_be_recomputed_are_refused_at_once() -> None:
     )
     lists = nn.Sequential(nn.ModuleDict({"inner": nn.Linear(2, 2)}), nn.Linear(2, 2))
     with pytest.raises(PlanError, match="recompute_modules '0': the model never calls 0"):
-        apply(replace(plan(recompute="full"), recompute_modules=("0",)), lists)
+        parallelize(replace(plan(recompute="full"), recompute_modules=("0",)), lists)
 
 
 def test_modules_that_are_never_called_are_refused_before_the_first_step(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_modules_that_are_never_called_are_refused_before_the_first_step(tmp_pat
 
 def test_a_model_without_repeated_blocks_recomputes_what_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    named = apply(replace(plan(recompute="full"), recompute_modules=("0",)), model)
+    named = parallelize(replace(plan(recompute="full"), recompute_modules=("0",)), model)
     assert named.model[0].forward.__wrapped__ == nn.Linear.forward.__get__(model[0])
 
 
@@ -300,9 +300,9 @@ def test_named_modules_along_the_axes(
 def test_a_part_of_a_pair_is_refused() -> None:
     model = of_transformers("BertForMaskedLM", use_cache=False)
     asked = replace(plan(recompute="full"), tp=2)
-    match(model, replace(asked, recompute_modules=("**.attention", "**.self.query", "**.self.dropout")))
+    resolve_rules(model, replace(asked, recompute_modules=("**.attention", "**.self.query", "**.self.dropout")))
     with pytest.raises(PlanError) as caught:
-        match(model, replace(asked, recompute_modules=("**.attention.self",)))
+        resolve_rules(model, replace(asked, recompute_modules=("**.attention.self",)))
     layer = "bert.encoder.layer.0.attention"
     assert str(caught.value) == (
         f"recompute_modules for {layer}.self with plan.tp=2, which holds {layer}.self.query and not {layer}.output.dense\n"
@@ -322,5 +322,5 @@ def test_weights_say_where_a_pipeline_is_cut(pool: Pool, tmp_path: Path) -> None
 
 def weighed(world: World, run_dir: str, changes: dict) -> tuple:
     with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
-        check(run.plan, 2)
+        validate_plan(run.plan, 2)
         return run.plan.splits, run.plan.weights

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from unisono.parallel.weight_gradients import WeightGradients
+from unisono.parallel.pipeline.weight_gradients import WeightGradients
 
 
 def network() -> nn.Sequential:

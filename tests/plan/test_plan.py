@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import PlanError
-from unisono.plan.check import check
-from unisono.plan.derive import derive
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.validate import validate_plan
 
 
 def plan(world: int = 1, *, native_bf16: bool = False, **options: object) -> Plan:
-    return derive(PlanOptions(**options), world=world, device="cpu", native_bf16=native_bf16)
+    return derive_plan(PlanOptions(**options), world=world, device="cpu", native_bf16=native_bf16)
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 200))
@@ -55,7 +55,7 @@ def test_what_says_nothing_of_how_the_state_is_kept_is_refused() -> None:
     changes = {"shard_threshold_numel": 100, "unsharded": ("norm",), "prefetch_blocks": -1, "bucket_bytes": 0}
     wrong = dataclasses.replace(plan(2), **changes)
     with pytest.raises(PlanError) as raised:
-        check(wrong, 2)
+        validate_plan(wrong, 2)
     assert str(raised.value) == (
         "4 problems\n"
         "1. shard_threshold_numel 100 with dp_shard 1 x cp 1\n"

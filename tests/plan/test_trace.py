@@ -6,7 +6,7 @@ import tiny
 import torch
 from torch import nn
 
-from unisono.parallel.deferred import deferred
+from unisono.parallel.deferred_init import deferred_init
 from unisono.plan.trace import trace
 
 
@@ -65,4 +65,4 @@ def test_a_model_without_values_computes_the_same() -> None:
         return tiny.model(experts=4, experts_per_token=2, ffn_dim=16)
 
     inputs = {"tokens": torch.zeros(2, 12, dtype=torch.int64)}
-    assert trace(build(), inputs) == trace(deferred(build).model, inputs)
+    assert trace(build(), inputs) == trace(deferred_init(build).model, inputs)

@@ -16,7 +16,7 @@ from parameter_servers import ParameterServers
 from pool import Pool
 
 from unisono import Trainer
-from unisono.data.order import Order
+from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 
 STEPS = 6
@@ -93,4 +93,4 @@ def one_process(world: World, run_dir: str, **changes: Any) -> dict[str, Any]:
 
 
 def samples_of(first: int, last: int) -> list[int]:
-    return sorted(Order(tiny.SAMPLES, seed=0)(torch.arange(8 * first, 8 * last).numpy()).tolist())
+    return sorted(Permutation(tiny.SAMPLES, seed=0)(torch.arange(8 * first, 8 * last).numpy()).tolist())

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from unisono.dist import World
-from unisono.parallel.apply import apply
-from unisono.parallel.blocks import summed
-from unisono.parallel.grid import Grid
-from unisono.parallel.pieces import Pieces
-from unisono.parallel.shared import SharedGradients
-from unisono.plan.derive import derive
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.replicated_grads import ReplicatedGradients
+from unisono.parallel.shard_notes import replicated_grad_groups
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.transforms import parallelize
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.rules import Rule
 
@@ -34,20 +34,20 @@ def difference(
     whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     ranks = world.world_size
-    plan = derive(
+    plan = derive_plan(
         PlanOptions(device="cpu", global_batch=ranks, **{"tp": ranks, **options}),
         world=ranks,
         device="cpu",
         native_bf16=False,
     )
     plan = replace(plan, rules=rules)
-    grid = Grid(plan, world)
-    model, table, _ = apply(plan, model, grid)
-    pieces = Pieces(model, grid, table)
+    grid = ParallelDims(plan, world)
+    model, table, _ = parallelize(plan, model, grid)
+    pieces = ShardedParameters(model, grid, table)
     found = loss(model)
     found.backward()
     pieces.collect_grads()
-    SharedGradients(summed(model), world).reduce(pieces)
+    ReplicatedGradients(replicated_grad_groups(model), world).reduce(pieces)
     for piece in pieces.parameters.values():
         piece.grad /= plan.dp_world_size  # they all computed the same samples
     gradients: dict[str, Boxes] = {}

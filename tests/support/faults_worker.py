@@ -19,9 +19,9 @@ import torch
 from parameter_servers import recipe
 from torch import Tensor
 
+from unisono.kvstore.backends.server_client import ServerClient
 from unisono.kvstore.server import __main__ as server
-from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.servers import Servers
+from unisono.kvstore.server.run_spec import RunSpec
 
 COUNT, SQUARES = "count", "squares"
 DAY_S = 86400.0
@@ -51,13 +51,13 @@ def main(facts: Mapping[str, Any]) -> int:
     if "jump" in facts:
         jump(Path(facts["jump"]), -DAY_S)
     here = table(facts.get("elements", 3000))
-    agreed = Agreed(
+    agreed = RunSpec(
         table={key: (tuple(value.shape), value.dtype) for key, value in here.items()},
         num_servers=len(facts["servers"]),
         **facts.get("agreed", {}),
     )
     addresses = [(host, port) for host, port in facts["servers"]]
-    worker = Servers(
+    worker = ServerClient(
         addresses,
         secret,
         agreed,
@@ -81,7 +81,7 @@ def main(facts: Mapping[str, Any]) -> int:
     return 0
 
 
-def pushes(worker: Servers, facts: Mapping[str, Any]) -> None:
+def pushes(worker: ServerClient, facts: Mapping[str, Any]) -> None:
     """``pushes`` of its own stream, ``pause_s`` after each."""
     for number in range(facts["pushes"]):
         sent = worker.push(gradients(number, facts.get("elements", 3000))).wait()
@@ -89,7 +89,7 @@ def pushes(worker: Servers, facts: Mapping[str, Any]) -> None:
         time.sleep(facts.get("pause_s", 0.0))
 
 
-def units(worker: Servers, facts: Mapping[str, Any]) -> None:
+def units(worker: ServerClient, facts: Mapping[str, Any]) -> None:
     """Units of work until there are none; beginning and saving are work too."""
     while (work := worker.claim(wait=True).item).kind not in ("end", "stopped"):
         if work.kind == "unit":
@@ -101,7 +101,7 @@ def units(worker: Servers, facts: Mapping[str, Any]) -> None:
             worker.mark_done(work)
 
 
-def clocks(worker: Servers, facts: Mapping[str, Any]) -> None:
+def clocks(worker: ServerClient, facts: Mapping[str, Any]) -> None:
     """``clocks`` steps; the lines tell when each began to wait and was let go (monotonic, the same for all processes)."""
     for clock in range(1, facts["clocks"] + 1):
         time.sleep(facts.get("pause_s", 0.0))
@@ -110,7 +110,7 @@ def clocks(worker: Servers, facts: Mapping[str, Any]) -> None:
         tell(clock=clock, at=time.monotonic())
 
 
-def pulls(worker: Servers, facts: Mapping[str, Any]) -> None:
+def pulls(worker: ServerClient, facts: Mapping[str, Any]) -> None:
     """Ask for everything, many times over, without waiting: to be stopped in the middle of it."""
     into = [table(facts["elements"]) for _ in range(facts["pulls"])]
     waiting = [worker.pull(each) for each in into]

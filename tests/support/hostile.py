@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.errors import CommError, UnisonoError
-from unisono.kvstore.wire.auth import Peer, introduce, strangers
+from unisono.kvstore.wire.auth import Peer, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel
-from unisono.kvstore.wire.frame import CODECS, DTYPES, HEADER_BYTES, LARGE, Frame, Op, buffers, pack, unpack
+from unisono.kvstore.wire.frame import CODECS, DTYPES, HEADER_BYTES, PEER_LIMITS, Frame, Op, pack, payload_views, unpack
 from unisono.kvstore.wire.message import json_frame
 
 # what waits for other workers would only wait here too; a higher epoch is how a server is told to leave
@@ -40,7 +40,7 @@ class Hostile:
         self, address: tuple[str, int], secret: bytes, job: int, facts: dict[str, Any], seeds: list[Frame]
     ) -> None:
         self._address, self._secret, self._facts, self._job = address, secret, facts, job
-        self._seeds = [replace(seed, payload=b"".join(map(bytes, buffers(seed)))) for seed in seeds]
+        self._seeds = [replace(seed, payload=b"".join(map(bytes, payload_views(seed)))) for seed in seeds]
         self._draw = random.Random(11)
         self.seen: Counter[str] = Counter()
         self._worker = 100
@@ -50,7 +50,7 @@ class Hostile:
         left = count
         while left:
             sock = socket.create_connection(self._address, 20)
-            channel = Channel(sock, strangers(LARGE), until=time.monotonic() + 20)
+            channel = Channel(sock, preauth_limits(PEER_LIMITS), until=time.monotonic() + 20)
             try:
                 left -= self._talk(channel, sock, self._join(channel), left)
             finally:
@@ -59,14 +59,14 @@ class Hostile:
     def _join(self, channel: Channel) -> Peer:
         self._worker += 1
         me = Peer("worker", self._worker, 0, self._job, "the server")
-        epoch = introduce(channel, self._secret, me, 0, LARGE)
+        epoch = client_handshake(channel, self._secret, me, 0, PEER_LIMITS)
         assert epoch == 0
-        channel.limits, channel.deadline = LARGE, None
+        channel.limits, channel.deadline = PEER_LIMITS, None
         hello = replace(json_frame(Op.HELLO, self._facts), job=me.job, worker=me.index)
         channel.send(hello)
         answer = channel.receive(wait_s=20)
         assert answer is not None
-        assert answer.op is Op.JSON, bytes(*buffers(answer))
+        assert answer.op is Op.JSON, bytes(*payload_views(answer))
         self.seen["connections"] += 1
         return me
 
@@ -98,11 +98,11 @@ class Hostile:
         while True:
             seed = self._draw.choice(self._seeds)
             frame = self._changed(replace(seed, job=me.job, worker=me.index))
-            data = bytearray(pack(frame, buffers(frame)) + bytes(frame.payload))
+            data = bytearray(pack(frame, payload_views(frame)) + bytes(frame.payload))
             if self._draw.random() < 0.01:  # damage that the digest or the limits must find, which ends the connection
                 data[self._draw.randrange(len(data))] ^= 1 << self._draw.randrange(8)
                 with suppress(UnisonoError):
-                    if unpack(data[:HEADER_BYTES], LARGE).nbytes > len(data) - HEADER_BYTES:
+                    if unpack(data[:HEADER_BYTES], PEER_LIMITS).nbytes > len(data) - HEADER_BYTES:
                         continue  # it would be waited for
             yield bytes(data)
 
@@ -121,7 +121,11 @@ class Hostile:
                 case 4:
                     frame = replace(frame, seq=draw.choice(_SEQS), clock=draw.choice(_SEQS))
                 case 5:
-                    other = {"job": frame.job ^ 1, "worker": frame.worker + 1, "incarnation": frame.worker_restart_count + 1}
+                    other = {
+                        "job": frame.job ^ 1,
+                        "worker": frame.worker + 1,
+                        "incarnation": frame.worker_restart_count + 1,
+                    }
                     name = draw.choice(list(other))
                     frame = replace(frame, **{name: other[name]})
                 case 6:

@@ -8,19 +8,19 @@ from pathlib import Path
 
 from unisono.errors import UnisonoError
 from unisono.launch import LaunchOptions
-from unisono.launch.hosts import Host
-from unisono.launch.jobs import run_job
-from unisono.launch.layout import Job, deal
+from unisono.launch.hostfile import Host
+from unisono.launch.job import run_job
+from unisono.launch.process_layout import JobLayout, assign_processes
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     hosts = tuple(Host(**host) for host in asked["hosts"])
     try:
-        job = Job(
+        job = JobLayout(
             command=(sys.executable, asked["worker"]),
             server_command=(sys.executable, asked["server"]),
             hosts=hosts,
-            seats=deal(hosts, None, asked["servers"]),
+            seats=assign_processes(hosts, None, asked["servers"]),
             run_id="test",
             options=LaunchOptions(**asked["options"]),
             environ=asked["environ"],

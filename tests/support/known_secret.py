@@ -7,11 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from unisono.cli.main import entry
-from unisono.kvstore.server import beside
-from unisono.launch import fleet
+from unisono.kvstore.server import child_servers
+from unisono.launch import multi_host_job
 
 if __name__ == "__main__":
     secret = Path(sys.argv.pop(1)).read_bytes()
-    fleet.new_secret = lambda: secret
-    beside.secrets = SimpleNamespace(token_hex=lambda nbytes: secret.hex())
+    multi_host_job.new_secret = lambda: secret
+    child_servers.secrets = SimpleNamespace(token_hex=lambda nbytes: secret.hex())
     entry()

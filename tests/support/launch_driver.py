@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 from unisono.errors import UnisonoError
-from unisono.launch import LaunchOptions, launch
+from unisono.launch import LaunchOptions, launch_local
 
 if __name__ == "__main__":
     try:
-        code = launch(sys.argv[3:], LaunchOptions(**json.loads(sys.argv[1])), run_dir=Path(sys.argv[2]), run_id="test")
+        code = launch_local(
+            sys.argv[3:], LaunchOptions(**json.loads(sys.argv[1])), run_dir=Path(sys.argv[2]), run_id="test"
+        )
     except UnisonoError as error:
         print(error, file=sys.stderr)
         code = error.exit_code

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from unisono.launch import LaunchOptions, launch
+from unisono.launch import LaunchOptions, launch_local
 
 if __name__ == "__main__":
     run_dir, processes, settings = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     )
     script = str(Path(__file__).with_name("tiny.py"))
     command = [sys.executable, script, json.dumps({"run_dir": str(run_dir), **settings})]
-    sys.exit(launch(command, options, run_dir=run_dir, run_id="drill"))
+    sys.exit(launch_local(command, options, run_dir=run_dir, run_id="drill"))

@@ -1,7 +1,7 @@
 """Which plans are held equal to one process: models, cases, and how one case is run on its ranks.
 
 ``docs/what-runs.md`` is written from ``CASES`` and ``REFUSED`` (``python tests/support/matrix.py``); a test holds the page to
-them, and ``tests/parallel/test_matrix.py`` runs every one of them.
+them, and ``tests/parallel/test_plan_matrix.py`` runs every one of them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from unisono.dist import World
 from unisono.errors import PlanError
 from unisono.models.bert import BERT, BertOptions
 from unisono.models.resnet import ResNet, ResNetOptions
-from unisono.parallel.parts import Part
-from unisono.plan.derive import derive
+from unisono.parallel.sharding import TensorShard
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import cross_entropy, masked_token, next_token
 
@@ -169,7 +169,7 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
                     return
                 for (name, _), gradient in zip(trained.items(), gradients, strict=True):
                     whole = (gradient / divisor).detach()
-                    part = pieces.shard_of(name, whole) or Part(
+                    part = pieces.shard_of(name, whole) or TensorShard(
                         tensor=whole, global_shape=tuple(whole.shape), offset=(0,) * whole.dim()
                     )
                     blocks.append((name, part.global_shape, part.offset, part.tensor.numpy().copy()))
@@ -338,7 +338,7 @@ def page() -> str:
 
 def _reason(settings: Mapping[str, Any], ranks: int) -> str:
     try:
-        derive(PlanOptions(**settings), world=ranks, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(**settings), world=ranks, device="cpu", native_bf16=False)
     except PlanError as error:
         return "; ".join(problem.rule for problem in error.problems)
     raise AssertionError(f"{settings} is legal")

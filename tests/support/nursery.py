@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 _CLONE_NEWNET = 0x40000000
-_WARM = ("torch", "unisono.kvstore.servers", "unisono.kvstore.server.__main__", "torch.optim")
+_WARM = ("torch", "unisono.kvstore.backends.server_client", "unisono.kvstore.server.__main__", "torch.optim")
 _MOST_BYTES = 1 << 20
 FIRST_FD = 10
 
@@ -126,10 +126,10 @@ def _step() -> None:
     import torch
     from parameter_servers import recipe
 
-    from unisono.kvstore.server.updates import Updater
+    from unisono.kvstore.server.chunk_optimizer import ChunkOptimizer
 
     value = torch.nn.Parameter(torch.zeros(1))
-    Updater(recipe({"a": value}), "a", value).step(torch.zeros(1), 1.0, None)
+    ChunkOptimizer(recipe({"a": value}), "a", value).step(torch.zeros(1), 1.0, None)
 
 
 def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:

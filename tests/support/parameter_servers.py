@@ -17,9 +17,9 @@ import torch
 from nursery import FIRST_FD, Child, Nursery
 from torch import Tensor
 
-from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.server.updates import Recipe
-from unisono.kvstore.servers import Servers
+from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
+from unisono.kvstore.server.run_spec import RunSpec
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
@@ -96,17 +96,21 @@ class ParameterServers:
         logs = [self._folder / f"server-{server}.{epoch}.log" for epoch in range(self.epochs[server] + 1)]
         return "".join(path.read_text() for path in logs if path.exists())
 
-    def connect(self, table: Mapping[str, Tensor], *, worker: int = 0, incarnation: int = 0, **more: Any) -> Servers:
+    def connect(
+        self, table: Mapping[str, Tensor], *, worker: int = 0, incarnation: int = 0, **more: Any
+    ) -> ServerClient:
         """A worker. ``more``: what ``Agreed`` and ``Servers`` take."""
         own = {name: more.pop(name) for name in ("deadline_s", "say", "shared_memory") if name in more}
         codec = more.pop("codec", None)
-        agreed = Agreed(
+        agreed = RunSpec(
             table={key: (tuple(value.shape), value.dtype) for key, value in table.items()},
             num_servers=len(self.addresses),
             codec=codec.name if codec is not None else "none",
             **more,
         )
-        return Servers(self.addresses, self.secret, agreed, worker=worker, incarnation=incarnation, codec=codec, **own)
+        return ServerClient(
+            self.addresses, self.secret, agreed, worker=worker, incarnation=incarnation, codec=codec, **own
+        )
 
     def close(self) -> None:
         """End them all."""
@@ -127,11 +131,11 @@ def parameter_servers(folder: Path, count: int = 1, **more: Any) -> Iterator[Par
         made.close()
 
 
-def recipe(table: Mapping[str, Tensor], **options: Any) -> Recipe:
+def recipe(table: Mapping[str, Tensor], **options: Any) -> ServerOptimizerSpec:
     """One for all keys: plain SGD with rate 1 unless ``options`` say otherwise."""
     plain = {"momentum": 0.0} if options.get("kind", "sgd") == "sgd" else {}
     chosen = OptimOptions(**{"kind": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_norm": 0.0, **plain, **options})
-    return Recipe(options=chosen, roles=dict.fromkeys(table, Role.NO_DECAY))
+    return ServerOptimizerSpec(options=chosen, roles=dict.fromkeys(table, Role.NO_DECAY))
 
 
 def numbers(*shapes: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ import tiny
 import torch
 from pool import Pool
 
+from unisono.checkpoint import open_checkpoint
 from unisono.dist import JobSpec, World
-from unisono.train.checkpoint import open_checkpoint
 
 STEPS = 6
 # settings that say how a step is spread, not what it computes

@@ -209,7 +209,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _call(pipe: Connection, path: str, name: str, args: Any, kwargs: Any, settings: dict[str, Any]) -> Any:
-    from unisono.dist import JobSpec, join
+    from unisono.dist import JobSpec, join_world
 
     rank, ranks, port = settings["rank"], settings["ranks"], settings["port"]
     listener = None
@@ -232,7 +232,7 @@ def _call(pipe: Connection, path: str, name: str, args: Any, kwargs: Any, settin
     function = getattr(_module(path), name)
     if not settings["joined"]:
         return function(job, *args, **kwargs)
-    world = join(job, device_type="cpu", timeout_s=settings["comm_timeout_s"])
+    world = join_world(job, device_type="cpu", timeout_s=settings["comm_timeout_s"])
     try:
         return function(world, *args, **kwargs)
     finally:

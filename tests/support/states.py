@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.checkpoint import Checkpointer, CheckpointOptions
 from unisono.dist import JobSpec, World
-from unisono.train.checkpoint import Checkpointer, CheckpointOptions
 
 DTYPES = (
     torch.float64,

@@ -23,12 +23,12 @@ from unisono import (
     TrainOptions,
 )
 from unisono.data.options import LoaderOptions
-from unisono.data.order import Order
+from unisono.data.order.permutation import Permutation
 from unisono.dist import World
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
-from unisono.parallel.parts import Part
-from unisono.plan.derive import derive
+from unisono.parallel.sharding import TensorShard
+from unisono.plan.derive import derive_plan
 from unisono.plan.plan import Plan
 from unisono.train.objectives import next_token
 
@@ -83,7 +83,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
     of_plan = {name: changes.pop(name) for name in list(changes) if name in Plan.__dataclass_fields__}
     if of_plan:  # fields that only strategy files have
         ranks = world.world_size if world else 1
-        asked = replace(derive(asked, world=ranks, device="cpu", native_bf16=False), **of_plan)
+        asked = replace(derive_plan(asked, world=ranks, device="cpu", native_bf16=False), **of_plan)
     made = Trainer(
         network,
         data,
@@ -106,7 +106,7 @@ def digest(run: Trainer) -> str:
     """Over every bit of the state but the generators; of what is spread over ranks, this rank's part."""
     state = hashlib.sha256()
     for name, value in sorted(run.state.global_state().items()):
-        tensor = value.tensor if isinstance(value, Part) else value
+        tensor = value.tensor if isinstance(value, TensorShard) else value
         state.update(
             name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             if tensor.dim()
@@ -178,7 +178,7 @@ class PoisonedFrom(RaggedTokens):
 
     def __init__(self, first: int) -> None:
         super().__init__()
-        order = Order(SAMPLES, seed=0)
+        order = Permutation(SAMPLES, seed=0)
         self._bad = set(order(np.arange(8 * first, 8 * first + 8)).tolist())
 
     def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:

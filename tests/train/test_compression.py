@@ -10,9 +10,9 @@ import tiny
 from pool import Pool
 
 from unisono.errors import PlanError
-from unisono.plan.derive import derive
+from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
-from unisono.train.sync import why_asked
+from unisono.train.gradient_sync import compression_reason
 
 STEPS = 8
 CODECS = ("bf16", "int8", "1bit", "2bit:rms*1.5", "topk:0.05", "powersgd:2")
@@ -48,7 +48,9 @@ def skipping(world: Any, folder: str) -> list[Any]:
         folder, world=world, steps=STEPS, compression="2bit:0.01", data=tiny.PoisonedFrom(2), **SGD
     ) as run:
         for step in run:
-            own = {name: tensor.clone() for name, tensor in run.state.sync_state.rank_state().items() if name != "steps"}
+            own = {
+                name: tensor.clone() for name, tensor in run.state.sync_state.rank_state().items() if name != "steps"
+            }
             found.append((step.skipped, own))
             if step.index == 3:
                 break
@@ -88,8 +90,12 @@ def automatic(world: Any, folder: str) -> list[Any]:
 
 
 def test_one_or_two_bits_with_a_second_moment_are_doubted() -> None:
-    assert "the second moment is made of squares of what was sent" in why_asked("2bit:rms*1.5", "adamw")
-    assert {why_asked("2bit", "sgd"), why_asked("1bit", "lars"), why_asked("int8", "adamw")} == {"as asked"}
+    assert "the second moment is made of squares of what was sent" in compression_reason("2bit:rms*1.5", "adamw")
+    assert {
+        compression_reason("2bit", "sgd"),
+        compression_reason("1bit", "lars"),
+        compression_reason("int8", "adamw"),
+    } == {"as asked"}
 
 
 def test_auto_decides_once_for_all_ranks_and_says_why(tmp_path: Path, pool: Pool) -> None:
@@ -109,7 +115,7 @@ def test_auto_decides_once_for_all_ranks_and_says_why(tmp_path: Path, pool: Pool
 )
 def test_compression_that_would_act_on_nothing_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text):
-        derive(
+        derive_plan(
             PlanOptions(**{"global_batch": 8, "compression": "int8", **options}),
             world=2,
             device="cpu",

@@ -125,7 +125,7 @@ def test_the_average_of_weights_is_used_and_left(tmp_path: Path) -> None:
 
 def test_a_save_under_way_is_not_touched_by_the_average(tmp_path: Path) -> None:
     """Evaluation swaps averages into the parameters while the newest checkpoint is still being written."""
-    from unisono.train.checkpoint import open_checkpoint
+    from unisono.checkpoint import open_checkpoint
 
     with tiny.trainer(tmp_path / "run", steps=2, ema_decay=0.5, every_steps=2, eval_data=tiny.RaggedTokens(3)) as run:
         run.fit()

@@ -10,14 +10,14 @@ import tiny
 import torch
 from pool import Pool
 
-from unisono.data.order import Order
+from unisono.data.order.permutation import Permutation
 from unisono.errors import NumericsError
-from unisono.train.guard import Guard
+from unisono.train.guard import StepGuard
 
 
 def poisoned_at(step: int) -> int:
     """A sample of the tiny run's ``step`` (from 0)."""
-    return int(Order(tiny.SAMPLES, seed=0)(np.array([8 * step + 5]))[0])
+    return int(Permutation(tiny.SAMPLES, seed=0)(np.array([8 * step + 5]))[0])
 
 
 def states(run_dir: str, poison: int, world=None, **changes: object) -> list[dict]:
@@ -83,12 +83,12 @@ def test_fp16_overflow_halves_the_scale_and_training_goes_on(tmp_path: Path) -> 
         assert float(run.state.loss_scale.scale) == 2.0 ** (24 - sum(skipped))
 
 
-def judge(guard: Guard, *pairs: tuple[float, float]) -> list[bool]:
+def judge(guard: StepGuard, *pairs: tuple[float, float]) -> list[bool]:
     return [bool(guard.accept(torch.tensor(loss), torch.tensor(norm))) for loss, norm in pairs]
 
 
 def test_spikes_are_skipped_and_stay_out_of_the_window() -> None:
-    guard = Guard(torch.device("cpu"), sigmas=4.0, window=32)
+    guard = StepGuard(torch.device("cpu"), sigmas=4.0, window=32)
     steady = [(2.0 + 0.01 * (i % 5), 1.0 + 0.01 * (i % 3)) for i in range(30)]
     assert all(judge(guard, *steady))
     assert judge(guard, (2.0, 50.0), (9.0, 1.0), (2.01, 1.01), (2.0, 50.0)) == [False, False, True, False]
@@ -96,14 +96,14 @@ def test_spikes_are_skipped_and_stay_out_of_the_window() -> None:
 
 
 def test_non_finite_values_do_not_blind_the_spike_rule() -> None:
-    guard = Guard(torch.device("cpu"), sigmas=4.0, window=32)
+    guard = StepGuard(torch.device("cpu"), sigmas=4.0, window=32)
     judge(guard, *[(2.0 + 0.01 * (i % 5), 1.0) for i in range(30)])
     assert judge(guard, (float("nan"), 1.0), (float("inf"), 1.0), (2.0, float("nan"))) == [False, False, False]
     assert judge(guard, (2.02, 1.0), (9.0, 1.0)) == [True, False]
 
 
 def test_a_falling_loss_is_no_spike() -> None:
-    guard = Guard(torch.device("cpu"), sigmas=4.0, window=32)
+    guard = StepGuard(torch.device("cpu"), sigmas=4.0, window=32)
     assert all(judge(guard, *[(5.0 * 0.95**i, 1.0) for i in range(100)]))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unisono import LoaderOptions, OptimOptions, PlanOptions, Trainer, TrainOptions
-from unisono.data.compose import mapped
+from unisono.data.combined import mapped
 from unisono.data.image import (
     Augment,
     CenterCrop,

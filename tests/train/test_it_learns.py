@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.data import DataOptions, TokenWindows, bigram_bits_per_byte, prepare
+from unisono.data import DataOptions, TokenWindows, bigram_bits_per_byte, prepare_corpus
 
 
 @pytest.mark.full
@@ -32,7 +32,7 @@ def test_the_demo_beats_a_bigram_model(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    prepared = prepare(DataOptions())
+    prepared = prepare_corpus(DataOptions())
     cut = {"seq_len": DataOptions().seq_len, "boundaries": DataOptions().boundaries}
     bigram = bigram_bits_per_byte(
         TokenWindows(prepared.train, **cut), TokenWindows(prepared.eval, **cut, target_bytes=True)

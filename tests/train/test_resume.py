@@ -188,7 +188,7 @@ def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
 def test_a_step_saved_is_never_inside_an_accumulation(tmp_path: Path) -> None:
     """The state holds no gradients: what is saved is the state between two updates, whatever the accumulation."""
     tiny.complete(tmp_path / "run", steps=2, micro_batch=1, every_steps=1)
-    from unisono.train.checkpoint import open_checkpoint
+    from unisono.checkpoint import open_checkpoint
 
     names = open_checkpoint(tmp_path / "run/checkpoints/step-00000001").names()
     assert {name.split("/")[0] for name in names} == {"model", "optim", "scaler", "guard", "meter", "rng"}

@@ -38,7 +38,7 @@ class Format:
 
 def unisono() -> Format:
     from unisono.data.recordio import RecordFile, RecordWriter
-    from unisono.data.recordio.upkeep import verify
+    from unisono.data.recordio.maintenance import verify
 
     def write(folder: Path) -> None:
         with RecordWriter(folder / "a.rec") as writer:

@@ -31,9 +31,9 @@ def unisono(folder: Path, photos: Photos, how: str) -> Batches:
     """``untouched``, ``tiles`` (lossless), ``packed`` (short side 256, tiles), ``cached`` (decoded, in memory), each by
     ``torch`` or ``opencv``; ``… batch`` flips and normalises whole batches."""
     from unisono.data import Loader, LoaderOptions
-    from unisono.data.cache import cached
-    from unisono.data.compose import mapped
+    from unisono.data.combined import mapped
     from unisono.data.image import Augment, ImageTransform
+    from unisono.data.loading.sample_cache import cached
     from unisono.data.recordio import RecordDataset
 
     way, by, *batch_wise = how.split()
@@ -65,10 +65,10 @@ def finished_batch(augment: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """What a training loop would do on its device, done by the loader's threads."""
     import torch as package
 
-    from unisono.data.image import on_device
+    from unisono.data.image import augment_on_device
 
     image, draws = (package.from_numpy(batch[name]) for name in ("image", "image_draws"))
-    return {"image": on_device(image, draws, augment).numpy()}
+    return {"image": augment_on_device(image, draws, augment).numpy()}
 
 
 def encoded(payload: memoryview) -> dict[str, Any]:

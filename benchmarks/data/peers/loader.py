@@ -96,7 +96,7 @@ def batches(kind: str, data: Any, *, batch: int = BATCH) -> Iterator[Any]:
 
 
 def _imports() -> None:
-    for name in ("torch.utils.data", "unisono.data.loader"):
+    for name in ("torch.utils.data", "unisono.data.loading.loader"):
         importlib.import_module(name)
 
 

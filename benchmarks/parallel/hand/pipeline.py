@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from unisono.models.gpt import GPT, LOSS_CHUNK, rotary_angles
-from unisono.models.loss import Head, cross_entropy_sum
+from unisono.models.loss import LazyLogits, cross_entropy_sum
 
 MICRO_BATCH = 2
 
@@ -53,7 +53,7 @@ def build(workload: Workload, *, parts_per_rank: int) -> Step:
         targets, weights = target.unbind(-1)
         head = parts[count - 1].head
         assert head is not None
-        loss_sum, _ = cross_entropy_sum(Head(hidden, head.weight, LOSS_CHUNK), targets.long(), weights)
+        loss_sum, _ = cross_entropy_sum(LazyLogits(hidden, head.weight, LOSS_CHUNK), targets.long(), weights)
         return loss_sum / weight
 
     schedule = (

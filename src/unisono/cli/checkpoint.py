@@ -23,7 +23,7 @@ def ls(run_dir: str, as_json: bool) -> None:
     """List the checkpoints of RUN_DIR with their state and size."""
     if not Path(run_dir).is_dir():
         raise CheckpointError(_nothing_at(run_dir, "nothing was listed"))
-    from unisono.train.checkpoint import list_checkpoints
+    from unisono.checkpoint import list_checkpoints
 
     rows = [
         (e.step, e.state, sum(f.stat().st_size for f in e.path.iterdir() if f.is_file()), str(e.path))
@@ -50,7 +50,7 @@ def verify_all(path: str, as_json: bool) -> int:
     given = Path(path)
     if not given.is_dir():
         raise CheckpointError(_nothing_at(path, "nothing was verified"))
-    from unisono.train.checkpoint import list_checkpoints, verify
+    from unisono.checkpoint import list_checkpoints, verify
 
     folders = [e.path for e in list_checkpoints(given / "checkpoints") if e.state == "committed"]
     if not folders:
@@ -100,7 +100,7 @@ def convert_one(source: str, target: str, files: int, drop_optimizer: bool, aver
     """
     if not Path(source).is_dir():
         raise CheckpointError(_nothing_at(source, "nothing was written"))
-    from unisono.train.checkpoint import convert, list_checkpoints
+    from unisono.checkpoint import convert, list_checkpoints
 
     inside = [e.path for e in list_checkpoints(Path(source) / "checkpoints") if e.state == "committed"]
     if inside:
@@ -132,19 +132,19 @@ def export_model(run_dir: str, target: str | None, checkpoint: str | None, max_s
     """
     config = load_run(run_dir).value
     from unisono.cli.rank import export_run
-    from unisono.dist import JobSpec, join
+    from unisono.dist import JobSpec, join_world
     from unisono.train.build import find_tokenizer
-    from unisono.train.load import empty_model, find_snapshot, reader_of
+    from unisono.train.load import empty_model, open_run_checkpoint, tensor_reader
 
     tokenizer = find_tokenizer(config)
-    snapshot = find_snapshot(config, join(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)
+    snapshot = open_run_checkpoint(config, join_world(JobSpec(), device_type="cpu", timeout_s=60.0), checkpoint)
     model = empty_model(config, tokenizer)
     folder = export_run(
         model,
         config,
         tokenizer,
         Path(target) if target else None,
-        read=reader_of(model, snapshot),
+        read=tensor_reader(model, snapshot),
         max_shard_bytes=int(max_shard_gib * 2**30),
     )
     if as_json:

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from unisono.config import Resolved, load
-from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.config import Resolved, load_config
+from unisono.errors import CheckpointError, ConfigError
 from unisono.train.config import RunConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -56,14 +56,14 @@ def log_level() -> str | None:
     return click.get_current_context().meta.get(_LEVEL)
 
 
-def load_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[RunConfig]:
+def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[RunConfig]:
     """The run's configuration. Where no file is given and ``run.dir`` holds a run, that run's own file is the base."""
     kept = None if files else _kept(overrides)
-    resolved = load(RunConfig, [kept] if kept else files, overrides=overrides, environ=os.environ)
+    resolved = load_config(RunConfig, [kept] if kept else files, overrides=overrides, environ=os.environ)
     one_time = resolved.value.run.resume not in ("auto", "strict")
     if kept is not None and one_time and resolved.origins["run.resume"].startswith(f"{kept}:"):
         # "never" and a path were about that one start; asking again for the folder means: go on
-        resolved = load(RunConfig, [kept], overrides=["run.resume=auto", *overrides], environ=os.environ)
+        resolved = load_config(RunConfig, [kept], overrides=["run.resume=auto", *overrides], environ=os.environ)
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
     LOG.info("configuration %s from %s", resolved.hash, kept or ", ".join(files) or "defaults")
     return resolved
@@ -75,7 +75,7 @@ def _kept(overrides: Sequence[str]) -> Path | None:
     folder = [text for text in overrides if text.partition("=")[0].strip() == "run.dir"]
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
     with suppress(ConfigError):  # said when the whole is loaded
-        kept = Path(load(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
+        kept = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
         return kept if kept.is_file() else None
     return None
 
@@ -87,7 +87,7 @@ def load_run(run_dir: str) -> Resolved[RunConfig]:
     """
     kept = require_run(run_dir) / RESOLVED
     here = [f"run.dir={json.dumps(run_dir)}"]
-    return load(RunConfig, [kept], overrides=here, environ=os.environ)
+    return load_config(RunConfig, [kept], overrides=here, environ=os.environ)
 
 
 def require_run(run_dir: str) -> Path:
@@ -95,12 +95,10 @@ def require_run(run_dir: str) -> Path:
     if (Path(run_dir) / RESOLVED).is_file():
         return Path(run_dir)
     raise CheckpointError(
-        Problem(
-            given=f"run folder {run_dir!r}",
-            rule=f"a run's folder holds its {RESOLVED}",
-            consequence="it is unknown which model and data to use",
-            nearest="the folder given as run.dir when training (default runs/first)",
-        )
+        given=f"run folder {run_dir!r}",
+        rule=f"a run's folder holds its {RESOLVED}",
+        consequence="it is unknown which model and data to use",
+        nearest="the folder given as run.dir when training (default runs/first)",
     )
 
 

@@ -6,8 +6,8 @@ import os
 
 import click
 
-from unisono.cli.common import every_verb, load_config, print_json, takes_config
-from unisono.config import diff, explain, load, render_origins, schema
+from unisono.cli.common import every_verb, load_run_config, print_json, takes_config
+from unisono.config import diff, explain, load_config, render_origins, schema
 from unisono.train.config import RunConfig
 
 
@@ -22,7 +22,7 @@ def command() -> None:
 @every_verb
 def show(config: tuple[str, ...], overrides: tuple[str, ...], origin: bool, as_json: bool) -> None:
     """Print the resolved configuration as TOML, or key by key with its origin."""
-    resolved = load_config(config, overrides)
+    resolved = load_run_config(config, overrides)
     if as_json:
         rows = {key: {"value": value, "origin": source} for key, value, source in render_origins(resolved)}
         print_json({"hash": resolved.hash, "values": rows})
@@ -60,7 +60,7 @@ def print_schema(as_json: bool) -> None:
 @every_verb
 def compare(a: str, b: str, as_json: bool) -> None:
     """Print what differs between two configuration files; exit 1 if anything does."""
-    first, second = (load(RunConfig, [path], environ=os.environ) for path in (a, b))
+    first, second = (load_config(RunConfig, [path], environ=os.environ) for path in (a, b))
     differences = diff(first, second)
     if as_json:
         print_json({"differences": [{"key": d.key, "a": d.left, "b": d.right} for d in differences]})

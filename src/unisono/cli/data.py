@@ -12,7 +12,7 @@ import click
 from unisono.cli.common import every_verb, print_json
 from unisono.cli.data_bench import command as bench
 from unisono.cli.data_pack import pack
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 _SHOWN = 20  # findings, records: as many as fit a screen
 
@@ -34,7 +34,7 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 
     Exit code 1 if anything is wrong.
     """
-    from unisono.data.recordio.upkeep import verify
+    from unisono.data.recordio.maintenance import verify
 
     found = {path: verify(path) for path in files}
     bad = any(each.findings for each in found.values())
@@ -67,7 +67,7 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
 @every_verb
 def repair_file(source: Path, target: Path, as_json: bool) -> None:
     """Write what can be saved of SOURCE to TARGET, a new file, and name what is lost."""
-    from unisono.data.recordio.upkeep import repair
+    from unisono.data.recordio.maintenance import repair
 
     result = repair(source, target)
     if as_json:
@@ -89,7 +89,7 @@ def repair_file(source: Path, target: Path, as_json: bool) -> None:
 @every_verb
 def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
     """Write the indexes of FILES anew, trusting each file as it is."""
-    from unisono.data.recordio.upkeep import reindex
+    from unisono.data.recordio.maintenance import reindex
 
     dropped = {str(path): reindex(path) for path in files}
     if as_json:
@@ -126,7 +126,7 @@ def convert_file(
     …-idx3-ubyte (also .gz) and CIFAR's .bin. One file of a set (name-00000-of-00005…) stands for all of it. Pictures of MNIST
     and CIFAR become PNG in .rec, behind MXNet's image header, and in .mindrecord; elsewhere they are arrays of uint8.
     """
-    from unisono.data.convert import convert
+    from unisono.data.convert.conversion import convert
 
     rows = convert(
         source, target, overwrite=overwrite, columns=list(columns) or None, base64=list(base64), arrays=list(arrays)
@@ -144,7 +144,7 @@ def convert_file(
 @every_verb
 def shard_files(files: tuple[Path, ...], prefix: Path, shards: int, as_json: bool) -> None:
     """Write all records of FILES, in order, to new files of equal numbers of records."""
-    from unisono.data.recordio.upkeep import rearrange
+    from unisono.data.recordio.maintenance import rearrange
 
     paths = [str(path) for path in rearrange(files, prefix, shards)]
     if as_json:
@@ -163,8 +163,8 @@ def inspect_file(file: Path, sheet: Path | None, as_json: bool) -> None:
     from unisono.data.recordio import RecordFile
 
     if sheet is not None:
-        from unisono.data.pack import sheet as drawn
-        from unisono.files import write_atomically
+        from unisono.data.convert.pack import record_sheet as drawn
+        from unisono.storage.files import write_atomically
 
         write_atomically(sheet, drawn(file))
     if _has_rows(file):
@@ -210,9 +210,9 @@ def file_stats(file: Path, as_json: bool) -> None:
     """Count what FILE holds: of a .rec sizes, labels and image sizes; of a token shard documents and their lengths."""
     from dataclasses import asdict
 
-    from unisono.data.pack import stats
+    from unisono.data.convert.pack import record_stats
 
-    found = stats(file)
+    found = record_stats(file)
     if as_json:
         labels = [{"label": label, "count": count} for label, count in found.labels.items()]
         print_json({"path": str(file), **asdict(found), "labels": labels})
@@ -245,12 +245,10 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
     records = RecordFile(file)
     if not -len(records) <= number < len(records):
         raise DataError(
-            Problem(
-                given=f"record {number} of {file}",
-                rule=f"it holds {len(records)} records, counted from 0",
-                consequence="nothing was written",
-                nearest=f"--index {len(records) - 1} is the last one" if len(records) else "a file that holds records",
-            )
+            given=f"record {number} of {file}",
+            rule=f"it holds {len(records)} records, counted from 0",
+            consequence="nothing was written",
+            nearest=f"--index {len(records) - 1} is the last one" if len(records) else "a file that holds records",
         )
     payload = records.read(number)
     if as_json:
@@ -263,9 +261,9 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
 
 def _column(column: Any) -> dict[str, Any]:
     """Type and range of a side column: of its numbers, or of the sizes of its arrays."""
-    from unisono.data.recordio.columns import Ragged
+    from unisono.data.recordio.side_columns import RaggedColumn
 
-    if isinstance(column, Ragged):
+    if isinstance(column, RaggedColumn):
         sizes = [len(array) for array in column.tolist()]
         return {"dtype": f"arrays of {column[0].dtype}", "least": min(sizes), "most": max(sizes)}
     return {"dtype": str(column.dtype), "least": column.min().item(), "most": column.max().item()}
@@ -273,8 +271,8 @@ def _column(column: Any) -> dict[str, Any]:
 
 def _has_rows(file: Path) -> bool:
     """Whether it is of another format than RecordIO, which any other name is taken for."""
-    from unisono.data.formats import read_formats
-    from unisono.data.formats.names import format_of
+    from unisono.data.convert.formats import read_formats
+    from unisono.data.convert.formats.detection import format_of
 
     return format_of(file) in set(read_formats()) - {".rec"}
 
@@ -282,13 +280,13 @@ def _has_rows(file: Path) -> bool:
 def _inspect_rows(file: Path, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.formats import open_table
-    from unisono.data.formats.rows import kind_of, shown
+    from unisono.data.convert.formats import open_table
+    from unisono.data.convert.formats.table import kind_of, shorten
 
     table = open_table(file)
     first = list(islice(table.rows, 5))
     fields = table.schema or {name: kind_of(name, value) for row in first[:1] for name, value in row.items()}
-    rows = [{name: shown(value) for name, value in row.items()} for row in first]
+    rows = [{name: shorten(value) for name, value in row.items()} for row in first]
     size = file.stat().st_size
     if as_json:
         told = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
@@ -304,29 +302,25 @@ def _inspect_rows(file: Path, as_json: bool) -> None:
 def _cat_row(file: Path, number: int, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.formats import open_table
-    from unisono.data.formats.jsonl import to_line
+    from unisono.data.convert.formats import open_table
+    from unisono.data.convert.formats.jsonl import to_line
 
     row = next(islice(open_table(file).rows, number, None), None) if number >= 0 else None
     if row is None:
         raise DataError(
-            Problem(
-                given=f"row {number} of {file}",
-                rule="rows are read one after the other, counted from 0",
-                consequence="nothing was written",
-                nearest="--index 0 is the first one",
-            )
+            given=f"row {number} of {file}",
+            rule="rows are read one after the other, counted from 0",
+            consequence="nothing was written",
+            nearest="--index 0 is the first one",
         )
     try:
         line = to_line(row)
     except ValueError as error:
         raise DataError(
-            Problem(
-                given=f"row {number} of {file}: {error}",
-                rule="JSON has finite numbers only",
-                consequence="nothing was written",
-                nearest=f"unisono data inspect {file}",
-            )
+            given=f"row {number} of {file}: {error}",
+            rule="JSON has finite numbers only",
+            consequence="nothing was written",
+            nearest=f"unisono data inspect {file}",
         ) from error
     if as_json:
         print_json({"index": number, "row": json.loads(line)})

@@ -21,9 +21,9 @@ from unisono.cli.common import every_verb, print_json
 @every_verb
 def command(file: Path, seconds: float, size: int, as_json: bool) -> int:
     """Measure how fast records of FILE (.rec) are read here, and if they are images, decoded and loaded."""
-    from unisono.data.rates import measure
+    from unisono.data.loading.throughput import measure_throughput
 
-    rates = measure(file, seconds=seconds, size=size)
+    rates = measure_throughput(file, seconds=seconds, size=size)
     if as_json:
         print_json({"path": str(file), "rates": [asdict(rate) for rate in rates]})
         return 0

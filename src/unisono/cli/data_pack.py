@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from unisono.cli.common import every_verb, print_json
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 if TYPE_CHECKING:
-    from unisono.data.pack import Layout, Packed
+    from unisono.data.convert.pack import PackResult, RecordSchema
 
 KINDS: Final = ("images", "text", "rows", "python")
 _SHOWN = 20
@@ -170,7 +170,7 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         click.echo(f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})")
 
 
-def _told(packed: Packed) -> str:
+def _told(packed: PackResult) -> str:
     parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
     parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
     parts += [f"{packed.num_empty:,} empty"] if packed.num_empty else []
@@ -178,8 +178,8 @@ def _told(packed: Packed) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _images(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
-    from unisono.data.pack import ImageOptions, pack_image_rows, pack_images
+def _images(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+    from unisono.data.convert.pack import ImageOptions, pack_image_rows, pack_images
 
     names = ("resize", "center_crop", "quality", "encoding", "color", "tiles", "exif")
     image = ImageOptions(**{name: options[name] for name in names if options[name] is not None})
@@ -214,8 +214,8 @@ def _images(source: Path, target: Path, options: Mapping[str, Any], common: Mapp
     )
 
 
-def _text(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
-    from unisono.data.pack import pack_text
+def _text(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+    from unisono.data.convert.pack import pack_text
 
     if options["lines"] and options["text_column"]:
         raise _refused("--lines and --text-column", "a document is a line, or a row's text", "one of the two")
@@ -232,15 +232,15 @@ def _text(source: Path, target: Path, options: Mapping[str, Any], common: Mappin
     )
 
 
-def _rows(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
-    from unisono.data.pack import pack_rows
+def _rows(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+    from unisono.data.convert.pack import pack_rows
 
     rest = {name: options[name] for name in ("columns", "payload", "base64", "arrays")}
     return pack_rows(source, target, schema=_schema(options), **rest, **common)
 
 
-def _python(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> Packed:
-    from unisono.data.pack import pack_function
+def _python(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+    from unisono.data.convert.pack import pack_function
 
     schema = _schema(options)
     if options["function"] is None or schema is None:
@@ -256,17 +256,17 @@ def _python(source: Path, target: Path, options: Mapping[str, Any], common: Mapp
 _PACK: Final = {"images": _images, "text": _text, "rows": _rows, "python": _python}
 
 
-def _schema(options: Mapping[str, Any]) -> Layout | None:
-    from unisono.data.pack import Layout
+def _schema(options: Mapping[str, Any]) -> RecordSchema | None:
+    from unisono.data.convert.pack import RecordSchema
 
-    return None if options["schema"] is None else Layout.parse(options["schema"])
+    return None if options["schema"] is None else RecordSchema.parse(options["schema"])
 
 
 def _guess(source: Path, target: Path, function: str | None) -> str:
     """What is clear by names alone. Raises DataError where nothing is."""
-    from unisono.data.formats import read_formats
-    from unisono.data.formats.names import format_of
-    from unisono.data.pack.listing import SUFFIXES
+    from unisono.data.convert.formats import read_formats
+    from unisono.data.convert.formats.detection import format_of
+    from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
 
     if function is not None:
         return "python"
@@ -276,7 +276,7 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
         return "images"
     if source.is_dir():
         suffixes = _suffixes(source)
-        if suffixes & SUFFIXES:
+        if suffixes & IMAGE_SUFFIXES:
             return "images"
         if suffixes and suffixes <= _TEXT:
             return "text"
@@ -303,4 +303,4 @@ def _suffixes(folder: Path) -> set[str]:
 
 
 def _refused(given: str, rule: str, nearest: str) -> DataError:
-    return DataError(Problem(given=given, rule=rule, consequence="nothing was packed", nearest=nearest))
+    return DataError(given=given, rule=rule, consequence="nothing was packed", nearest=nearest)

@@ -17,31 +17,31 @@ from unisono.cli.common import every_verb, load_run, print_json
 def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -> None:
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
-    from unisono.dist import job_from_environ, join
-    from unisono.plan.derive import read_plan
+    from unisono.dist import job_from_environ, join_world
+    from unisono.plan.derive import load_plan
     from unisono.plan.options import PlanOptions
     from unisono.train.build import build_data, build_metrics, find_objective
-    from unisono.train.engine import input_selector
     from unisono.train.evaluate import evaluate
+    from unisono.train.forward_backward import ForwardBackward
     from unisono.train.load import load_model
-    from unisono.train.opening import plan_for
-    from unisono.train.passes import Passes
+    from unisono.train.setup import resolve_plan
+    from unisono.train.step import input_selector
 
     job = job_from_environ(os.environ)
-    asked = read_plan(config.plan) if config.plan.file else config.plan
+    asked = load_plan(config.plan) if config.plan.file else config.plan
     whole = PlanOptions(  # however it was trained: here every process has the whole model
         device=asked.device,
         precision=asked.precision,
         global_batch=asked.global_batch * job.world_size,
         micro_batch=asked.micro_batch,
     )
-    device, plan = plan_for(whole, job)
-    world = join(job, device_type=device.type, timeout_s=config.launch.timeout_s)
+    device, plan = resolve_plan(whole, job)
+    world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
     try:
         data = build_data(config)
         model, step = load_model(config, data.tokenizer, world, checkpoint)
         values = evaluate(
-            Passes(model=model.to(device), inputs=input_selector(model), plan=plan, world=world),
+            ForwardBackward(model=model.to(device), inputs=input_selector(model), plan=plan, world=world),
             data.held_out,
             objective=find_objective(config),
             metrics=build_metrics(config),

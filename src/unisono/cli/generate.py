@@ -7,7 +7,7 @@ from dataclasses import replace
 import click
 
 from unisono.cli.common import every_verb, load_run, print_json
-from unisono.errors import ConfigError, Problem
+from unisono.errors import ConfigError
 
 
 @click.command("generate")
@@ -38,7 +38,7 @@ def command(
     """Print text written by RUN_DIR's newest checkpoint."""
     config = load_run(run_dir).value
     from unisono.cli.rank import write_sample
-    from unisono.dist import JobSpec, join
+    from unisono.dist import JobSpec, join_world
     from unisono.models.gpt import GPT
     from unisono.train.build import find_tokenizer
     from unisono.train.load import load_model
@@ -46,16 +46,14 @@ def command(
     given = {"prompt": prompt, "tokens": tokens}
     sample = replace(config.sample, **{name: value for name, value in given.items() if value is not None})
     tokenizer = find_tokenizer(config)
-    world = join(JobSpec(), device_type="cpu", timeout_s=60.0)
+    world = join_world(JobSpec(), device_type="cpu", timeout_s=60.0)
     model, step = load_model(config, tokenizer, world, checkpoint)
     if tokenizer is None or not isinstance(model, GPT):
         raise ConfigError(
-            Problem(
-                given=f"generate with {type(model).__name__} on {'tokens' if tokenizer else 'data of your own'}",
-                rule="text is written by the reference GPT, trained on tokens",
-                consequence="there is nothing to print",
-                nearest="call your own model from Python",
-            )
+            given=f"generate with {type(model).__name__} on {'tokens' if tokenizer else 'data of your own'}",
+            rule="text is written by the reference GPT, trained on tokens",
+            consequence="there is nothing to print",
+            nearest="call your own model from Python",
         )
     context = config.data.seq_len
     text = write_sample(model, tokenizer, sample, context=context, seed=seed, temperature=temperature)

@@ -9,7 +9,7 @@ import click
 
 from unisono.cli.common import every_verb, print_json
 from unisono.config import starter
-from unisono.errors import ConfigError, Problem
+from unisono.errors import ConfigError
 from unisono.train.config import RunConfig
 
 PYTHON_TEMPLATE = '''\
@@ -50,21 +50,17 @@ def command(path: str | None, as_python: bool, as_json: bool) -> None:
             file.write(text)
     except FileExistsError:
         raise ConfigError(
-            Problem(
-                given=f"init {target}",
-                rule="a file that exists is not overwritten",
-                consequence="nothing was written",
-                nearest=f"another name, or remove {target} first",
-            )
+            given=f"init {target}",
+            rule="a file that exists is not overwritten",
+            consequence="nothing was written",
+            nearest=f"another name, or remove {target} first",
         ) from None
     except OSError as error:
         raise ConfigError(
-            Problem(
-                given=f"init {target}: {error.strerror}",
-                rule="the file can be created",
-                consequence="nothing was written",
-                nearest="a path in a folder that exists and that you may write to",
-            )
+            given=f"init {target}: {error.strerror}",
+            rule="the file can be created",
+            consequence="nothing was written",
+            nearest="a path in a folder that exists and that you may write to",
         ) from None
     if as_json:
         print_json({"path": str(target)})

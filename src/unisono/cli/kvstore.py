@@ -41,30 +41,28 @@ def bench(
     (unisono launch, torchrun, srun) it measures between the job's own processes, and rank 0 prints.
     """
     from unisono.dist import job_from_environ
-    from unisono.errors import ConfigError, Problem
-    from unisono.kvstore.bench.processes import measure_here
-    from unisono.kvstore.bench.settings import Settings, several
+    from unisono.errors import ConfigError
+    from unisono.kvstore.bench.processes import measure_on_this_host
+    from unisono.kvstore.bench.settings import BenchSettings, split_repeated
 
-    named = {"kinds": several(kinds), "sizes": several(sizes), "codecs": several(codecs)}
-    settings = Settings(
+    named = {"kinds": split_repeated(kinds), "sizes": split_repeated(sizes), "codecs": split_repeated(codecs)}
+    settings = BenchSettings(
         servers=servers, rounds=rounds, tls=tls, **{name: given for name, given in named.items() if given}
     )
     job = job_from_environ(os.environ)
     if job.world_size > 1:
         if workers not in (None, job.world_size):
             raise ConfigError(
-                Problem(
-                    given=f"--workers {workers} in a job of {job.world_size} processes",
-                    rule="inside a job its processes are the workers",
-                    consequence="nothing was measured",
-                    nearest="leave --workers out",
-                )
+                given=f"--workers {workers} in a job of {job.world_size} processes",
+                rule="inside a job its processes are the workers",
+                consequence="nothing was measured",
+                nearest="leave --workers out",
             )
-        from unisono.kvstore.bench.measure import measure_as
+        from unisono.kvstore.bench.measure import join_and_measure
 
-        found = measure_as(job, settings)
+        found = join_and_measure(job, settings)
     else:
-        found = measure_here(settings, workers or 2)
+        found = measure_on_this_host(settings, workers or 2)
     if found is None:
         return 0
     if as_json:

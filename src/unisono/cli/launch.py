@@ -12,13 +12,13 @@ import click
 from unisono.cli.common import every_verb, print_json
 from unisono.errors import ConfigError, Problem
 from unisono.launch import LaunchOptions
-from unisono.launch.batch import Handover, mpirun, srun
-from unisono.launch.forward import forwarded, parse_settings
-from unisono.launch.hosts import Host, read_hostfile
-from unisono.launch.interface import named
-from unisono.launch.jobs import SERVER, run_job
-from unisono.launch.layout import Job, deal
-from unisono.launch.show import as_text, show
+from unisono.launch.dry_run import describe_launch, dry_run_text
+from unisono.launch.forwarded_env import forwarded, parse_settings
+from unisono.launch.hostfile import Host, read_hostfile
+from unisono.launch.job import SERVER, run_job
+from unisono.launch.mpi_slurm import ExecCommand, mpirun, srun
+from unisono.launch.network_interface import interface_by_name
+from unisono.launch.process_layout import JobLayout, assign_processes
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
@@ -76,7 +76,7 @@ def command(
         return _show_handover(handover, as_json=as_json) if dry_run else handover.run()
     if hostfile is None:
         if interface:
-            named(interface)
+            interface_by_name(interface)
         hosts = [Host(name="this host", slots=processes or 1, here=True)]
         environ = extra
     else:
@@ -86,11 +86,11 @@ def command(
         if host.role == "scheduler":
             click.echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
     folder = folder or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
-    job = Job(
+    job = JobLayout(
         command=command,
         server_command=SERVER,
         hosts=tuple(hosts),
-        seats=deal(hosts, processes, servers),
+        seats=assign_processes(hosts, processes, servers),
         run_id=folder.absolute().name,
         options=options,
         environ=environ,
@@ -100,15 +100,15 @@ def command(
     )
     if not dry_run:
         return run_job(job, folder)
-    shown = show(job)
+    shown = describe_launch(job)
     if as_json:
         print_json(shown)
     else:
-        click.echo(as_text(shown))
+        click.echo(dry_run_text(shown))
     return 0
 
 
-def _show_handover(handover: Handover, *, as_json: bool) -> int:
+def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
     if as_json:
         print_json({"command": handover.argv, "environ": handover.environ})
     else:

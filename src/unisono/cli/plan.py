@@ -40,11 +40,11 @@ def show(file: str, as_json: bool) -> None:
 @every_verb
 def check_file(file: str, processes: int | None, as_json: bool) -> None:
     """Say whether the plan in FILE can be carried out; exit 2 with all that is wrong if not."""
-    from unisono.plan.check import check
+    from unisono.plan.validate import validate_plan
 
     plan = _load(file)
     world = processes or plan.world_size
-    check(plan, world)
+    validate_plan(plan, world)
     if as_json:
         print_json({"hash": plan.hash, "processes": world})
     else:

@@ -18,23 +18,23 @@ from torch import nn
 
 from unisono.cli.common import LOG, PLAN, RESOLVED
 from unisono.config import Resolved
-from unisono.data.tokenizer import BYTES, Tokenizer
-from unisono.dist import JobSpec, join
+from unisono.data.tokens.tokenizer import BYTES, Tokenizer
+from unisono.dist import JobSpec, join_world
 from unisono.errors import UnisonoError
-from unisono.files import write_atomically
 from unisono.interop.huggingface import export
 from unisono.models.gpt import GPT
 from unisono.observe.console import Console
 from unisono.observe.events import Event, read_events
-from unisono.observe.lines import EndFacts
+from unisono.observe.formatting import RunEndFacts
 from unisono.observe.report import write_report
+from unisono.observe.run_summary import summarise
 from unisono.observe.sinks import Trackers
-from unisono.observe.summary import summarise
-from unisono.train.build import Data, build_data, build_trainer
+from unisono.storage.files import write_atomically
+from unisono.train.build import RunData, build_data, build_trainer
 from unisono.train.config import RunConfig, SampleOptions
-from unisono.train.load import empty_model, find_snapshot, read_model, reader_of
-from unisono.train.opening import open_events, plan_for
-from unisono.train.sync import open_world, with_servers
+from unisono.train.gradient_sync import init_distributed, start_servers
+from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
+from unisono.train.setup import open_events, resolve_plan
 from unisono.train.trainer import Trainer
 
 # a model that is spread over ranks is put together for its sample up to this size
@@ -45,10 +45,10 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
     """Train to the end, a stop or an error; rank 0 also shows, samples, exports and reports. Returns the outcome."""
     config = resolved.value
     run_dir = Path(config.run.dir)
-    device, plan = plan_for(config.plan, job)
+    device, plan = resolve_plan(config.plan, job)
     with ExitStack() as stack:
-        job = stack.enter_context(with_servers(plan, job, config.launch, run_dir))
-        world = open_world(plan, job, device.type, config.launch.timeout_s)
+        job = stack.enter_context(start_servers(plan, job, config.launch, run_dir))
+        world = init_distributed(plan, job, device.type, config.launch.timeout_s)
         stack.callback(world.close)
         data = build_data(config)
         events = stack.enter_context(open_events(run_dir, world))
@@ -87,7 +87,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         if console is not None:
             if result.reason != "preempted":
                 outcome["report"] = str(write_report(run_dir))
-            facts = EndFacts(
+            facts = RunEndFacts(
                 sample_text=outcome.get("sample", ""),
                 report_path=Path(outcome["report"]) if "report" in outcome else None,
                 export_path=Path(outcome["export"]) if "export" in outcome else None,
@@ -126,7 +126,7 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
     ]
 
 
-def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any]) -> UnisonoError | None:
+def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, Any]) -> UnisonoError | None:
     """Write the export and a text sample. An export that cannot be written is returned as its error: the run is done, and
     what remains of its end must still happen."""
     tokenizer = data.tokenizer
@@ -135,10 +135,10 @@ def finish(run: Trainer, config: RunConfig, data: Data, outcome: dict[str, Any])
         model, snapshot = run.model, None
         if run.plan.is_model_sharded:
             # this rank has a part of it; what was just committed is whole, and exported a tensor at a time
-            alone = join(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
-            snapshot, model = find_snapshot(config, alone, None), empty_model(config, tokenizer)
+            alone = join_world(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
+            snapshot, model = open_run_checkpoint(config, alone, None), empty_model(config, tokenizer)
         try:
-            read = reader_of(model, snapshot) if snapshot is not None else None
+            read = tensor_reader(model, snapshot) if snapshot is not None else None
             outcome["export"] = str(export_run(model, config, tokenizer, read=read))
         except UnisonoError as error:
             refused = error

@@ -19,12 +19,12 @@ from typing import NoReturn
 
 import click
 
-from unisono.cli.common import LOG, RESOLVED, every_verb, load_config, log_level, print_json, takes_config
+from unisono.cli.common import LOG, RESOLVED, every_verb, load_run_config, log_level, print_json, takes_config
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import CommError, ConfigError, LaunchError, Problem, UnisonoError
-from unisono.plan.derive import read_plan
+from unisono.plan.derive import load_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.config import RunConfig
 
@@ -47,7 +47,7 @@ def command(
     """
     if plan_file is not None:
         overrides = (*overrides, f"plan.file={json.dumps(os.path.abspath(plan_file))}")
-    resolved = load_config(config, overrides)
+    resolved = load_run_config(config, overrides)
     job = job_from_environ(os.environ)
     sync = _sync(resolved.value.plan)
     if (leaves := idle_role(job, "dist_sync" if sync == "auto" else sync)) is not None:
@@ -82,8 +82,8 @@ def command(
 
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
     """Start this same command line in every process of this host; the exit code of the whole."""
-    from unisono.launch import launch
-    from unisono.launch.jobs import run_job, with_servers
+    from unisono.launch import launch_local
+    from unisono.launch.job import run_job, with_servers
 
     level = log_level()
     flags = [*(["--json"] if as_json else []), *([f"--log-level={level}"] if level else [])]
@@ -92,7 +92,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     if (sync := _sync(resolved.value.plan)) != "dist_async":
         if options.servers > 1 or options.replicas > 1:
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
-        return launch(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
+        return launch_local(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
     return run_job(with_servers(command_line, options, run_dir), run_dir)
 
 
@@ -116,7 +116,7 @@ def _no_room_for_replicas(servers: int) -> Problem:
 
 
 def _sync(options: PlanOptions) -> str:
-    return read_plan(options).sync if options.file else options.sync
+    return load_plan(options).sync if options.file else options.sync
 
 
 def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
@@ -178,12 +178,10 @@ def make_folder(run_dir: Path) -> list[Path]:
     except OSError as error:
         _unmake(made)
         raise ConfigError(
-            Problem(
-                given=f"run.dir {str(run_dir)!r}: {error.strerror}",
-                rule="a run keeps its configuration, events and checkpoints in a folder it can write to",
-                consequence="nothing was started",
-                nearest="run.dir in a folder of your own, such as runs/first",
-            )
+            given=f"run.dir {str(run_dir)!r}: {error.strerror}",
+            rule="a run keeps its configuration, events and checkpoints in a folder it can write to",
+            consequence="nothing was started",
+            nearest="run.dir in a folder of your own, such as runs/first",
         ) from None
     return made
 

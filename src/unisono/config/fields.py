@@ -78,7 +78,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class OptionTree:
     """All leaves and all sections (``""`` is the root) of an options class by dotted key, in order of declaration."""
 
     cls: type
@@ -101,16 +101,16 @@ def join(section: str, name: str) -> str:
 
 
 @cache
-def layout_of(cls: type) -> Layout:
+def option_tree(cls: type) -> OptionTree:
     """The flat view of an options class; a declaration this machinery cannot hold is a TypeError."""
-    layout = Layout(cls=cls, leaves={}, sections={})
+    layout = OptionTree(cls=cls, leaves={}, sections={})
     _collect(layout, cls, "", None)
     if BASE in layout.members(""):
         raise TypeError(f"{cls.__name__}.{BASE}: the name is taken by the layering key of TOML files")
     return layout
 
 
-def _collect(layout: Layout, cls: type, section: str, instance: object | None) -> None:
+def _collect(layout: OptionTree, cls: type, section: str, instance: object | None) -> None:
     """Enter ``cls`` and what is below it; ``instance`` is the section's own default, where its parent gave one."""
     layout.sections[section] = cls
     hints = get_type_hints(cls)

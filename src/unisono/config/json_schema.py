@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from unisono.config.fields import BASE, Layout, Leaf, join, layout_of
+from unisono.config.fields import BASE, Leaf, OptionTree, join, option_tree
 from unisono.config.values import NONE, encode
 
 _KEYWORDS = (("ge", "minimum"), ("gt", "exclusiveMinimum"), ("le", "maximum"), ("lt", "exclusiveMaximum"))
@@ -16,13 +16,13 @@ _KEYWORDS = (("ge", "minimum"), ("gt", "exclusiveMinimum"), ("le", "maximum"), (
 
 def schema(cls: type) -> dict[str, Any]:
     """The schema of TOML files for ``cls``."""
-    root = _section_schema(layout_of(cls), "")
+    root = _section_schema(option_tree(cls), "")
     base = {"type": "string", "description": "The TOML or Python file beneath this one, relative to it."}
     root["properties"] = {BASE: base, **root["properties"]}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": cls.__name__, **root}
 
 
-def _section_schema(layout: Layout, section: str) -> dict[str, Any]:
+def _section_schema(layout: OptionTree, section: str) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for name in layout.members(section):
         key = join(section, name)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
-from unisono.config.fields import BASE, Layout
-from unisono.config.pythonfile import PythonFile
+from unisono.config.fields import BASE, OptionTree
+from unisono.config.python_file import PythonFile
 from unisono.config.values import CALLABLE, encode, toml_value
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Resolved(Generic[T]):
     origins: dict[str, str]
     hash: str
     python: PythonFile | None
-    layout: Layout = field(repr=False)
+    layout: OptionTree = field(repr=False)
     encoded: dict[str, Any] = field(repr=False)  # dotted key -> value as TOML and JSON hold it
 
     def to_toml(self) -> str:
@@ -66,7 +66,7 @@ class Resolved(Generic[T]):
 
 
 def resolve(
-    value: T, values: dict[str, Any], origins: dict[str, str], layout: Layout, python: PythonFile | None
+    value: T, values: dict[str, Any], origins: dict[str, str], layout: OptionTree, python: PythonFile | None
 ) -> Resolved[T]:
     """Seal typed ``values`` by dotted key and the object made of them."""
     encoded = {key: encode(item) for key, item in values.items()}

@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from unisono.config.fields import BASE, Layout
-from unisono.config.pythonfile import PythonFile, run_python
-from unisono.config.tomlfile import NOTHING_STARTED, KeyPath, read_toml
+from unisono.config.fields import BASE, OptionTree
+from unisono.config.python_file import PythonFile, run_python
+from unisono.config.toml_file import NOTHING_STARTED, KeyPath, read_toml
 from unisono.config.values import ENV, SET, literal, shown
 from unisono.errors import ConfigError, Problem
 
@@ -23,7 +23,7 @@ SUFFIXES = (".toml", ".py")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class SourceEntry:
     """A raw value for a key path (a leaf, or a section as a dict), and the origin of every path at or below it."""
 
     path: KeyPath
@@ -42,8 +42,8 @@ class Entry:
 class Reading:
     """What the files gave, lowest layer first, and what was wrong with them."""
 
-    layout: Layout
-    entries: list[Entry] = field(default_factory=list[Entry])
+    layout: OptionTree
+    entries: list[SourceEntry] = field(default_factory=list[SourceEntry])
     python: PythonFile | None = None
     files: list[Path] = field(default_factory=list[Path])
     problems: list[Problem] = field(default_factory=list[Problem])
@@ -67,22 +67,18 @@ class Reading:
     def _check(self, path: Path, named: str, above: tuple[Path, ...]) -> None:
         if path.suffix not in SUFFIXES:
             raise ConfigError(
-                Problem(
-                    given=f"{named}{path} is neither TOML nor Python",
-                    rule="a configuration is a .toml file or a .py file with def config()",
-                    consequence=NOTHING_STARTED,
-                    nearest=f"{path.stem}.toml",
-                )
+                given=f"{named}{path} is neither TOML nor Python",
+                rule="a configuration is a .toml file or a .py file with def config()",
+                consequence=NOTHING_STARTED,
+                nearest=f"{path.stem}.toml",
             )
         if path.resolve() in above:
             way = [*above[above.index(path.resolve()) :], path.resolve()]
             raise ConfigError(
-                Problem(
-                    given=f"{named}comes back to {path}",
-                    rule="the layers beneath a file end somewhere",
-                    consequence=NOTHING_STARTED,
-                    nearest="drop one base of " + " -> ".join(step.name for step in way),
-                )
+                given=f"{named}comes back to {path}",
+                rule="the layers beneath a file end somewhere",
+                consequence=NOTHING_STARTED,
+                nearest="drop one base of " + " -> ".join(step.name for step in way),
             )
 
     def _toml(self, path: Path, above: tuple[Path, ...]) -> None:
@@ -100,17 +96,15 @@ class Reading:
                     nearest=f'{BASE} = "other.toml"',
                 )
             )
-        self.entries.extend(Entry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items())
+        self.entries.extend(SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items())
 
     def _python(self, path: Path, named: str) -> None:
         if self.files:
             raise ConfigError(
-                Problem(
-                    given=f"{named}{path} comes after {self.files[-1]}",
-                    rule="a Python file gives every value, so it can only be the lowest layer",
-                    consequence=NOTHING_STARTED,
-                    nearest=f"name {path.name} first",
-                )
+                given=f"{named}{path} comes after {self.files[-1]}",
+                rule="a Python file gives every value, so it can only be the lowest layer",
+                consequence=NOTHING_STARTED,
+                nearest=f"name {path.name} first",
             )
         value, self.python = run_python(path, self.layout.cls)
         objects: dict[str, object] = {}
@@ -140,12 +134,12 @@ class Reading:
                 self.entries.append(fixed(leaf.key, raw, str(path)))
 
 
-def fixed(key: str, raw: Any, origin: str) -> Entry:
+def fixed(key: str, raw: Any, origin: str) -> SourceEntry:
     """An entry whose origin is the same everywhere."""
-    return Entry(path=tuple(key.split(".")), raw=raw, origin=lambda _: origin)
+    return SourceEntry(path=tuple(key.split(".")), raw=raw, origin=lambda _: origin)
 
 
-def read_files(paths: Sequence[str | Path], layout: Layout) -> Reading:
+def read_files(paths: Sequence[str | Path], layout: OptionTree) -> Reading:
     """Entries of all files; every file is read even where another one is at fault."""
     reading = Reading(layout=layout)
     for path in paths:
@@ -153,20 +147,20 @@ def read_files(paths: Sequence[str | Path], layout: Layout) -> Reading:
     return reading
 
 
-def planned_entries(planned: Mapping[str, Any]) -> list[Entry]:
+def planned_entries(planned: Mapping[str, Any]) -> list[SourceEntry]:
     """Values the planner chose, for what the user left open."""
     return [fixed(key, raw, "planned") for key, raw in planned.items()]
 
 
-def environment_entries(environ: Mapping[str, str]) -> list[Entry]:
+def environment_entries(environ: Mapping[str, str]) -> list[SourceEntry]:
     """``UNISONO__OPTIM__LR=0.1`` sets ``optim.lr``; names without the double underscore are not ours."""
     ours = {name: name.removeprefix(ENV).lower().replace("__", ".") for name in sorted(environ) if name.startswith(ENV)}
     return [fixed(key, literal(environ[name]), f"env {name}") for name, key in ours.items()]
 
 
-def override_entries(overrides: Sequence[str], problems: list[Problem]) -> list[Entry]:
+def override_entries(overrides: Sequence[str], problems: list[Problem]) -> list[SourceEntry]:
     """``optim.lr=0.1`` as ``--set`` takes it."""
-    entries: list[Entry] = []
+    entries: list[SourceEntry] = []
     for text in overrides:
         key, equals, value = text.partition("=")
         if equals and key.strip():

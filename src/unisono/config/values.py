@@ -7,7 +7,7 @@ import shlex
 import tomllib
 from typing import Any, cast
 
-from unisono.config.tomlfile import cut
+from unisono.config.toml_file import cut
 
 NONE = "none"  # what TOML writes for None, since it has no null
 CALLABLE = "python:"  # prefix of the label that stands for a callable of the base Python file

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 Batch = dict[str, NDArray[Any]]
 
@@ -76,10 +76,10 @@ class _MapStyleDataset:
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
         samples = many(ids) if many is not None else [self._data[index] for index in ids]
-        return [named(sample) for sample in samples]
+        return [check_sample(sample) for sample in samples]
 
 
-def named(sample: Any) -> Batch:
+def check_sample(sample: Any) -> Batch:
     """One sample as named arrays, by the rules of ``from_map_style``."""
     if isinstance(sample, Mapping):
         items = cast("Mapping[str, Any]", sample)
@@ -125,21 +125,17 @@ def _array(name: str, value: Any) -> NDArray[Any]:
 
 def _unclear(given: str) -> DataError:
     return DataError(
-        Problem(
-            given=given,
-            rule="a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value",
-            consequence="it cannot become part of a batch",
-            nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
-        )
+        given=given,
+        rule="a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value",
+        consequence="it cannot become part of a batch",
+        nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
     )
 
 
 def _unlike(given: str) -> DataError:
     return DataError(
-        Problem(
-            given=given,
-            rule="the samples of a batch have the same names, shapes and dtypes",
-            consequence="they cannot be stacked",
-            nearest="pad or crop in the dataset or in the loader's transform, and give the loss a weight of 0 there",
-        )
+        given=given,
+        rule="the samples of a batch have the same names, shapes and dtypes",
+        consequence="they cannot be stacked",
+        nearest="pad or crop in the dataset or in the loader's transform, and give the loss a weight of 0 there",
     )

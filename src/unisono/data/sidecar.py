@@ -32,7 +32,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.errors import DataError, Problem
-from unisono.files import write_atomically
+from unisono.storage.files import write_atomically
 
 MAGIC: Final = b"unisidx\n"
 VERSION: Final = 1
@@ -43,7 +43,7 @@ _DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Payload:
+class PayloadInfo:
     """The file the sidecar describes."""
 
     bytes: int
@@ -52,7 +52,7 @@ class Payload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class ColumnInfo:
     """One array inside the sidecar."""
 
     dtype: str
@@ -62,12 +62,12 @@ class Column:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Head:
+class SidecarHeader:
     """The JSON head."""
 
     kind: str
-    payload: Payload
-    columns: dict[str, Column]
+    payload: PayloadInfo
+    columns: dict[str, ColumnInfo]
     facts: dict[str, str | int]
 
 
@@ -76,7 +76,7 @@ class Sidecar:
     """An opened sidecar. ``columns`` are read-only views of the mapped file."""
 
     path: Path
-    head: Head
+    head: SidecarHeader
     digest: str
     columns: dict[str, NDArray[Any]]
 
@@ -91,21 +91,21 @@ def map_array(path: Path, dtype: str, *, count: int, offset: int = 0) -> NDArray
 
 
 def write_sidecar(
-    path: Path, *, kind: str, payload: Payload, columns: Mapping[str, NDArray[Any]], facts: Mapping[str, str | int]
+    path: Path, *, kind: str, payload: PayloadInfo, columns: Mapping[str, NDArray[Any]], facts: Mapping[str, str | int]
 ) -> None:
     """Write a sidecar atomically. Column dtypes: uint8, uint16, uint32, uint64, int64, float32, float64."""
     stored = {name: np.ascontiguousarray(column, column.dtype.newbyteorder("<")) for name, column in columns.items()}
     table = {
-        name: Column(dtype=column.dtype.str, count=column.size, offset=(1 << 63) - 1, xxh3_128=digest_of(column))
+        name: ColumnInfo(dtype=column.dtype.str, count=column.size, offset=(1 << 63) - 1, xxh3_128=digest_of(column))
         for name, column in stored.items()
     }
     # The offsets stand in the head, whose length moves them: lay out with room for the longest numbers, then pad.
-    room = len(msgspec.json.encode(Head(kind=kind, payload=payload, columns=table, facts=dict(facts))))
+    room = len(msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts))))
     end = _aligned(_FIXED.size + room)
     for name, column in stored.items():
         table[name] = replace(table[name], offset=end)
         end = _aligned(end + column.nbytes)
-    head = msgspec.json.encode(Head(kind=kind, payload=payload, columns=table, facts=dict(facts))).ljust(room)
+    head = msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts))).ljust(room)
     fixed = _FIXED.pack(MAGIC, VERSION, room, end, b"")[:24]
     parts: list[Any] = [fixed, xxhash.xxh3_128(fixed + head).digest(), head, _padding(_FIXED.size + room)]
     for column in stored.values():
@@ -135,7 +135,7 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
     if xxhash.xxh3_128(fixed[:24] + raw).digest() != digest:
         raise _damaged(path, "its head does not match the head's digest")
     try:
-        head = msgspec.json.decode(raw, type=Head)
+        head = msgspec.json.decode(raw, type=SidecarHeader)
     except msgspec.DecodeError as error:
         raise _damaged(path, f"its head is not understood: {error}") from error
     if head.kind != kind:
@@ -179,7 +179,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview | bytes:
     return view_of(array).cast("B") if array.size else b""
 
 
-def _fits(column: Column, size: int) -> bool:
+def _fits(column: ColumnInfo, size: int) -> bool:
     if column.dtype not in _DTYPES or column.count < 0 or column.offset < 0 or column.offset % _ALIGN:
         return False
     return column.offset + column.count * np.dtype(column.dtype).itemsize <= size

@@ -28,12 +28,10 @@ def agree(world: World, name: str, value: Any) -> None:
     those = ", ".join(str(rank) for rank, text in enumerate(texts) if text == usual)
     other, usual = _apart(texts[odd[0]], usual)
     raise CommError(
-        Problem(
-            given=f"{name} is {_short(other)} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank {those}",
+        given=f"{name} is {_short(other)} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank {those}",
             rule=f"{name} is the same on all {world.world_size} ranks",
             consequence="the ranks would train different things, so no step was made",
-            nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others",
-        )
+            nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others"
     )
 
 

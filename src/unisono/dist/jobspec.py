@@ -197,13 +197,11 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
     world = _whole(environ, "DMLC_NUM_WORKER")
     if role == "worker" and number is None:
         raise LaunchError(
-            Problem(
-                given="DMLC_ROLE='worker' and none of DMLC_RANK, DMLC_WORKER_ID, DMLC_TASK_ID",
+            given="DMLC_ROLE='worker' and none of DMLC_RANK, DMLC_WORKER_ID, DMLC_TASK_ID",
                 rule="a worker's number is said before it starts; MXNet counts workers as they arrive, which is another order "
                 "each time",
                 consequence="this process does not know which share of the data is its own and was not started",
-                nearest=f"DMLC_WORKER_ID=0 … {max(world - 1, 0)}, one for each worker, or `unisono launch`, which numbers them",
-            )
+                nearest=f"DMLC_WORKER_ID=0 … {max(world - 1, 0)}, one for each worker, or `unisono launch`, which numbers them"
         )
     rank = _whole(environ, number) if role == "worker" and number else 0
     on_one_host = _is_loopback(environ["DMLC_PS_ROOT_URI"])
@@ -291,12 +289,10 @@ def _whole(environ: Mapping[str, str], name: str, default: int | None = None) ->
         return default
     if text is None or not re.fullmatch(r"[0-9]{1,18}", text.strip()):
         raise LaunchError(
-            Problem(
-                given=f"{name}={text!r}",
+            given=f"{name}={text!r}",
                 rule="it is a whole number, 0 or more",
                 consequence="this process does not know its place in the job and was not started",
-                nearest=f"unset {name}, or let the launcher set it",
-            )
+                nearest=f"unset {name}, or let the launcher set it"
         )
     return int(text)
 
@@ -311,12 +307,10 @@ def _role(environ: Mapping[str, str], name: str, default: str | None = None) -> 
         if role == given:
             return role
     raise LaunchError(
-        Problem(
-            given=f"{name}={given!r}",
+        given=f"{name}={given!r}",
             rule=f"a process is one of {', '.join(ROLES)}",
             consequence="this process does not know what it is for and was not started",
-            nearest=f"unset {name}, or let the launcher set it",
-        )
+            nearest=f"unset {name}, or let the launcher set it"
     )
 
 
@@ -328,12 +322,10 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
     if missing:
         present = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
         raise LaunchError(
-            Problem(
-                given=f"{source} set {present} but not {', '.join(missing)}",
+            given=f"{source} set {present} but not {', '.join(missing)}",
                 rule=f"{source} sets all of {', '.join(names)}, or none",
                 consequence="this process does not know its place in the job and was not started",
-                nearest=f"set {', '.join(missing)}, or unset {marker} to run as one process",
-            )
+                nearest=f"set {', '.join(missing)}, or unset {marker} to run as one process"
         )
     return True
 
@@ -387,12 +379,10 @@ def _master_addr(environ: Mapping[str, str], source: str, default: str | None) -
     address = environ.get("MASTER_ADDR") or default
     if address is None:
         raise LaunchError(
-            Problem(
-                given=f"{source} started ranks on several hosts and does not say where rank 0 is",
+            given=f"{source} started ranks on several hosts and does not say where rank 0 is",
                 rule="all ranks meet at MASTER_ADDR",
                 consequence="the ranks cannot find each other, so nothing was started",
-                nearest="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
-            )
+                nearest="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …"
         )
     return address
 

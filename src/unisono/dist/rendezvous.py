@@ -59,13 +59,11 @@ def open_store(job: JobSpec, timeout_s: float) -> TCPStore:
         )
     except RuntimeError as error:
         raise CommError(
-            Problem(
-                given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
+            given=f"rank {job.rank} of {job.world_size} found no store at {job.master_addr}:{job.master_port} in "
                 f"{timeout_s:g} s ({_first_line(error)})",
                 rule=f"{'the launcher' if job.shared_store else 'rank 0'} keeps a store open there while the job runs",
                 consequence="this rank cannot join and has not trained",
-                nearest="see why rank 0 did not start, and that its host and port can be reached from here",
-            )
+                nearest="see why rank 0 did not start, and that its host and port can be reached from here"
         ) from error
 
 
@@ -131,13 +129,11 @@ def _absent(job: JobSpec, ranks: list[int], timeout_s: float) -> CommError:
     names = ", ".join(str(rank) for rank in ranks[:16]) + (" …" if len(ranks) > 16 else "")
     one = len(ranks) == 1
     return CommError(
-        Problem(
-            given=f"rank{'' if one else 's'} {names} of {job.world_size} did not arrive within {timeout_s:g} s "
+        given=f"rank{'' if one else 's'} {names} of {job.world_size} did not arrive within {timeout_s:g} s "
             f"(seen from rank {job.rank})",
             rule="all ranks join before the first step",
             consequence="no step was made",
-            nearest=f"see the log of rank {ranks[0]}; if it is only slow to start, raise the timeout",
-        )
+            nearest=f"see the log of rank {ranks[0]}; if it is only slow to start, raise the timeout"
     )
 
 
@@ -150,12 +146,10 @@ def _listen(job: JobSpec) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise LaunchError(
-            Problem(
-                given=f"the master address {job.master_addr!r} has no meaning on this host ({error.strerror})",
+            given=f"the master address {job.master_addr!r} has no meaning on this host ({error.strerror})",
                 rule="rank 0 listens at the master address",
                 consequence="the ranks cannot find each other, so nothing was started",
-                nearest="set MASTER_ADDR to a name or address of the host rank 0 runs on",
-            )
+                nearest="set MASTER_ADDR to a name or address of the host rank 0 runs on"
         ) from error
     listener = socket.socket(family, kind, proto)
     try:
@@ -166,20 +160,16 @@ def _listen(job: JobSpec) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                Problem(
-                    given=f"rank 0 was told to listen at {at}, and another process already does",
+                given=f"rank 0 was told to listen at {at}, and another process already does",
                     rule="the port of a job belongs to that job alone",
                     consequence="the ranks would meet in a foreign job, so nothing was started",
-                    nearest=f"MASTER_PORT={_free_port(family, str(address[0]))} is free now",
-                )
+                    nearest=f"MASTER_PORT={_free_port(family, str(address[0]))} is free now"
             ) from error
         raise LaunchError(
-            Problem(
-                given=f"rank 0 cannot listen at {at} ({error.strerror})",
+            given=f"rank 0 cannot listen at {at} ({error.strerror})",
                 rule="the master address is one of the host that rank 0 runs on",
                 consequence="the ranks cannot find each other, so nothing was started",
-                nearest="set MASTER_ADDR to an address of this host (127.0.0.1 when all ranks are here)",
-            )
+                nearest="set MASTER_ADDR to an address of this host (127.0.0.1 when all ranks are here)"
         ) from error
     return listener
 

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from unisono.dist.ending import let_gloo_go
+from unisono.dist.gloo_shutdown import wait_for_gloo_threads
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.peers import identity, roll_call, suspects
+from unisono.dist.roll_call import identity, roll_call, missing_ranks
 from unisono.dist.rendezvous import fresh_prefix, open_store
 from unisono.errors import CommError, LaunchError, Problem
 
@@ -206,19 +206,17 @@ class World:
     def _explained(self, error: RuntimeError, operation: str, num_bytes: int, waited_s: float) -> CommError:
         text = " ".join(str(error).split())
         timed_out = "imed out" in text or "imeout" in text
-        culprits = suspects(self._peers, self.rank, settle=not timed_out)
+        culprits = missing_ranks(self._peers, self.rank, settle=not timed_out)
         if not culprits and timed_out and self._store is not None:
             culprits = roll_call(self._store, self.rank, self.world_size, operation)
         size = f" of {num_bytes} bytes" if num_bytes else ""
         return CommError(
-            Problem(
-                given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
+            given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
                 f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
                 rule=f"every rank takes part in every collective within {self.timeout_s:g} s",
                 consequence="the ranks are no longer in step, and this process cannot go on",
                 nearest="start again from the newest checkpoint (the local launcher does so by itself); "
-                "the log of the missing rank says why it left",
-            )
+                "the log of the missing rank says why it left"
         )
 
     def close(self) -> None:
@@ -230,11 +228,11 @@ class World:
             # the end of the default group is the end of all others, which then have nothing left to destroy
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-            let_gloo_go()
+            wait_for_gloo_threads()
         self._store = None
 
 
-def join(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: float | None = None) -> World:
+def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: float | None = None) -> World:
     """Meets the other ranks of ``job`` and returns once all are connected.
 
     Collectives on ``device_type`` tensors use torch's default backend for it (gloo for cpu); those on host tensors use
@@ -249,12 +247,10 @@ def join(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: fl
         raise ValueError(f"timeout_s is {timeout_s}; a collective needs some time above 0")
     if job.server_addresses and not job.master_port:
         raise LaunchError(
-            Problem(
-                given=f"rank {job.rank} of {job.world_size} was to meet the others in a job with parameter servers",
+            given=f"rank {job.rank} of {job.world_size} was to meet the others in a job with parameter servers",
                 rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
                 consequence="there is nobody to all-reduce with, so nothing was started",
-                nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))",
-            )
+                nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))"
         )
     meet_timeout_s = max(timeout_s, _MEET_S) if meet_timeout_s is None else meet_timeout_s
     store = open_store(job, meet_timeout_s)
@@ -281,12 +277,10 @@ def _backend(job: JobSpec, device_type: str) -> str:
     count = torch.accelerator.device_count()
     if job.local_rank >= count:
         raise LaunchError(
-            Problem(
-                given=f"local rank {job.local_rank} wants {device_type}:{job.local_rank}, this host shows {count}",
+            given=f"local rank {job.local_rank} wants {device_type}:{job.local_rank}, this host shows {count}",
                 rule="every rank of a host has a device of its own",
                 consequence="two ranks would share a device, so nothing was started",
-                nearest=f"start {max(count, 1)} processes on this host, or train on the cpu",
-            )
+                nearest=f"start {max(count, 1)} processes on this host, or train on the cpu"
         )
     # host tensors (JSON, barriers) keep a backend of their own, so control traffic never waits for a stream
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"

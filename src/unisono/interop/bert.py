@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from unisono.errors import CheckpointError, Problem
-from unisono.interop.exported import Exported
+from unisono.errors import CheckpointError
+from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT, BertOptions
 
 _NAMES = {
@@ -35,7 +35,7 @@ _NAMES = {
     "head": "cls.predictions",
 }
 # what checkpoints with more heads, or of older versions, hold besides
-_NOT_OURS = re.compile(
+_IGNORED = re.compile(
     r"bert\.pooler\.|cls\.seq_relationship\.|cls\.predictions\.decoder\.|bert\.embeddings\.position_ids"
 )
 _SETTINGS = {
@@ -59,9 +59,9 @@ def bert_name(name: str) -> str:
     return (f"bert.encoder.layer.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
 
 
-def bert_tensors(model: BERT) -> list[Exported]:
+def bert_tensors(model: BERT) -> list[ExportedTensor]:
     """All parameters under their names there. The output matrix is the token table and is not written twice."""
-    return [Exported(key=bert_name(name), name=name) for name, _ in model.named_parameters()]
+    return [ExportedTensor(key=bert_name(name), name=name) for name, _ in model.named_parameters()]
 
 
 def bert_config(model: BERT) -> dict[str, Any]:
@@ -89,14 +89,14 @@ def load_bert(folder: Path | str) -> BERT:
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         found: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise _unfit(folder, f"{type(error).__name__}: {error}") from error
+        raise _mismatch(folder, f"{type(error).__name__}: {error}") from error
     other = {name: config[name] for name, value in _FIXED.items() if config.get(name, value) != value}
     absent = sorted(set(_SETTINGS) - config.keys())
     if other or absent:
-        raise _unfit(folder, ", ".join([*(f"{k} = {v!r}" for k, v in other.items()), *(f"no {k}" for k in absent)]))
+        raise _mismatch(folder, ", ".join([*(f"{k} = {v!r}" for k, v in other.items()), *(f"no {k}" for k in absent)]))
     with torch.random.fork_rng(devices=[]):  # every weight drawn is replaced: nobody's randomness is used up
         model = BERT(BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()}))
-    tensors = {_modern(name): tensor for name, tensor in found.items() if not _NOT_OURS.match(name)}
+    tensors = {_modern_name(name): tensor for name, tensor in found.items() if not _IGNORED.match(name)}
     wanted = {bert_name(name): parameter for name, parameter in model.named_parameters()}
     problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     problems += [f"{name} has no place" for name in sorted(tensors.keys() - wanted.keys())]
@@ -106,24 +106,22 @@ def load_bert(folder: Path | str) -> BERT:
         if tensors[name].shape != wanted[name].shape
     ]
     if problems:
-        raise _unfit(folder, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""))
+        raise _mismatch(folder, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""))
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(tensors[name])
     return model
 
 
-def _modern(name: str) -> str:
+def _modern_name(name: str) -> str:
     """Files of the first versions call a norm's tensors gamma and beta."""
     return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
 
 
-def _unfit(folder: Path, given: str) -> CheckpointError:
+def _mismatch(folder: Path, given: str) -> CheckpointError:
     return CheckpointError(
-        Problem(
-            given=f"{folder}: {given}",
-            rule="it has config.json and model.safetensors of a BertForMaskedLM with gelu and learned positions",
-            consequence="no model was loaded",
-            nearest="BertForMaskedLM.from_pretrained(…).save_pretrained(folder)",
-        )
+        given=f"{folder}: {given}",
+        rule="it has config.json and model.safetensors of a BertForMaskedLM with gelu and learned positions",
+        consequence="no model was loaded",
+        nearest="BertForMaskedLM.from_pretrained(…).save_pretrained(folder)",
     )

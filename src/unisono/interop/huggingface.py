@@ -23,13 +23,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import CheckpointError, Problem
-from unisono.interop import architectures
+from unisono.checkpoint.safetensors_format import build_header
+from unisono.errors import CheckpointError
+from unisono.interop import gpt
 from unisono.interop.bert import bert_config, bert_tensors
-from unisono.interop.exported import Exported
+from unisono.interop.exported_tensor import ExportedTensor
 from unisono.models.bert import BERT
 from unisono.models.gpt import GPT
-from unisono.train.checkpoint.tensorfile import build_header
 
 _WEIGHTS, _CONFIG, _TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 _INDEX = "model.safetensors.index.json"
@@ -73,12 +73,10 @@ def export(
         partial.rename(target)
     except OSError as error:
         raise CheckpointError(
-            Problem(
-                given=f"export to {str(folder)!r}: {error.strerror}",
-                rule="an export is a new folder, or takes the place of an earlier export",
-                consequence="nothing was exported",
-                nearest="a path in a folder you may write to, with room for the model's weights",
-            )
+            given=f"export to {str(folder)!r}: {error.strerror}",
+            rule="an export is a new folder, or takes the place of an earlier export",
+            consequence="nothing was exported",
+            nearest="a path in a folder you may write to, with room for the model's weights",
         ) from error
     finally:
         if partial is not None:
@@ -98,13 +96,11 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
     )
     if others:
         raise CheckpointError(
-            Problem(
-                given=f"export to {str(given)!r}, where there is {', '.join(others[:3])}"
-                + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
-                rule="an export is a new folder, or takes the place of an earlier export",
-                consequence="nothing was exported and nothing was removed",
-                nearest=f"a folder inside it, such as {str(given / 'export')!r}",
-            )
+            given=f"export to {str(given)!r}, where there is {', '.join(others[:3])}"
+            + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+            rule="an export is a new folder, or takes the place of an earlier export",
+            consequence="nothing was exported and nothing was removed",
+            nearest=f"a folder inside it, such as {str(given / 'export')!r}",
         )
 
 
@@ -114,8 +110,10 @@ def write_weights(
     """The model's tensors as safetensors files in ``folder``, one tensor of the model in memory at a time."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     named, tied = _names(model)
-    sizes = {each.key: each.transform(tensors[each.name].detach()) for each in named}  # views, of which only shapes are read
-    files = _spread(named, sizes, max_shard_bytes)
+    sizes = {
+        each.key: each.transform(tensors[each.name].detach()) for each in named
+    }  # views, of which only shapes are read
+    files = _split_into_files(named, sizes, max_shard_bytes)
     one = len(files) == 1
     names = [_WEIGHTS if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     whole: tuple[str, Tensor] = "", torch.empty(0)  # several in a row may be of one tensor, as experts are
@@ -148,8 +146,10 @@ def _values(name: str, tensor: Tensor, read: Callable[[str, Tensor], None] | Non
     return values
 
 
-def _spread(named: Sequence[Exported], sizes: Mapping[str, Tensor], limit: int) -> list[list[Exported]]:
-    files: list[list[Exported]] = [[]]
+def _split_into_files(
+    named: Sequence[ExportedTensor], sizes: Mapping[str, Tensor], limit: int
+) -> list[list[ExportedTensor]]:
+    files: list[list[ExportedTensor]] = [[]]
     size = 0
     for each in named:
         size += sizes[each.key].nbytes
@@ -160,9 +160,9 @@ def _spread(named: Sequence[Exported], sizes: Mapping[str, Tensor], limit: int) 
     return files
 
 
-def _names(model: nn.Module) -> tuple[list[Exported], dict[str, str]]:
+def _names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
     if isinstance(model, GPT):
-        return list(architectures.tensors(model)), {}
+        return list(gpt.gpt_tensors(model)), {}
     if isinstance(model, BERT):
         return bert_tensors(model), {}
     return _own_names(model)
@@ -170,19 +170,19 @@ def _names(model: nn.Module) -> tuple[list[Exported], dict[str, str]]:
 
 def _config(model: nn.Module, max_length: int, end_of_document: int | None) -> dict[str, Any] | None:
     if isinstance(model, GPT):
-        return architectures.config(model, max_length, end_of_document)
+        return gpt.gpt_config(model, max_length, end_of_document)
     return bert_config(model) if isinstance(model, BERT) else None
 
 
-def _own_names(model: nn.Module) -> tuple[list[Exported], dict[str, str]]:
+def _own_names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
     """Every tensor once, and of those with several names the others: other name -> the name it is under."""
     first: dict[Any, str] = {}
-    named: list[Exported] = []
+    named: list[ExportedTensor] = []
     tied: dict[str, str] = {}
     for name, tensor in cast("dict[str, Tensor]", model.state_dict(keep_vars=True)).items():
         known = first.setdefault(tensor, name)
         if known == name:
-            named.append(Exported(key=name, name=name))
+            named.append(ExportedTensor(key=name, name=name))
         else:
             tied[name] = known
     return named, tied

@@ -16,12 +16,12 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.errors import ConfigError, nearest_name
 
 T = TypeVar("T")
 
 
-class Rows(NamedTuple):
+class SparseRows(NamedTuple):
     """Some rows of a tensor, standing for all of it with zeros in the other rows; only what is sent is less."""
 
     ids: Tensor
@@ -30,9 +30,9 @@ class Rows(NamedTuple):
     """[n, ...], the rows."""
 
 
-One = Tensor | tuple[Tensor, Tensor]
+PushValue = Tensor | tuple[Tensor, Tensor]
 """A tensor, or (row ids, rows)."""
-Value = One | list[One] | list[Tensor] | list[tuple[Tensor, Tensor]]
+PushValues = PushValue | list[PushValue] | list[Tensor] | list[tuple[Tensor, Tensor]]
 """What one worker pushes under one key: one value, or one for each of its devices, which are added in the list's order."""
 
 
@@ -58,7 +58,7 @@ class Future(Generic[T]):
 
 
 @dataclass(slots=True)
-class Keys:
+class KeyTable:
     """Shape and dtype by key, and the questions asked of every call."""
 
     specs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -68,12 +68,10 @@ class Keys:
         for key in values:
             if key in self.specs:
                 raise ConfigError(
-                    Problem(
-                        given=f"init of key {key!r}, which has a value",
-                        rule="a key is initialised once",
-                        consequence="the stored value was not touched",
-                        nearest="push without an optimizer to replace the value, or load_state_dict",
-                    )
+                    given=f"init of key {key!r}, which has a value",
+                    rule="a key is initialised once",
+                    consequence="the stored value was not touched",
+                    nearest="push without an optimizer to replace the value, or load_state_dict",
                 )
         self.specs |= {key: (value.shape, value.dtype) for key, value in values.items()}
 
@@ -81,38 +79,32 @@ class Keys:
         """What is kept under ``key``. Raises ConfigError for a key never initialised."""
         if key not in self.specs:
             raise ConfigError(
-                Problem(
-                    given=f"key {key!r}",
-                    rule="a key is initialised before it is pushed or pulled",
-                    consequence="nothing was sent",
-                    nearest=nearest_name(key, self.specs)
-                    if self.specs
-                    else f"init({key!r}, value) on every worker first",
-                )
+                given=f"key {key!r}",
+                rule="a key is initialised before it is pushed or pulled",
+                consequence="nothing was sent",
+                nearest=nearest_name(key, self.specs) if self.specs else f"init({key!r}, value) on every worker first",
             )
         return self.specs[key]
 
-    def check_value(self, key: str, value: One) -> None:
+    def check_value(self, key: str, value: PushValue) -> None:
         """Raises ConfigError unless ``value`` has the key's shape and dtype."""
         shape, dtype = self.lookup(key)
         if isinstance(value, Tensor):
             same, given = value.shape == shape, f"a value of shape {list(value.shape)} and dtype {value.dtype}"
             want = f"{key!r} was initialised with shape {list(shape)} and dtype {dtype}"
         else:
-            value = rows_of(key, value, shape)
+            value = as_sparse_rows(key, value, shape)
             same = len(shape) > 0 and value.values.shape == (len(value.ids), *shape[1:])
             given = f"rows of shape {list(value.values.shape)} and dtype {value.values.dtype} for {len(value.ids)} ids"
             want = f"rows of {key!r} have shape [ids, {', '.join(map(str, shape[1:]))}] and dtype {dtype}"
             value = value.values
         if not same or value.dtype != dtype:
             raise ConfigError(
-                Problem(
-                    given=given, rule=want, consequence="nothing was sent", nearest="the gradient as autograd leaves it"
-                )
+                given=given, rule=want, consequence="nothing was sent", nearest="the gradient as autograd leaves it"
             )
 
 
-def rows_of(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) -> Rows:
+def as_sparse_rows(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) -> SparseRows:
     """``value`` as Rows with ids int64. Raises ConfigError for ids that are no row numbers of ``shape``."""
     ids = value[0]
     if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
@@ -120,23 +112,21 @@ def rows_of(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) -> Rows:
     elif len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < (shape[0] if shape else 0)):
         problem = f"row ids from {int(ids.min())} to {int(ids.max())}"
     else:
-        return Rows(ids.long(), value[1])
+        return SparseRows(ids.long(), value[1])
     raise ConfigError(
-        Problem(
-            given=f"{problem} for key {key!r}",
-            rule=f"row ids are a vector of whole numbers from 0 to {shape[0] - 1 if shape else -1}",
-            consequence="nothing was sent",
-            nearest="torch.tensor([0, 2]) for the first and the third row",
-        )
+        given=f"{problem} for key {key!r}",
+        rule=f"row ids are a vector of whole numbers from 0 to {shape[0] - 1 if shape else -1}",
+        consequence="nothing was sent",
+        nearest="torch.tensor([0, 2]) for the first and the third row",
     )
 
 
-def dense(rows: Rows, shape: torch.Size) -> Tensor:
+def to_dense(rows: SparseRows, shape: torch.Size) -> Tensor:
     """The tensor that ``rows`` stand for; rows that occur twice are added in their order."""
     return rows.values.new_zeros(shape).index_add_(0, rows.ids.to(rows.values.device), rows.values)
 
 
-def named(key: object, value: object) -> list[tuple[str, Any]]:
+def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
     """(key, its value) for a mapping, a key with a value, or keys with as many values. Raises ConfigError for other keys."""
     if isinstance(key, Mapping):
         pairs = list(cast("Mapping[object, Any]", key).items())
@@ -145,12 +135,10 @@ def named(key: object, value: object) -> list[tuple[str, Any]]:
         if not isinstance(value, list | tuple) or len(values) != len(names):
             count = len(values) if isinstance(value, list | tuple) else "one value"
             raise ConfigError(
-                Problem(
-                    given=f"{len(names)} keys with {count if isinstance(count, str) else f'{count} values'}",
-                    rule="every key has one entry in the list of values",
-                    consequence="nothing was sent",
-                    nearest="a mapping from key to value",
-                )
+                given=f"{len(names)} keys with {count if isinstance(count, str) else f'{count} values'}",
+                rule="every key has one entry in the list of values",
+                consequence="nothing was sent",
+                nearest="a mapping from key to value",
             )
         pairs = list(zip(names, values, strict=True))
     else:
@@ -158,21 +146,19 @@ def named(key: object, value: object) -> list[tuple[str, Any]]:
     for each, _ in pairs:
         if not isinstance(each, str):
             raise ConfigError(
-                Problem(
-                    given=f"key {each!r} of type {type(each).__name__}",
-                    rule="keys are strings, the same on all workers",
-                    consequence="nothing was sent",
-                    nearest=f"{str(each)!r}",
-                )
+                given=f"key {each!r} of type {type(each).__name__}",
+                rule="keys are strings, the same on all workers",
+                consequence="nothing was sent",
+                nearest=f"{str(each)!r}",
             )
     return cast("list[tuple[str, Any]]", pairs)
 
 
-def table(values: Mapping[str, Tensor]) -> dict[str, str]:
+def describe_tensors(values: Mapping[str, Tensor]) -> dict[str, str]:
     """Shape and dtype by name, as text."""
     return {name: f"{list(value.shape)} {value.dtype}" for name, value in values.items()}
 
 
-def table_hash(values: Mapping[str, Tensor]) -> str:
+def hash_tensors(values: Mapping[str, Tensor]) -> str:
     """Sixteen hex digits over every name, shape and dtype."""
-    return hashlib.sha256(json.dumps(table(values), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(describe_tensors(values), sort_keys=True).encode()).hexdigest()[:16]

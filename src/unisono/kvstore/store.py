@@ -24,16 +24,27 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
-from unisono.errors import ConfigError, Problem, nearest_name
-from unisono.kvstore.asynchronous import AsyncBackend
-from unisono.kvstore.codecs import find_codec
-from unisono.kvstore.collective import CollectiveBackend
-from unisono.kvstore.dist_sync import BucketedAllReduce
-from unisono.kvstore.keys import Future, Keys, One, Rows, Value, dense, named, rows_of, table, table_hash
-from unisono.kvstore.local import LocalBackend, LocalGradients
-from unisono.kvstore.periodic import PeriodicBackend, Rounds
-from unisono.kvstore.values import optimizer_options
-from unisono.kvstore.wire.tls import Tls
+from unisono.errors import ConfigError, nearest_name
+from unisono.kvstore.allreduce.buckets import BucketedAllReduce
+from unisono.kvstore.backends.allreduce import AllReduceBackend
+from unisono.kvstore.backends.local import LocalBackend, LocalGradientSync
+from unisono.kvstore.backends.local_sgd import LocalSGDBackend, LocalSGDConfig
+from unisono.kvstore.backends.parameter_server import ParameterServerBackend
+from unisono.kvstore.compression import find_codec
+from unisono.kvstore.keys import (
+    Future,
+    KeyTable,
+    PushValue,
+    PushValues,
+    SparseRows,
+    as_sparse_rows,
+    describe_tensors,
+    hash_tensors,
+    key_value_pairs,
+    to_dense,
+)
+from unisono.kvstore.value_store import optimizer_options
+from unisono.kvstore.wire.tls import TLSContexts
 from unisono.launch.secret import SECRET_BYTES
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
@@ -79,7 +90,7 @@ class Backend(Protocol):
         """Where several values of one push are added."""
         ...
 
-    def push(self, items: Sequence[tuple[str, One]], priority: int) -> Future[None]:
+    def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
         """Add up over workers; a value may change, or be read, until the future is done only if the backend copied it."""
         ...
 
@@ -87,7 +98,7 @@ class Backend(Protocol):
         """Write the stored value into each of the key's tensors."""
         ...
 
-    def pull_rows(self, key: str, ids: Tensor) -> Future[Rows]:
+    def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
         """Some rows of the stored value; ``ids`` are sorted and distinct."""
         ...
 
@@ -140,7 +151,7 @@ class KVStore:
         self.kind = kind
         self.world = world
         self._backend = backend
-        self._keys = Keys()
+        self._keys = KeyTable()
         self._devices: dict[str, torch.device] = {}
         self._codec: str | None = None
 
@@ -162,7 +173,7 @@ class KVStore:
         With 'dist_async' there is one ``init`` of all keys, and what it writes into ``value`` is what the servers have by now.
         Raises ConfigError for a key that has a value, CommError naming the worker whose table differs, and where.
         """
-        values: dict[str, Tensor] = dict(named(key, value))
+        values: dict[str, Tensor] = dict(key_value_pairs(key, value))
         self._keys.add(values)
         if self.kind != "dist_async":
             self.broadcast(values)
@@ -179,23 +190,21 @@ class KVStore:
         """
         if self.kind == "dist_async":
             raise ConfigError(
-                Problem(
-                    given="broadcast on a store of kind 'dist_async'",
-                    rule="its workers have nothing but the keys on the servers in common",
-                    consequence="nothing was sent",
-                    nearest="init, which writes the servers' values into every worker's tensors",
-                )
+                given="broadcast on a store of kind 'dist_async'",
+                rule="its workers have nothing but the keys on the servers in common",
+                consequence="nothing was sent",
+                nearest="init, which writes the servers' values into every worker's tensors",
             )
-        values: dict[str, Tensor] = dict(named(key, value))
-        if len(set(self.world.gather_json(table_hash(values)))) > 1:  # the tables themselves may be long
-            agree(self.world, "parameter table", table(values))
+        values: dict[str, Tensor] = dict(key_value_pairs(key, value))
+        if len(set(self.world.gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
+            agree(self.world, "parameter table", describe_tensors(values))
         for name in sorted(values):
             self.world.broadcast(values[name].detach())
 
     def push(
         self,
         key: str | Sequence[str] | Mapping[str, Any],
-        value: Value | Sequence[Value] | None = None,
+        value: PushValues | Sequence[PushValues] | None = None,
         priority: int = 0,
     ) -> Future[None]:
         """Add one value, or the sum of a list of them, to what the other workers push under ``key``.
@@ -204,7 +213,9 @@ class KVStore:
         sent the highest ``priority`` goes first. The values may be changed as soon as this returns. Raises ConfigError for
         an unknown key and a wrong shape or dtype.
         """
-        return self._backend.push([(name, self._sum(name, each)) for name, each in named(key, value)], priority)
+        return self._backend.push(
+            [(name, self._sum(name, each)) for name, each in key_value_pairs(key, value)], priority
+        )
 
     @overload
     def pull(self, key: str, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
@@ -215,7 +226,10 @@ class KVStore:
         ``out``: a tensor, or several, for each key."""
         names = [key] if isinstance(key, str) else list(key)
         outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
-        items = [(name, self._targets(name, each)) for (name, _), each in zip(named(names, names), outs, strict=True)]
+        items = [
+            (name, self._targets(name, each))
+            for (name, _), each in zip(key_value_pairs(names, names), outs, strict=True)
+        ]
         written = self._backend.pull(items, priority)
 
         def result() -> Any:
@@ -226,12 +240,12 @@ class KVStore:
         return Future(result, written.done)
 
     @overload
-    def pushpull(self, key: str, value: Value, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
+    def pushpull(self, key: str, value: PushValues, out: Out | None = None, priority: int = 0) -> Future[Tensor]: ...
     @overload
     def pushpull(
         self,
         key: Sequence[str] | Mapping[str, Any],
-        value: Sequence[Value] | None = None,
+        value: Sequence[PushValues] | None = None,
         out: Sequence[Out] | None = None,
         priority: int = 0,
     ) -> Future[list[Tensor]]: ...
@@ -246,18 +260,18 @@ class KVStore:
         self.push(key, value, priority)
         return self.pull(key if isinstance(key, str) else list(key), out, priority)
 
-    def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[Rows]:
+    def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
         """The rows of these ids, sorted and each once. ``out`` gets them at their places, and zeros everywhere else."""
         shape, _ = self._keys.lookup(key)
-        ids = rows_of(key, (rows, rows), shape).ids.unique()
+        ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
             self._keys.check_value(key, out)
         found = self._backend.pull_rows(key, ids)
 
-        def result() -> Rows:
+        def result() -> SparseRows:
             some = found.wait()
             if out is not None:
-                out.copy_(dense(some, shape))
+                out.copy_(to_dense(some, shape))
             return some
 
         return Future(result, found.done)
@@ -334,7 +348,7 @@ class KVStore:
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.kind != "dist_sync":
-            return LocalGradients(trained)
+            return LocalGradientSync(trained)
         codec = None if self._codec is None else find_codec(self._codec)
         return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
 
@@ -342,16 +356,14 @@ class KVStore:
         """Free the values. Not a collective; the World stays open."""
         self._backend.close()
 
-    def _sum(self, key: str, value: Any) -> One:
-        parts = cast("list[One]", value if isinstance(value, list) else [value])
+    def _sum(self, key: str, value: Any) -> PushValue:
+        parts = cast("list[PushValue]", value if isinstance(value, list) else [value])
         if not parts:
             raise ConfigError(
-                Problem(
-                    given=f"an empty list for key {key!r}",
-                    rule="a push has one value for each device of this worker, at least one",
-                    consequence="nothing was sent",
-                    nearest="zeros, where this worker has nothing to add",
-                )
+                given=f"an empty list for key {key!r}",
+                rule="a push has one value for each device of this worker, at least one",
+                consequence="nothing was sent",
+                nearest="zeros, where this worker has nothing to add",
             )
         for part in parts:
             self._keys.check_value(key, part)
@@ -362,7 +374,8 @@ class KVStore:
         shape, _ = self._keys.lookup(key)
         with torch.no_grad():
             whole = [
-                each.detach() if isinstance(each, Tensor) else dense(rows_of(key, each, shape), shape) for each in parts
+                each.detach() if isinstance(each, Tensor) else to_dense(as_sparse_rows(key, each, shape), shape)
+                for each in parts
             ]
             total = whole[0].to(home)
             for part in whole[1:]:
@@ -379,11 +392,11 @@ class KVStore:
         return [target.detach() for target in targets]
 
 
-def create(
+def create_kvstore(
     kind: Kind,
     world: World,
     *,
-    rounds: Rounds | None = None,
+    rounds: LocalSGDConfig | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
     shared_memory: Literal["auto"] | bool = "auto",
     servers: Sequence[tuple[str, int]] | None = None,
@@ -391,7 +404,7 @@ def create(
     staleness: int | None = None,
     damped: bool = False,
     incarnation: int = 0,
-    tls: Tls | None = None,
+    tls: TLSContexts | None = None,
 ) -> KVStore:
     """A store of this kind over these workers. A collective on the distributed kinds.
 
@@ -431,10 +444,12 @@ def create(
     match kind:
         case "local" | "device":
             if world.world_size > 1:
-                raise _no_store(kind, f"{world.world_size} workers", f"{kind!r} is a store of one process", "'dist_sync'")
+                raise _no_store(
+                    kind, f"{world.world_size} workers", f"{kind!r} is a store of one process", "'dist_sync'"
+                )
             return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
         case "dist_sync":
-            backend = CollectiveBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
+            backend = AllReduceBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
             return KVStore(kind, world, backend)
         case "dist_async":
             if not servers or secret is None:
@@ -451,14 +466,14 @@ def create(
                 )
             if staleness is not None and staleness < 0:
                 raise _no_store(kind, f"staleness {staleness}", "it is 0 or more, or None", "staleness=4")
-            backend = AsyncBackend(
+            backend = ParameterServerBackend(
                 world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation, tls=tls
             )
             return KVStore(kind, world, backend)
         case "dist_local":
             if rounds is None:
                 raise _no_store(kind, "no rounds", "its rounds have a length", "rounds=Rounds(local_steps=16)")
-            return KVStore(kind, world, PeriodicBackend(world, rounds))
+            return KVStore(kind, world, LocalSGDBackend(world, rounds))
         case _:
             kinds = get_args(Kind)
             given, rule = f"{world.world_size} workers", f"kinds are {', '.join(kinds)}"
@@ -476,7 +491,5 @@ def _is_address(given: Any) -> bool:
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:
     return ConfigError(
-        Problem(
-            given=f"a store of kind {kind!r} with {given}", rule=rule, consequence="no store was made", nearest=nearest
-        )
+        given=f"a store of kind {kind!r} with {given}", rule=rule, consequence="no store was made", nearest=nearest
     )

@@ -14,38 +14,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.layout import Seat
+from unisono.launch.exit_report import FATAL, REQUEUE, USER_ERROR, Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
-from unisono.launch.outcome import FATAL, REQUEUE, USER_ERROR, Attempt, explain
+from unisono.launch.process_layout import ProcessSlot
 from unisono.launch.supervise import (
     SAME_CRASH_LIMIT,
     StopSignals,
     begin_record,
+    print_message,
     repeated,
     same_crashes,
-    say,
     write_record,
 )
-from unisono.launch.workers import Member
+from unisono.launch.workers import WorkerProcess
 
 _POLL_S = 0.05
 
 # starts the process of a seat: (seat, epoch, restarted)
-StartOne = Callable[[Seat, int, bool], Member]
+StartOne = Callable[[ProcessSlot, int, bool], WorkerProcess]
 
 
 @dataclass(slots=True)
 class _Held:
     """A seat, who sits there now (None: it has ended for good, with ``code``), and how those before ended."""
 
-    seat: Seat
-    member: Member | None
+    seat: ProcessSlot
+    member: WorkerProcess | None
     history: list[Attempt] = field(default_factory=list[Attempt])
     code: int | None = None
 
 
 def supervise_elastic(
-    start: StartOne, seats: Sequence[Seat], options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]
+    start: StartOne, seats: Sequence[ProcessSlot], options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]
 ) -> int:
     """Starts all seats, servers first, and returns the exit code of the whole: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
@@ -72,7 +72,7 @@ def supervise_elastic(
                         verdict = code if code in (USER_ERROR, FATAL) else 1
                     elif restart:
                         epoch = held.history[-1].epoch + 1
-                        say(
+                        print_message(
                             f"restarting {held.seat.name} alone (restart {len(held.history)} of {options.max_restarts})"
                         )
                         held.member = start(held.seat, epoch, True)
@@ -104,16 +104,16 @@ def _ended(held: _Held, code: int, options: LaunchOptions, *, stopped: bool) -> 
     if code in (0, REQUEUE):
         return False
     # of a mistake of the user's each rank has said all, above; a line tells who ended
-    said = explain(attempt)
-    say(said.partition("\n")[0] if code == USER_ERROR else said)
+    said = exit_explanation(attempt)
+    print_message(said.partition("\n")[0] if code == USER_ERROR else said)
     if stopped or code in (USER_ERROR, FATAL):
         return False
     repeats = same_crashes(held.history)
     if repeats >= SAME_CRASH_LIMIT:
-        say(repeated(attempt, repeats))
+        print_message(repeated(attempt, repeats))
         return False
     if len(held.history) > options.max_restarts:
-        say(f"no restart of {held.seat.name} left of {options.max_restarts} (launch.max_restarts)")
+        print_message(f"no restart of {held.seat.name} left of {options.max_restarts} (launch.max_restarts)")
         return False
     return True
 
@@ -126,13 +126,13 @@ class _Stopping:
     by: str | None = None
     kill_at_s: float = 0.0
 
-    def look(self, workers: Sequence[Member], signals: StopSignals, *, given_up: bool) -> None:
+    def look(self, workers: Sequence[WorkerProcess], signals: StopSignals, *, given_up: bool) -> None:
         if self.by is None and (signals.received or given_up):
             received = signals.received[0] if signals.received else signal.SIGTERM
             self.by = received.name if signals.received else "a process that is given up"
             self.kill_at_s = time.monotonic() + self.grace_s
             if workers:
-                say(f"{self.by}: asking {len(workers)} workers to save and end within {self.grace_s:g} s")
+                print_message(f"{self.by}: asking {len(workers)} workers to save and end within {self.grace_s:g} s")
             for worker in workers:
                 worker.end_by(signal.SIGINT if received is signal.SIGINT else signal.SIGTERM)
         interrupted_twice = signals.received.count(signal.SIGINT) > 1
@@ -141,7 +141,7 @@ class _Stopping:
                 worker.kill_group()
 
 
-def _end_servers(servers: Sequence[Member], signals: StopSignals, grace_s: float) -> None:
+def _end_servers(servers: Sequence[WorkerProcess], signals: StopSignals, grace_s: float) -> None:
     """They write their last snapshot; what has not ended in time is killed by the caller."""
     deadline = time.monotonic() + grace_s
     for server in servers:

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unisono.dist import job_from_environ
-from unisono.errors import LaunchError, Problem
-from unisono.launch.interface import Interface
+from unisono.errors import LaunchError
+from unisono.launch.network_interface import NetworkInterface
 from unisono.launch.options import LaunchOptions
-from unisono.launch.share import divide_host
+from unisono.launch.resources import divide_host
 from unisono.launch.supervise import supervise
-from unisono.launch.workers import Guard, Worker, start_workers
+from unisono.launch.workers import Reaper, Worker, start_workers
 
 
-def launch(
+def launch_local(
     command: Sequence[str],
     options: LaunchOptions,
     *,
     run_dir: Path,
     run_id: str,
     environ: Mapping[str, str] | None = None,
-    interface: Interface | None = None,
+    interface: NetworkInterface | None = None,
 ) -> int:
     """Runs ``command`` in every process and returns the exit code of the whole: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
@@ -36,7 +36,7 @@ def launch(
     refuse_inside_a_job(run_dir)
     set_for_all = {**(interface.environ() if interface else {}), **(environ or {})}
     share = divide_host(options, {**os.environ, **set_for_all})
-    with Guard() as guard:
+    with Reaper() as guard:
 
         def start(epoch: int, restarted: bool) -> list[Worker]:
             return start_workers(
@@ -61,10 +61,8 @@ def refuse_inside_a_job(run_dir: Path) -> None:
     outer = job_from_environ(os.environ)
     if outer.world_size > 1:
         raise LaunchError(
-            Problem(
-                given=f"this process is rank {outer.rank} of {outer.world_size} of a job that {outer.source} started",
-                rule="the local launcher starts a whole job by itself",
-                consequence=f"{outer.world_size} jobs would write into {run_dir}, so nothing was started",
-                nearest="run the training command itself here; it joins the job it is started in",
-            )
+            given=f"this process is rank {outer.rank} of {outer.world_size} of a job that {outer.source} started",
+            rule="the local launcher starts a whole job by itself",
+            consequence=f"{outer.world_size} jobs would write into {run_dir}, so nothing was started",
+            nearest="run the training command itself here; it joins the job it is started in",
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from unisono.config import option
-from unisono.errors import LaunchError, Problem
+from unisono.errors import LaunchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,9 @@ def tls_folder(options: LaunchOptions, environ: Mapping[str, str]) -> str:
     told = environ.get("UNISONO_TLS", "")
     if options.tls and told not in ("", options.tls):
         raise LaunchError(
-            Problem(
-                given=f"launch.tls {options.tls!r} where UNISONO_TLS is {told!r}",
-                rule="a process has one folder of certificates",
-                consequence="nothing was started",
-                nearest=f"launch.tls={told}, or leave one out",
-            )
+            given=f"launch.tls {options.tls!r} where UNISONO_TLS is {told!r}",
+            rule="a process has one folder of certificates",
+            consequence="nothing was started",
+            nearest=f"launch.tls={told}, or leave one out",
         )
     return options.tls or told

@@ -27,11 +27,11 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from unisono.errors import LaunchError, Problem
-from unisono.files import write_atomically
+from unisono.launch.exit_report import FATAL, REQUEUE, USER_ERROR, Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
-from unisono.launch.outcome import FATAL, REQUEUE, USER_ERROR, Attempt, explain
-from unisono.launch.workers import Member, unwritable
-from unisono.observe.clean import printable
+from unisono.launch.workers import WorkerProcess, unwritable
+from unisono.observe.sanitize import printable
+from unisono.storage.files import write_atomically
 
 _POLL_S = 0.05
 # a failing rank ends its peers' collectives; this long they get to say so themselves, and then to end on SIGTERM
@@ -44,7 +44,7 @@ SAME_CRASH_LIMIT = 3
 
 
 # starts all ranks of attempt ``epoch``; ``restarted`` after the first
-Start = Callable[[int, bool], Sequence[Member]]
+Start = Callable[[int, bool], Sequence[WorkerProcess]]
 
 
 def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]) -> int:
@@ -69,9 +69,11 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
             if code is not None:
                 return code
             if signals.received:
-                say(f"{signals.received[0].name}: not starting again")
+                print_message(f"{signals.received[0].name}: not starting again")
                 return 1
-            say(f"restarting all ranks as attempt {epoch + 1} (restart {len(history)} of {options.max_restarts})")
+            print_message(
+                f"restarting all ranks as attempt {epoch + 1} (restart {len(history)} of {options.max_restarts})"
+            )
 
 
 def make_folders(run_dir: Path) -> None:
@@ -100,24 +102,24 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
     if codes <= {0, REQUEUE}:
         return REQUEUE if REQUEUE in codes else 0
     if attempt.stopped_by is not None:
-        say(f"stopped by {attempt.stopped_by}, and not every rank said that its state is committed")
-        say(explain(attempt))
+        print_message(f"stopped by {attempt.stopped_by}, and not every rank said that its state is committed")
+        print_message(exit_explanation(attempt))
         return 1
     if attempt.codes.get(0) == USER_ERROR:
         # rank 0 writes to this terminal: it has said what is wrong
         return USER_ERROR
-    say(explain(attempt))
+    print_message(exit_explanation(attempt))
     if USER_ERROR in codes:
         return USER_ERROR
     if FATAL in codes:
-        say("a rank says that this would fail again the same way; not restarted")
+        print_message("a rank says that this would fail again the same way; not restarted")
         return FATAL
     repeats = same_crashes(history)
     if repeats >= SAME_CRASH_LIMIT:
-        say(repeated(attempt, repeats))
+        print_message(repeated(attempt, repeats))
         return 1
     if len(history) > options.max_restarts:
-        say(f"no restart left of {options.max_restarts} (launch.max_restarts); the newest checkpoint is kept")
+        print_message(f"no restart left of {options.max_restarts} (launch.max_restarts); the newest checkpoint is kept")
         return 1
     return None
 
@@ -152,7 +154,7 @@ def repeated(attempt: Attempt, times: int) -> str:
 
 
 def _see_through(
-    workers: Sequence[Member], epoch: int, logs: Path, options: LaunchOptions, signals: StopSignals
+    workers: Sequence[WorkerProcess], epoch: int, logs: Path, options: LaunchOptions, signals: StopSignals
 ) -> Attempt:
     """Waits until every worker has ended, by itself or by us, and nothing of its group is left."""
     attempt = Attempt.begin(epoch, workers, logs)
@@ -186,14 +188,18 @@ class _Deadlines:
 
 
 def _end_when_due(
-    running: Sequence[Member], attempt: Attempt, deadlines: _Deadlines, options: LaunchOptions, signals: StopSignals
+    running: Sequence[WorkerProcess],
+    attempt: Attempt,
+    deadlines: _Deadlines,
+    options: LaunchOptions,
+    signals: StopSignals,
 ) -> None:
     now = time.monotonic()
     if signals.received and attempt.stopped_by is None:
         attempt.stopped_by = signals.received[0].name
         # what else asks for a stop (a closed terminal, a batch system's warning) means SIGTERM to the workers
         number = signal.SIGINT if signals.received[0] is signal.SIGINT else signal.SIGTERM
-        say(f"{attempt.stopped_by}: asking {len(running)} ranks to save and end within {options.grace_s:g} s")
+        print_message(f"{attempt.stopped_by}: asking {len(running)} ranks to save and end within {options.grace_s:g} s")
         for worker in running:
             worker.end_by(number)
         deadlines.kill_at_s = min(deadlines.kill_at_s or math.inf, now + options.grace_s)
@@ -269,7 +275,7 @@ def write_record(run_dir: Path, record: Mapping[str, Any], epoch: int, history: 
     write_atomically(run_dir / "launch.json", json.dumps(whole, indent=1).encode() + b"\n")
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """To people, on standard error. Nothing in ``text``, which may be another host's, drives the terminal."""
     lines = printable(text, newlines=True).splitlines()
     print("\n".join(f"launch: {line}" for line in lines), file=sys.stderr, flush=True)

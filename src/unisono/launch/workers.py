@@ -24,9 +24,9 @@ from typing import IO, Protocol
 from unisono.dist import JobSpec
 from unisono.dist.jobspec import LOOPBACK
 from unisono.errors import LaunchError, Problem
-from unisono.launch import guard
+from unisono.launch import reaper
+from unisono.launch.resources import ResourceShare
 from unisono.launch.secret import secret_pipe
-from unisono.launch.share import Share
 
 _PR_SET_PDEATHSIG = 1
 
@@ -39,7 +39,7 @@ _FOREIGN = {
 }
 
 
-class Member(Protocol):
+class WorkerProcess(Protocol):
     """A started process of a job, on this host (``here``) or another. ``rank`` is a server's index where it is a server."""
 
     rank: int
@@ -74,7 +74,7 @@ class Worker:
     name: str
     process: subprocess.Popen[bytes]
     log: Path | None
-    guard: Guard
+    reaper: Reaper
     killed_by_us: bool = False
     here: bool = True
 
@@ -99,14 +99,14 @@ class Worker:
         self.guard.forget(self.pid)
 
 
-class Guard:
-    """The lifeline: see ``unisono.launch.guard``. A context manager around everything that has workers."""
+class Reaper:
+    """The lifeline: see ``unisono.launch.reaper``. A context manager around everything that has workers."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Guard:
-        command = [sys.executable, "-I", "-S", str(Path(guard.__file__))]
+    def __enter__(self) -> Reaper:
+        command = [sys.executable, "-I", "-S", str(Path(reaper.__file__))]
         # an empty environment: the guard needs nothing, and what it does not have it cannot show in /proc
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, cwd="/", start_new_session=True)
         return self
@@ -139,12 +139,12 @@ class Guard:
 
 def start_workers(
     command: Sequence[str],
-    share: Share,
+    share: ResourceShare,
     *,
     run_id: str,
     epoch: int,
     logs: Path,
-    guard: Guard,
+    guard: Reaper,
     keep_faults: bool,
     environ: Mapping[str, str],
 ) -> list[Worker]:
@@ -199,9 +199,9 @@ def start_workers(
 def start_worker(
     command: Sequence[str],
     job: JobSpec,
-    share: Share,
+    share: ResourceShare,
     *,
-    guard: Guard,
+    guard: Reaper,
     logs: Path,
     log: Path | None,
     output: IO[bytes] | int | None,
@@ -243,12 +243,10 @@ def start_worker(
         )
     except OSError as error:
         raise LaunchError(
-            Problem(
-                given=f"{command[0]!r} cannot be started ({error.strerror})",
-                rule="the command of a launch is a program this user may run",
-                consequence="no process is running",
-                nearest=f"{sys.executable} -m your_module, or the full path of the program",
-            )
+            given=f"{command[0]!r} cannot be started ({error.strerror})",
+            rule="the command of a launch is a program this user may run",
+            consequence="no process is running",
+            nearest=f"{sys.executable} -m your_module, or the full path of the program",
         ) from error
     finally:
         if secret_fd is not None:

@@ -60,7 +60,7 @@ _ARITHMETIC: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
+class PeakFlops:
     """``value`` in FLOP/s, where it comes from, and whose it is, for printing beside any share of it."""
 
     value: float
@@ -72,7 +72,7 @@ class Peak:
         return f"{self.value / _T:.4g} TFLOP/s ({self.name}; {origin})"
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None, tf32: bool = False) -> Peak:
+def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None, tf32: bool = False) -> PeakFlops:
     """The peak of ``device`` for products of ``dtype``: by datasheet if known, else measured (and kept in ``cache``).
 
     ``tf32`` says that fp32 products may run as TF32. Measuring takes about a second; do it on one process while the
@@ -84,7 +84,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None =
         arithmetic = "tf32"
     known = datasheet_peak(name, arithmetic)
     if known is not None:
-        return Peak(value=known, kind="datasheet", name=f"{name}, {arithmetic}")
+        return PeakFlops(value=known, kind="datasheet", name=f"{name}, {arithmetic}")
     return measured_ceiling(device, dtype, cache=cache)
 
 
@@ -120,7 +120,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine() or "cpu"
 
 
-def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None) -> Peak:
+def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None) -> PeakFlops:
     """Rate of a large square matrix product: the median of repeats, with this process's thread count.
 
     ``cache`` is a JSON file; an entry made by the same device, thread count, dtype and torch version is reused. A
@@ -136,11 +136,11 @@ def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | 
     entries = _read_cache(cache)
     known = entries.get(key)
     if isinstance(known, dict) and isinstance(tflops := cast("dict[str, Any]", known).get("tflops"), int | float):
-        return Peak(value=float(tflops) * _T, kind="measured", name=name)
+        return PeakFlops(value=float(tflops) * _T, kind="measured", name=name)
     result = time_matmul(device, dtype)
     if cache is not None and result["spread_frac"] <= _QUIET_SPREAD_FRAC:
         _write_cache(cache, key, result)
-    return Peak(value=result["tflops"] * _T, kind="measured", name=name)
+    return PeakFlops(value=result["tflops"] * _T, kind="measured", name=name)
 
 
 def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1.0) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch import nn
 
-    from unisono.measure.ceiling import Peak
+    from unisono.measure.ceiling import PeakFlops
 
 CONVENTION: Final = (
     "6N + 12Lhs per token (PaLM, appendix B), N without embedding tables and idle experts, recompute not counted"
@@ -48,7 +48,7 @@ def matmul_params(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if id(p) in elsewhere or id(p) not in tables)
 
 
-def utilization(*, tokens_per_s_device: float, flops_per_token: float, peak: Peak) -> dict[str, float]:
+def utilization(*, tokens_per_s_device: float, flops_per_token: float, peak: PeakFlops) -> dict[str, float]:
     """Fields of a step event: ``perf/tflops_device`` and the share of the peak.
 
     The share is called ``perf/mfu`` against a datasheet peak and ``perf/matmul_ceiling_frac`` against a measured one:

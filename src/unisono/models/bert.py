@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.errors import ConfigError, DataError, Problem
-from unisono.models.loss import Head
-from unisono.models.precision import product_dtype
+from unisono.errors import ConfigError, DataError
+from unisono.models.loss import LazyLogits
+from unisono.models.precision import matmul_dtype
 
 LOSS_CHUNK = 1024  # rows of logits that exist at once
 # columns that carry the output bias: one, and zeros up to the multiple of 8 that matrix units want
 _BIAS_COLUMNS = 8
 # added to the scores of filling: its share is exactly 0 beside any token; float16 has it too
-UNSEEN = -3e4
+PADDING_SCORE = -3e4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +45,14 @@ class BertOptions:
         if self.dim % self.heads:
             near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             raise ConfigError(
-                Problem(
-                    given=f"heads {self.heads} with dim {self.dim}",
-                    rule="dim is divisible by heads",
-                    consequence="the attention cannot be built",
-                    nearest=f"heads={min(near, key=lambda h: abs(h - self.heads))}",
-                )
+                given=f"heads {self.heads} with dim {self.dim}",
+                rule="dim is divisible by heads",
+                consequence="the attention cannot be built",
+                nearest=f"heads={min(near, key=lambda h: abs(h - self.heads))}",
             )
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Self-attention of all tokens with all."""
 
     def __init__(self, options: BertOptions) -> None:
@@ -72,7 +70,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
 
 
-class FeedForward(nn.Module):
+class BertFeedForward(nn.Module):
     """down(gelu(up(x)))."""
 
     def __init__(self, options: BertOptions) -> None:
@@ -85,20 +83,20 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Block(nn.Module):
+class BertBlock(nn.Module):
     """Post-norm residual block: attention, then feed-forward, each normalised together with what it was added to."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
-        self.attention = Attention(options)
+        self.attention = BertAttention(options)
         self.attention_norm = nn.LayerNorm(options.dim, options.norm_eps)
-        self.ffn = FeedForward(options)
+        self.ffn = BertFeedForward(options)
         self.ffn_norm = nn.LayerNorm(options.dim, options.norm_eps)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] → [B, T, D]."""
-        once = x.to(product_dtype(x))  # not once for each of the three that read it
+        once = x.to(matmul_dtype(x))  # not once for each of the three that read it
         x = self.attention_norm(x + self.dropout(self.attention(once, mask)))
         return self.ffn_norm(x + self.dropout(self.ffn(x)))
 
@@ -112,7 +110,7 @@ class MaskedHead(nn.Module):
         self.norm = nn.LayerNorm(options.dim, options.norm_eps)
         self.bias = nn.Parameter(torch.zeros(options.vocab_size))
 
-    def forward(self, x: Tensor, table: Tensor) -> Head:
+    def forward(self, x: Tensor, table: Tensor) -> LazyLogits:
         """x [..., D] and table [V, D] → a Head whose logits are x' tableᵀ + bias.
 
         The bias travels as a column of the matrix beside a constant 1, so that the chunked loss needs to know of none.
@@ -120,7 +118,7 @@ class MaskedHead(nn.Module):
         x = self.norm(F.gelu(self.dense(x)))  # [..., D]
         x = F.pad(F.pad(x, (0, 1), value=1.0), (0, _BIAS_COLUMNS - 1))  # [..., D + 8]
         columns = F.pad(self.bias[:, None], (0, _BIAS_COLUMNS - 1))  # [V, 8]
-        return Head(x, torch.cat([table, columns], dim=1), LOSS_CHUNK)
+        return LazyLogits(x, torch.cat([table, columns], dim=1), LOSS_CHUNK)
 
 
 class BERT(nn.Module):
@@ -137,7 +135,7 @@ class BERT(nn.Module):
         self.segments = nn.Embedding(options.segments, options.dim)
         self.norm = nn.LayerNorm(options.dim, options.norm_eps)
         self.dropout = nn.Dropout(options.dropout)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(BertBlock(options) for _ in range(options.layers))
         self.head = MaskedHead(options)
         self.reset_parameters()
 
@@ -154,12 +152,10 @@ class BERT(nn.Module):
         text, so ``parallel.context`` asks here for the whole ones."""
         if tokens > self.options.max_length:
             raise DataError(
-                Problem(
-                    given=f"texts of {tokens} tokens for a model of max_length {self.options.max_length}",
-                    rule="every place in a text has a learned position",
-                    consequence="the last tokens would have none",
-                    nearest=f"texts of {self.options.max_length} tokens, or max_length={tokens}",
-                )
+                given=f"texts of {tokens} tokens for a model of max_length {self.options.max_length}",
+                rule="every place in a text has a learned position",
+                consequence="the last tokens would have none",
+                nearest=f"texts of {self.options.max_length} tokens, or max_length={tokens}",
             )
 
     def forward(
@@ -169,7 +165,7 @@ class BERT(nn.Module):
         segments: Tensor | None = None,
         predicted: Tensor | None = None,
         positions: Tensor | None = None,
-    ) -> Head:
+    ) -> LazyLogits:
         """Logits of every token, or of those at the places ``predicted`` [B, P] int64 only, which costs P/T as much.
 
         ``tokens`` [B, T] int64. ``padding`` [B, T] bool says where there is text: True is a real token, False is filling,
@@ -179,12 +175,10 @@ class BERT(nn.Module):
         """
         if predicted is not None and positions is not None:
             raise DataError(
-                Problem(
-                    given="predicted together with positions",
-                    rule="predicted counts places from a text's first token; with positions (plan.cp) tokens are a part of it",
-                    consequence="other tokens than those would be predicted",
-                    nearest="weights that are 0 where nothing is predicted, or plan.cp=1",
-                )
+                given="predicted together with positions",
+                rule="predicted counts places from a text's first token; with positions (plan.cp) tokens are a part of it",
+                consequence="other tokens than those would be predicted",
+                nearest="weights that are 0 where nothing is predicted, or plan.cp=1",
             )
         length = tokens.shape[1]
         self.check_length(length)
@@ -198,7 +192,7 @@ class BERT(nn.Module):
             if positions is None:
                 mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
             else:  # other ranks may have the text's tokens: a number hides filling beside them, and alone nothing
-                mask = x.new_zeros(padding.shape).masked_fill(~padding, UNSEEN)
+                mask = x.new_zeros(padding.shape).masked_fill(~padding, PADDING_SCORE)
             mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:
             x = block(x, mask)

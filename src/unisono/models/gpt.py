@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.models.loss import Head
+from unisono.models.loss import LazyLogits
 from unisono.models.moe import MoE
 from unisono.models.norm import RMSNorm
 from unisono.models.options import ModelOptions
 
 LOSS_CHUNK = 1024  # rows of logits that exist at once
-WRITES_RESIDUAL = ("out.weight", "down.weight", "experts.down")
+RESIDUAL_OUTPUTS = ("out.weight", "down.weight", "experts.down")
 
 
 def rotary_angles(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -116,9 +116,9 @@ class GPT(nn.Module):
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(parameter, std=residual_std if name.endswith(WRITES_RESIDUAL) else 0.02)
+                nn.init.normal_(parameter, std=residual_std if name.endswith(RESIDUAL_OUTPUTS) else 0.02)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Head:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> LazyLogits:
         """tokens [B, T] int64; positions [B, T] restart in each document; documents [B, T] keep attention inside one."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         head = self.embedding if self.head is None else self.head
-        return Head(self.norm(x), head.weight, LOSS_CHUNK)
+        return LazyLogits(self.norm(x), head.weight, LOSS_CHUNK)
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, *, temperature: float, context: int, seed: int) -> Tensor:

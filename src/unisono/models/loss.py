@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unisono.models.precision import product_dtype
+from unisono.models.precision import matmul_dtype
 
 
-class Part(Protocol):
+class VocabSharding(Protocol):
     """The rows of a vocabulary that one rank has, where the output matrix is cut over ranks (``parallel.vocabulary``)."""
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Part(Protocol):
         ...
 
 
-class Head(NamedTuple):
+class LazyLogits(NamedTuple):
     """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
 
     ``hidden`` [..., dim], in autocast's precision where it was on, ``weight`` [vocab, dim], ``chunk`` rows of logits at a
@@ -49,7 +49,7 @@ class Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
     chunk_rows: int
-    vocab_sharding: Part | None = None
+    vocab_sharding: VocabSharding | None = None
     compute: torch.dtype | None = None
 
     def logits(self) -> Tensor:
@@ -74,13 +74,13 @@ class Head(NamedTuple):
             return self.vocab_sharding.gather(F.linear(self.vocab_sharding.enter(hidden), weight))
 
 
-def cross_entropy_sum(head: Head, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(head: LazyLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Weighted sum of token losses in nats, and the sum of weights; both 0-dim float32 on the device.
 
     ``targets`` [...] int64 and ``weights`` [...] float32 have the shape of ``head.hidden`` without its last dim.
     """
     hidden = head.hidden.flatten(0, -2)
-    hidden = hidden.to(head.compute or product_dtype(hidden))
+    hidden = hidden.to(head.compute or matmul_dtype(hidden))
     if head.vocab_sharding is not None:
         hidden = head.vocab_sharding.enter(hidden)
     flat_weights = weights.flatten().float()
@@ -95,7 +95,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, chunk: int, part: Part | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        weights: Tensor,
+        chunk: int,
+        part: VocabSharding | None,
     ) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         ctx.weight_dtype = weight.dtype

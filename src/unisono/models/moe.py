@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.models.options import ModelOptions
-from unisono.models.precision import product_dtype
+from unisono.models.precision import matmul_dtype
 
-BIAS_RATE = 1e-3  # DeepSeek-V3, section 4.2
-LOSS_RATE = 1e-2  # Fedus et al. 2022, section 2.2
+BIAS_UPDATE_RATE = 1e-3  # DeepSeek-V3, section 4.2
+BALANCE_LOSS_WEIGHT = 1e-2  # Fedus et al. 2022, section 2.2
 
 
 class Router(nn.Module):
@@ -63,7 +63,9 @@ class Router(nn.Module):
             dtype = torch.promote_types(x.dtype, torch.float32)
             scores = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(-1)  # [B, T, E]
             preferred = scores.detach()
-            choice = (preferred + self.bias if self.balance == "bias" else preferred).topk(self.experts_per_token).indices
+            choice = (
+                (preferred + self.bias if self.balance == "bias" else preferred).topk(self.experts_per_token).indices
+            )
             weights = scores.gather(-1, choice)  # [B, T, k]
             if self.experts_per_token > 1:
                 weights = weights / weights.sum(-1, keepdim=True)
@@ -81,7 +83,7 @@ class Router(nn.Module):
         share = (
             counts * scores.shape[-1] / counts.sum(-1, keepdim=True)
         )  # [B, E]; 1 where all experts have equally many
-        return LOSS_RATE * (share * scores.sum(1)).sum()
+        return BALANCE_LOSS_WEIGHT * (share * scores.sum(1)).sum()
 
 
 class Experts(nn.Module):
@@ -101,13 +103,13 @@ class Experts(nn.Module):
         order, counts = self._sort_by_expert(choice.flatten())  # [N·k], [E]
         places = torch.empty_like(order)  # of each choice among the rows [N·k]
         places[order] = torch.arange(order.numel(), device=order.device)
-        rows = gather(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
+        rows = gather_rows(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
         if self._has_capacity_limit:
             kept = int(counts.sum())
             made = F.pad(self.compute(rows[:kept], counts), (0, 0, 0, rows.shape[0] - kept))
         else:
             made = self.compute(rows, counts)  # [N·k, D]
-        made = gather(made, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
+        made = gather_rows(made, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
         return (made * weights[..., None]).sum(-2).to(made.dtype)
 
     @property
@@ -127,10 +129,10 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
         """rows [M, D] sorted by expert, ``counts`` [E] of each → what their experts make of them, [M, D]."""
-        dtype = product_dtype(rows)
+        dtype = matmul_dtype(rows)
         rows, gate, up, down = (each.to(dtype) for each in (rows, self.gate, self.up, self.down))
-        hidden = F.silu(_products(rows, gate, counts)) * _products(rows, up, counts)  # [M, F]
-        return _products(hidden, down, counts)
+        hidden = F.silu(_grouped_matmul(rows, gate, counts)) * _grouped_matmul(rows, up, counts)  # [M, F]
+        return _grouped_matmul(hidden, down, counts)
 
 
 class MoE(nn.Module):
@@ -147,7 +149,7 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def finish_step(model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor], good: Tensor) -> None:
+def update_router_biases(model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor], good: Tensor) -> None:
     """Move the routers' biases by the load of a whole step, once after it; a step that is not ``good`` [] changes nothing.
 
     ``sum_over_ranks`` sums counts [layers, E] over the ranks that computed different tokens of the step with these layers.
@@ -156,25 +158,25 @@ def finish_step(model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor], go
     if not routers:
         return
     loads = sum_over_ranks(torch.stack([router.load for router in routers]))  # [layers, E]
-    moves = BIAS_RATE * (loads.sum(-1, keepdim=True) - loads.shape[-1] * loads).sign()
+    moves = BIAS_UPDATE_RATE * (loads.sum(-1, keepdim=True) - loads.shape[-1] * loads).sign()
     for router, move in zip(routers, torch.where(good, moves, 0), strict=True):
         router.bias += move
         router.load.zero_()
 
 
 @torch.no_grad()
-def weigh_balance(model: nn.Module, factor: Tensor | float) -> None:
+def set_balance_loss_scale(model: nn.Module, factor: Tensor | float) -> None:
     """Tell the routers what the loss sum is multiplied by before the backward pass: balance losses are too. 1 unless said."""
     for router in _routers(model, "loss"):
         router.upstream.fill_(factor)
 
 
 @contextmanager
-def even_loads(model: nn.Module) -> Generator[None]:
+def balanced_routing(model: nn.Module) -> Generator[None]:
     """Inside, each expert computes an equal share of the rows, whatever is chosen: fake tensors do not say how many it has."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     for layer in layers:
-        layer.forward = partial(_evenly, layer)
+        layer.forward = partial(_balanced_forward, layer)
     try:
         yield
     finally:
@@ -182,7 +184,7 @@ def even_loads(model: nn.Module) -> Generator[None]:
             del layer.forward
 
 
-def _evenly(layer: Experts, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
+def _balanced_forward(layer: Experts, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
     """The shapes and the parameters of ``Experts.forward``."""
     parts = x.flatten(0, -2).repeat_interleave(choice.shape[-1], 0).tensor_split(layer.num_experts)
     stacks = zip(parts, layer.gate.unbind(), layer.up.unbind(), layer.down.unbind(), strict=True)
@@ -191,7 +193,7 @@ def _evenly(layer: Experts, x: Tensor, weights: Tensor, choice: Tensor) -> Tenso
     return (whole * weights[..., None]).sum(-2).to(whole.dtype)
 
 
-def idle_parameters(model: nn.Module) -> int:
+def inactive_parameters(model: nn.Module) -> int:
     """How many parameters of ``model`` a token does not meet: those of the experts that it does not go to."""
     layers = (module for module in model.modules() if isinstance(module, MoE))
     return sum(
@@ -212,7 +214,7 @@ def _count(choice: Tensor, experts: int) -> Tensor:
     return counts.scatter_add_(-1, choice, torch.ones_like(choice))
 
 
-def _products(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
+def _grouped_matmul(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     """rows [M, I] sorted by expert, stack [E, O, I] → each row with its expert's matrix, [M, O].
 
     ``grouped_mm`` asks for rows, for a dtype it knows and for rows of whole 16 bytes; where it has them it is up to three times
@@ -225,12 +227,12 @@ def _products(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, stack.unbind(), strict=True)])
 
 
-def gather(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
+def gather_rows(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
     """x[rows]. ``back`` says where each row of x went: [n], or [n, k] where it went to k places."""
-    return _Gather.apply(x, rows, back)  # pyright: ignore[reportReturnType]
+    return _GatherRows.apply(x, rows, back)  # pyright: ignore[reportReturnType]
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Forward a gather, backward one too, and a sum in fixed order."""
 
     @staticmethod

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unisono.models.precision import product_dtype
+from unisono.models.precision import matmul_dtype
 
 
 class RMSNorm(nn.Module):
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = product_dtype(x)
+        dtype = matmul_dtype(x)
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(dtype)
         return _RMSNorm.apply(x.float(), self.weight.float(), self.eps).to(dtype)

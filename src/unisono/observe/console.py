@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from unisono.observe.events import Event
-from unisono.observe.lines import EndFacts, Message, key_value_line, message, status_lines, summary_lines
-from unisono.observe.summary import RunSummary
+from unisono.observe.formatting import Message, RunEndFacts, event_message, key_value_line, status_lines, summary_lines
+from unisono.observe.run_summary import RunSummary
 
 Mode = Literal["auto", "rich", "plain", "off"]
 _REFRESH_S: Final = 0.5  # a redraw costs about a millisecond
@@ -133,7 +133,7 @@ class Console:
             return
         if event["kind"] == "step":
             self._view.step(event, last=event["step"] == event.get("steps_total"))
-        elif (said := message(event)) is not None and self._first_time(event, said):
+        elif (said := event_message(event)) is not None and self._first_time(event, said):
             self._view.say(said)
         if event["kind"] in ("run_end", "preempt"):
             self._view.close()
@@ -141,14 +141,14 @@ class Console:
             self._view = None
             raise self._stream.failure
 
-    def summary(self, summary: RunSummary, facts: EndFacts | None = None) -> None:
+    def summary(self, summary: RunSummary, facts: RunEndFacts | None = None) -> None:
         """Print the end of the run; silent when the console is off or its stream is gone."""
         if self._view is None:
             return
         self._view.close()
         ascii_only = not self._stream.encodes("▁█")
         shown = ""
-        for label, text in summary_lines(summary, facts or EndFacts(), self._stream.width(), ascii_only=ascii_only):
+        for label, text in summary_lines(summary, facts or RunEndFacts(), self._stream.width(), ascii_only=ascii_only):
             self._view.row("" if label == shown else label, text)
             shown = label
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from unisono.errors import ConfigError, Problem
-from unisono.observe.clean import is_secret, redact
+from unisono.errors import ConfigError
+from unisono.observe.sanitize import is_secret, redact
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -193,12 +193,10 @@ def _open_for_append(path: Path) -> tuple[int, bool]:
 
 def _unusable(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        Problem(
-            given=f"events file {path} cannot be opened for appending: {reason}",
-            rule="each rank appends its events to a regular file inside the run folder",
-            consequence="nothing was started",
-            nearest=f"give a run folder you can write, or check with: ls -ld {path.parent} {path}",
-        )
+        given=f"events file {path} cannot be opened for appending: {reason}",
+        rule="each rank appends its events to a regular file inside the run folder",
+        consequence="nothing was started",
+        nearest=f"give a run folder you can write, or check with: ls -ld {path.parent} {path}",
     )
 
 
@@ -334,7 +332,7 @@ def next_attempt(path: Path) -> int:
             reach *= 4
 
 
-class Rewind:
+class RewindFilter:
     """Finds, event by event, from which step on earlier attempts are repeated by the current one.
 
     Feed events in file order. ``see`` returns the first repeated step when this event moves the run back, else None: a
@@ -370,7 +368,7 @@ def collapse_repeated(events: Sequence[Event]) -> list[Event]:
     Removes events of the kinds in ``NUMBERED``; everything else (checkpoints, failures, restarts) stays,
     because it happened.
     """
-    rewind = Rewind()
+    rewind = RewindFilter()
     first_repeated = [rewind.see(event) for event in events]
     kept: list[Event] = []
     limit = math.inf  # the lowest step any later event went back to

@@ -22,8 +22,7 @@ from typing import Any, Final, cast
 import jinja2
 from markupsafe import Markup
 
-from unisono.errors import DataError, Problem
-from unisono.observe.clean import printable
+from unisono.errors import DataError
 from unisono.observe.events import (
     ENVELOPE,
     EVENTS_FOLDER,
@@ -34,9 +33,19 @@ from unisono.observe.events import (
     number,
     read_events,
 )
-from unisono.observe.lines import message, percent, verdict
+from unisono.observe.formatting import event_message, percent, run_verdict
 from unisono.observe.report_page import DRAW_SCRIPT, PAGE
-from unisono.observe.summary import RunSummary, decimate, duration, eval_metrics, gib, short, short_time, summarise
+from unisono.observe.run_summary import (
+    RunSummary,
+    decimate,
+    duration,
+    eval_metrics,
+    format_gib,
+    short_number,
+    short_time,
+    summarise,
+)
+from unisono.observe.sanitize import printable
 
 _POINTS: Final = 2000  # per curve
 _HAPPENINGS: Final = 500
@@ -80,12 +89,10 @@ def write_report(run_dir: Path) -> Path:
     history = read_events(path) if path.exists() else EventHistory(path=path, events=())
     if not history.events:
         raise DataError(
-            Problem(
-                given=f"{path} {'holds no event' if path.exists() else 'does not exist'}",
-                rule="a report is made from the events of rank 0 in the run folder",
-                consequence="no report was written",
-                nearest="give the folder of a run (run.dir), or start one: unisono train",
-            )
+            given=f"{path} {'holds no event' if path.exists() else 'does not exist'}",
+            rule="a report is made from the events of rank 0 in the run folder",
+            consequence="no report was written",
+            nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
     page = render(history, _other_ranks(run_dir))
     target, beside = run_dir / "report.html", run_dir / f".report.html.{os.getpid()}"
@@ -115,7 +122,7 @@ def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     return environment.from_string(PAGE).render(
         title=f"Run {printable(str(history.events[-1]['run']))}",
-        verdict=verdict(summary) + _time_clause(summary),
+        verdict=run_verdict(summary) + _time_clause(summary),
         figures=list(_figures(summary)),
         notes=[note for each in (history, *others) for note in each.notes()],
         time_chart=time_chart["id"] if time_chart else None,
@@ -173,18 +180,18 @@ def _figures(summary: RunSummary) -> Iterator[_Figure]:
     for name, value in summary.eval_metrics.items():
         yield _Figure("bits per byte, last eval" if name == "bits_per_byte" else f"{name}, last eval", f"{value:.4g}")
     if summary.tokens_per_s is not None:
-        yield _Figure("tokens/s, all devices", short(summary.tokens_per_s))
+        yield _Figure("tokens/s, all devices", short_number(summary.tokens_per_s))
     if summary.tokens_per_s_device is not None:
-        yield _Figure("tokens/s per device", short(summary.tokens_per_s_device))
+        yield _Figure("tokens/s per device", short_number(summary.tokens_per_s_device))
     if summary.step_s is not None:
         yield _Figure("per step", short_time(summary.step_s))
     if summary.utilization is not None:
         name, value = summary.utilization
         yield _Figure("MFU" if name == "mfu" else "of the measured matmul ceiling", percent(value))
     if summary.tokens_total is not None:
-        yield _Figure("tokens trained on", short(summary.tokens_total))
+        yield _Figure("tokens trained on", short_number(summary.tokens_total))
     if summary.peak_bytes is not None:
-        yield _Figure("peak memory, rank 0", gib(summary.peak_bytes))
+        yield _Figure("peak memory, rank 0", format_gib(summary.peak_bytes))
     yield _Figure("wall time", duration(summary.wall_s))
     yield _Figure("attempt" if summary.attempts == 1 else "attempts", str(summary.attempts))
 
@@ -299,7 +306,7 @@ def _happenings(events: Sequence[Event], others: Sequence[EventHistory]) -> Iter
     """What happened besides steps; of other ranks only what rank 0 cannot know."""
     foreign = [event for history in others for event in history.events if event["kind"] in _WARNING_KINDS]
     for event in [*(event for event in events if event["kind"] not in _QUIET_KINDS), *foreign]:
-        said = message(event)
+        said = event_message(event)
         yield {
             "t": event["t"],
             "time": datetime.fromtimestamp(event["t"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
@@ -332,7 +339,7 @@ def _rank_rows(histories: Sequence[EventHistory]) -> list[list[str]]:
                 "" if summary.step_s is None else short_time(summary.step_s),
                 percent(summary.time_frac.get("data_wait", 0.0)),
                 percent(summary.time_frac.get("comm_exposed", 0.0)),
-                "" if summary.peak_bytes is None else gib(summary.peak_bytes),
+                "" if summary.peak_bytes is None else format_gib(summary.peak_bytes),
             ]
         )
     return rows if len(rows) > 1 else []

@@ -24,8 +24,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
-from unisono.errors import ConfigError, Problem, missing_extra, nearest_name
-from unisono.observe.events import Event, EventLog, Rewind, number
+from unisono.errors import ConfigError, missing_extra, nearest_name
+from unisono.observe.events import Event, EventLog, RewindFilter, number
 from unisono.observe.options import BUILT_IN_SINKS, SINK_GROUP
 
 _NOT_SERIES: Final = frozenset({"t", "m", "rank", "attempt", "step", "steps_total", "eta_s"})
@@ -114,12 +114,10 @@ def _open(name: str, run_dir: Path, run_id: str, attempt: int) -> Sink:
     offered = {entry.name: entry for entry in entry_points(group=SINK_GROUP)}
     if name not in offered:
         raise ConfigError(
-            Problem(
-                given=f"unknown tracker {name!r}",
-                rule=f"a tracker is built in or an installed entry point of the group {SINK_GROUP!r}",
-                consequence="nothing was started",
-                nearest=nearest_name(name, [*BUILT_IN_SINKS, *offered]),
-            )
+            given=f"unknown tracker {name!r}",
+            rule=f"a tracker is built in or an installed entry point of the group {SINK_GROUP!r}",
+            consequence="nothing was started",
+            nearest=nearest_name(name, [*BUILT_IN_SINKS, *offered]),
         )
     return Background(_plugged(offered[name], run_dir, run_id, attempt))
 
@@ -136,12 +134,10 @@ def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sin
     except Exception as error:  # a plug-in may raise anything; the answer must name the package it came from
         package = entry.dist.name if entry.dist is not None else entry.value
         raise ConfigError(
-            Problem(
-                given=f"tracker {entry.name!r} of the package {package!r} could not be opened: {error}",
-                rule=f"{entry.value} must return a sink for (run folder, run id, attempt)",
-                consequence="nothing was started",
-                nearest=f"update {package!r}, or leave {entry.name!r} out of observe.trackers",
-            )
+            given=f"tracker {entry.name!r} of the package {package!r} could not be opened: {error}",
+            rule=f"{entry.value} must return a sink for (run folder, run id, attempt)",
+            consequence="nothing was started",
+            nearest=f"update {package!r}, or leave {entry.name!r} out of observe.trackers",
         ) from error
 
 
@@ -157,7 +153,7 @@ class CsvSink:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rewind = Rewind()
+        self._rewind = RewindFilter()
         self._columns: list[str] = list(self._FIXED)
         self._seen: set[str] = set()  # field names looked at before: the usual row needs no search for new columns
         self._last_step = -1
@@ -235,12 +231,10 @@ class CsvSink:
             columns = list(reader.fieldnames or self._FIXED)
             if tuple(columns[: len(self._FIXED)]) != self._FIXED:
                 raise ConfigError(
-                    Problem(
-                        given=f"{self._path} exists and starts with the columns {', '.join(columns[:4])}",
-                        rule=f"the csv tracker continues a file that starts with {', '.join(self._FIXED)}",
-                        consequence="nothing was started, the file is as it was",
-                        nearest="move that file away, or leave 'csv' out of observe.trackers",
-                    )
+                    given=f"{self._path} exists and starts with the columns {', '.join(columns[:4])}",
+                    rule=f"the csv tracker continues a file that starts with {', '.join(self._FIXED)}",
+                    consequence="nothing was started, the file is as it was",
+                    nearest="move that file away, or leave 'csv' out of observe.trackers",
                 )
             self._columns = columns
             self._last_step = max((int(row["step"]) for row in reader), default=-1)
@@ -274,7 +268,7 @@ class TensorBoardSink:
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         earlier = sorted(folder.glob("events.out.tfevents.*"))
         self._continues = bool(earlier)
-        self._rewind = Rewind()
+        self._rewind = RewindFilter()
         path = folder / f"events.out.tfevents.{_later_second(earlier):010d}.{socket.gethostname()}.{os.getpid()}"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._writer = records.RecordWriter(os.fdopen(fd, "wb"))

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.errors import ConfigError, nearest_name
 from unisono.optim import kernels
-from unisono.optim.groups import Role, roles
-from unisono.optim.layerwise import Lamb, Lars, WholeNorms
+from unisono.optim.groups import Role, parameter_roles
+from unisono.optim.layerwise import GlobalNorms, Lamb, Lars
 from unisono.optim.options import OPTIMIZER_FIELDS, OptimOptions
-from unisono.optim.skipping import make_skippable
+from unisono.optim.skippable import make_skippable
 from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 
 
@@ -31,7 +31,7 @@ def param_groups(
     """
     by_name = pieces if pieces is not None else dict(model.named_parameters(remove_duplicate=False))
     by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
-    for name, role in (roles(model, options.decay_exclude) if named_roles is None else named_roles).items():
+    for name, role in (parameter_roles(model, options.decay_exclude) if named_roles is None else named_roles).items():
         if name in by_name:
             by_role[role].append(by_name[name])
     groups = [
@@ -46,12 +46,10 @@ def param_groups(
     ]
     if not groups:
         raise ConfigError(
-            Problem(
-                given=f"{type(model).__name__} has no parameter that requires a gradient",
-                rule="an optimizer needs something to train",
-                consequence="training would change nothing",
-                nearest="requires_grad_(True) on the layers to train",
-            )
+            given=f"{type(model).__name__} has no parameter that requires a gradient",
+            rule="an optimizer needs something to train",
+            consequence="training would change nothing",
+            nearest="requires_grad_(True) on the layers to train",
         )
     return groups
 
@@ -69,7 +67,7 @@ def build_optimizer(
     *,
     pieces: Mapping[str, nn.Parameter] | None = None,
     named_roles: Mapping[str, Role] | None = None,
-    whole_norms: WholeNorms | None = None,
+    whole_norms: GlobalNorms | None = None,
 ) -> Optimizer:
     """The optimizer for this model, with all state in place and skippable on the device (see ``skipping``).
 
@@ -104,12 +102,10 @@ def build_optimizer(
             optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=fused or None)
         case _:
             raise ConfigError(
-                Problem(
-                    given=f"optimizer kind {options.kind!r}",
-                    rule="the kind is one of " + ", ".join(OPTIMIZER_FIELDS),
-                    consequence="there is no optimizer",
-                    nearest=nearest_name(options.kind, OPTIMIZER_FIELDS),
-                )
+                given=f"optimizer kind {options.kind!r}",
+                rule="the kind is one of " + ", ".join(OPTIMIZER_FIELDS),
+                consequence="there is no optimizer",
+                nearest=nearest_name(options.kind, OPTIMIZER_FIELDS),
             )
     for group in optimizer.param_groups:
         group["state"] = state_names(options)

@@ -37,7 +37,7 @@ class Role(IntEnum):
     PLAIN = 2  # neither decay nor a layer-wise rate
 
 
-def roles(model: nn.Module, decay_exclude: Sequence[str] = ()) -> dict[str, Role]:
+def parameter_roles(model: nn.Module, decay_exclude: Sequence[str] = ()) -> dict[str, Role]:
     """Role of every trainable parameter by its first name, in the order of names.
 
     Raises ``ConfigError`` for a pattern that matches no parameter.

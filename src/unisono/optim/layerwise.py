@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.optim import kernels
-from unisono.optim.skipping import make_skippable
+from unisono.optim.skippable import make_skippable
 from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 
 # Scratch memory of one update. On a CPU small enough to stay in cache between the passes (a third less time than all
@@ -29,7 +29,7 @@ _DEVICE_BUCKET_BYTES = 1 << 28
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Group = Mapping[str, Any]
 # pieces of parameters, norms of things of their shapes [n] -> norms of the whole things
-WholeNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
+GlobalNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
 
 
 class Lamb(Optimizer):
@@ -47,7 +47,7 @@ class Lamb(Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         adapt: bool = True,
-        whole_norms: WholeNorms | None = None,
+        whole_norms: GlobalNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults | {"state": ADAM_STATE})
@@ -109,7 +109,7 @@ class Lars(Optimizer):
         weight_decay: float = 0.0,
         trust_coefficient: float = 1e-3,
         adapt: bool = True,
-        whole_norms: WholeNorms | None = None,
+        whole_norms: GlobalNorms | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "adapt": adapt}
         state = MOMENTUM_STATE if momentum else ()
@@ -196,7 +196,7 @@ def _grads(params: list[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in params if p.grad is not None]
 
 
-def _norms(params: list[nn.Parameter], updates: list[Tensor], whole: WholeNorms | None) -> tuple[Tensor, Tensor]:
+def _norms(params: list[nn.Parameter], updates: list[Tensor], whole: GlobalNorms | None) -> tuple[Tensor, Tensor]:
     """Norms of the parameters and of their updates or gradients, [len(params)] each."""
     dtype = _reduction_dtype(params)
     both = torch.stack([*kernels.norms(params, dtype), *kernels.norms(updates, dtype)])

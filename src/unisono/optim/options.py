@@ -56,7 +56,7 @@ class OptimOptions:
         return DEFAULT_WEIGHT_DECAY[self.kind] if self.weight_decay is None else self.weight_decay
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        yield from _inert(self, "optimizer", OPTIMIZER_FIELDS)
+        yield from _unused_fields(self, "optimizer", OPTIMIZER_FIELDS)
         if self.kind == "sgd" and self.nesterov and self.momentum == 0:
             yield (
                 "nesterov",
@@ -84,7 +84,7 @@ class ScheduleOptions:
     step_factor: float = option(0.1, "Factor of each drop (step).", gt=0, le=1)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        yield from _inert(self, "schedule", SCHEDULE_FIELDS)
+        yield from _unused_fields(self, "schedule", SCHEDULE_FIELDS)
 
 
 def decay_steps(options: ScheduleOptions, total_steps: int) -> int:
@@ -120,7 +120,7 @@ def schedule_problems(options: ScheduleOptions, total_steps: int) -> Iterator[tu
         )
 
 
-def _inert(
+def _unused_fields(
     options: OptimOptions | ScheduleOptions, what: str, used_by: Mapping[str, frozenset[str]]
 ) -> Iterator[tuple[str, Problem]]:
     """Fields that were set although ``kind`` does not read them."""

@@ -22,13 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.errors import ConfigError, nearest_name
 from unisono.optim.options import SCHEDULE_FIELDS, ScheduleOptions, decay_steps, schedule_problems
 
 Schedule = Callable[[int], float]
 
 
-def schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) -> Schedule:
+def build_schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) -> Schedule:
     """The learning rate at a 0-based step; with ``lr`` left at 1 the factor by which to multiply one.
 
     Raises ``ConfigError`` for an unknown kind and where warm-up and decay do not fit into ``total_steps``.
@@ -48,12 +48,10 @@ def schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) -> Sch
     }
     if options.kind not in shapes:
         raise ConfigError(
-            Problem(
-                given=f"schedule kind {options.kind!r}",
-                rule="the kind is one of " + ", ".join(SCHEDULE_FIELDS),
-                consequence="there is no learning rate",
-                nearest=nearest_name(options.kind, SCHEDULE_FIELDS),
-            )
+            given=f"schedule kind {options.kind!r}",
+            rule="the kind is one of " + ", ".join(SCHEDULE_FIELDS),
+            consequence="there is no learning rate",
+            nearest=nearest_name(options.kind, SCHEDULE_FIELDS),
         )
     wrong = [problem for _, problem in schedule_problems(options, total_steps)]
     if wrong:

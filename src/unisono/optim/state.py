@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import CheckpointError, Problem, nearest_name
-from unisono.optim.skipping import unselectable
+from unisono.optim.skippable import non_tensor_state
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 MOMENTUM_STATE = ("momentum_buffer",)
@@ -33,14 +33,14 @@ def create_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.P
 
 def _zero(name: str, group: Mapping[str, Any], parameter: nn.Parameter) -> Tensor:
     if name == "step":
-        return torch.zeros((), dtype=torch.float32, device=_home(name, group, parameter))
+        return torch.zeros((), dtype=torch.float32, device=_state_device(name, group, parameter))
     return torch.zeros_like(parameter, dtype=parameter.grad_dtype, memory_format=torch.preserve_format)
 
 
-Named = nn.Module | Mapping[str, nn.Parameter]
+NamedParameters = nn.Module | Mapping[str, nn.Parameter]
 
 
-def state_tensors(model: Named, optimizer: Optimizer) -> dict[str, Tensor]:
+def state_tensors(model: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything in the optimizer that changes while training, as ``optim/<state>/<parameter name>``, sorted.
 
     The tensors are the optimizer's own, not copies. Hyper-parameters come from the configuration and the learning rate
@@ -54,13 +54,13 @@ def state_tensors(model: Named, optimizer: Optimizer) -> dict[str, Tensor]:
             create_state(optimizer, group, parameter)
         for state, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
-                raise CheckpointError(unselectable(optimizer, state, value))
+                raise CheckpointError(non_tensor_state(optimizer, state, value))
             found[f"optim/{state}/{name}"] = value
     return dict(sorted(found.items()))
 
 
 @torch.no_grad()
-def load_state_tensors(model: Named, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_state_tensors(model: NamedParameters, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved state into the optimizer; names, shapes and dtypes must be exactly those of ``state_tensors``.
 
     An optimizer made elsewhere that has no state yet takes what was saved for its parameters. Raises
@@ -74,7 +74,7 @@ def load_state_tensors(model: Named, optimizer: Optimizer, tensors: Mapping[str,
         state, _, of = rest.partition("/")
         group, parameter = owners.get(of, ({"state": ()}, None))
         if parameter is not None and "state" not in group and not optimizer.state.get(parameter):
-            fresh[name] = torch.empty_like(tensors[name], device=_home(state, group, parameter))
+            fresh[name] = torch.empty_like(tensors[name], device=_state_device(state, group, parameter))
     known = own | fresh
     problems = [_missing(name) for name in own if name not in tensors]
     problems += [_unexpected(name, known) for name in tensors if name not in known]
@@ -92,7 +92,7 @@ def load_state_tensors(model: Named, optimizer: Optimizer, tensors: Mapping[str,
         tensor.copy_(tensors[name])
 
 
-def _owners(model: Named, optimizer: Optimizer) -> dict[str, tuple[Mapping[str, Any], nn.Parameter]]:
+def _owners(model: NamedParameters, optimizer: Optimizer) -> dict[str, tuple[Mapping[str, Any], nn.Parameter]]:
     """Group and parameter by parameter name."""
     named = model.named_parameters() if isinstance(model, nn.Module) else model.items()
     first_name = {parameter: name for name, parameter in named}
@@ -105,7 +105,7 @@ def _owners(model: Named, optimizer: Optimizer) -> dict[str, tuple[Mapping[str, 
     return owners
 
 
-def _home(state: str, group: Mapping[str, Any], parameter: nn.Parameter) -> torch.device:
+def _state_device(state: str, group: Mapping[str, Any], parameter: nn.Parameter) -> torch.device:
     """Where torch keeps it: step counts beside the parameter for fused and capturable groups, else on the host."""
     on_host = state == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.device("cpu") if on_host else parameter.device
@@ -114,7 +114,7 @@ def _home(state: str, group: Mapping[str, Any], parameter: nn.Parameter) -> torc
 _CONSEQUENCE = "continuing would not be the same run, so nothing was loaded"
 
 
-def _of_another_model(optimizer: Optimizer, model: Named) -> Problem:
+def _of_another_model(optimizer: Optimizer, model: NamedParameters) -> Problem:
     return Problem(
         given=f"optimizer {type(optimizer).__name__} has a parameter that {type(model).__name__} has not",
         rule="state is named after the model's parameters",

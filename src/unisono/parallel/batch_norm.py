@@ -57,7 +57,7 @@ def check_batch_norm(model: nn.Module, plan: Plan) -> None:
         raise PlanError(*problems)
 
 
-def synchronise_batch_norm(model: nn.Module, group: ProcessGroup) -> None:
+def apply_sync_batch_norm(model: nn.Module, group: ProcessGroup) -> None:
     """Let the batch norms of ``model`` normalise over all ranks of ``group`` in training, in place; evaluation stays as it is.
 
     Modules, names, buffers stay. All ranks run the same number of passes; each may have another number of samples, or none.

@@ -34,10 +34,10 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from unisono.errors import PlanError, Problem
+from unisono.errors import PlanError
 from unisono.parallel import context_transformers
-from unisono.parallel.collectives import all_gather_single, reduce_scatter_single
-from unisono.parallel.grid import Grid
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.tensor.collectives import all_gather_single, reduce_scatter_single
 
 # entries that say how long a sequence is, and what a model may call the place of a token
 _TOKENS = ("tokens", "input_ids")
@@ -57,7 +57,7 @@ class _Current:
     causal: tuple[Tensor, ...]
 
 
-class Context:
+class ContextParallel:
     """This rank's part of sequences, and the attention that joins the parts. ``model`` is the whole model, before it is cut or
     wrapped. Raises PlanError where transformers would not go through torch's attention.
 
@@ -69,13 +69,13 @@ class Context:
     ``check_length(tokens)`` is asked there whether it takes whole sequences of so many: its own forward sees a part of them.
     """
 
-    def __init__(self, grid: Grid, model: nn.Module) -> None:
+    def __init__(self, grid: ParallelDims, model: nn.Module) -> None:
         index = grid.rank_along("cp")
         self._group, self._count = grid.group("cp"), grid.plan.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)
-        self._transformers = context_transformers.Models(model)
+        self._transformers = context_transformers.TransformersModels(model)
         self._current: _Current | None = None
         self._inside = False  # a block's forward pass
 
@@ -105,13 +105,11 @@ class Context:
             entry = micro.get(name)
             if entry is not None and (entry.dim() < 2 or entry.shape[1] != length):
                 raise PlanError(
-                    Problem(
-                        given=f"plan.cp={self._count} with {name} {list(entry.shape)}, for sequences of {length} tokens",
-                        rule="each rank computes losses and metrics of its own tokens, so every token has an entry",
-                        consequence="each sample would be judged by a part of its tokens, and counted on every rank",
-                        nearest=f"{name} [B, {length}] with weight 0 where nothing is asked, or plan.cp=1 (dp_shard shares the "
-                        "state as well)",
-                    )
+                    given=f"plan.cp={self._count} with {name} {list(entry.shape)}, for sequences of {length} tokens",
+                    rule="each rank computes losses and metrics of its own tokens, so every token has an entry",
+                    consequence="each sample would be judged by a part of its tokens, and counted on every rank",
+                    nearest=f"{name} [B, {length}] with weight 0 where nothing is asked, or plan.cp=1 (dp_shard shares the "
+                    "state as well)",
                 )
 
     @contextmanager
@@ -154,12 +152,10 @@ class Context:
                 self._inside = before
             if not replaced.calls:
                 raise PlanError(
-                    Problem(
-                        given=f"plan.cp={self._count} for {name}, which does not call F.scaled_dot_product_attention",
-                        rule="that call is where the ranks of a sequence join their parts",
-                        consequence="each token would see a part of its sequence only",
-                        nearest="that function in place of own products or of nn.MultiheadAttention, or plan.cp=1",
-                    )
+                    given=f"plan.cp={self._count} for {name}, which does not call F.scaled_dot_product_attention",
+                    rule="that call is where the ranks of a sequence join their parts",
+                    consequence="each token would see a part of its sequence only",
+                    nearest="that function in place of own products or of nn.MultiheadAttention, or plan.cp=1",
                 )
             return outputs
 
@@ -180,12 +176,10 @@ class Context:
         counted = [micro[name] for name in _COUNTED if name in micro]
         if not named and counted and all(entry.dim() < 2 for entry in counted):
             raise PlanError(
-                Problem(
-                    given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
-                    rule="the ranks of cp share sequences: a batch has tokens [B, T], and targets and weights of every token",
-                    consequence="nothing here is a sequence: each rank would count whole samples",
-                    nearest="plan.cp=1 (dp_shard shares the state as well)",
-                )
+                given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
+                rule="the ranks of cp share sequences: a batch has tokens [B, T], and targets and weights of every token",
+                consequence="nothing here is a sequence: each rank would count whole samples",
+                nearest="plan.cp=1 (dp_shard shares the state as well)",
             )
         sizes = Counter(entry.shape[1] for entry in micro.values() if entry.dim() > 1)
         length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
@@ -193,12 +187,10 @@ class Context:
         if length == 0 or length % runs:
             near = [each for each in (length // runs * runs, -(-length // runs) * runs) if each] or [runs]
             raise PlanError(
-                Problem(
-                    given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
-                    rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
-                    consequence=f"{length} tokens cannot be shared equally",
-                    nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
-                )
+                given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
+                rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
+                consequence=f"{length} tokens cannot be shared equally",
+                nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
             )
         return length
 
@@ -221,12 +213,10 @@ class Context:
         if not query.shape[-2] == key.shape[-2] == value.shape[-2] == own:
             sizes = f"{query.shape[-2]} queries with {key.shape[-2]} keys"
             raise PlanError(
-                Problem(
-                    given=f"attention of {sizes} under plan.cp={self._count}, with sequences of {length}",
-                    rule=f"it is attention of a sequence to itself, of which each rank has {own} tokens",
-                    consequence="it is not known which keys are whose",
-                    nearest="plan.cp=1 (transformers: model.config.use_cache=False keeps no earlier keys)",
-                )
+                given=f"attention of {sizes} under plan.cp={self._count}, with sequences of {length}",
+                rule=f"it is attention of a sequence to itself, of which each rank has {own} tokens",
+                consequence="it is not known which keys are whose",
+                nearest="plan.cp=1 (transformers: model.config.use_cache=False keeps no earlier keys)",
             )
         widths = [key.shape[-1], value.shape[-1]]
         key, value = _gather(torch.cat([key, value], -1), self._group).split(widths, -1)  # [B, K, T, E]
@@ -264,13 +254,11 @@ class Context:
         if keys == length and queries == length:
             return mask[..., order, :]
         raise PlanError(
-            Problem(
-                given=f"an attention mask {list(mask.shape)} under plan.cp={self._count}, with sequences of {length}",
-                rule=f"each rank has {own} queries, and all {length} keys",
-                consequence="a mask that the model made of its part of the sequence says nothing of the other keys",
-                nearest="no mask and is_causal=True, a mask of keys [B, 1, 1, T/cp], documents in the batch, "
-                "or a whole mask [B, 1, T, T] in the batch",
-            )
+            given=f"an attention mask {list(mask.shape)} under plan.cp={self._count}, with sequences of {length}",
+            rule=f"each rank has {own} queries, and all {length} keys",
+            consequence="a mask that the model made of its part of the sequence says nothing of the other keys",
+            nearest="no mask and is_causal=True, a mask of keys [B, 1, 1, T/cp], documents in the batch, "
+            "or a whole mask [B, 1, T, T] in the batch",
         )
 
 

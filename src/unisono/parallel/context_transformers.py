@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import PlanError, Problem
+from unisono.errors import PlanError
 
 _NAME = "unisono_context"
 
@@ -27,7 +27,7 @@ def models_of_transformers(model: nn.Module) -> list[Any]:
     return [] if library is None else [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
 
 
-class Models:
+class TransformersModels:
     """The models of transformers inside ``model``; most models have none, and then nothing happens here.
 
     Raises PlanError for one that computes attention in another way than by torch's function.
@@ -39,12 +39,10 @@ class Models:
             chosen = each.config._attn_implementation
             if chosen not in ("sdpa", _NAME):
                 raise PlanError(
-                    Problem(
-                        given=f"plan.cp above 1 for {type(each).__name__} with attention {chosen!r}",
-                        rule="the ranks of a sequence join their parts in torch's scaled_dot_product_attention",
-                        consequence="each token would see a part of its sequence only",
-                        nearest="model.set_attn_implementation('sdpa')",
-                    )
+                    given=f"plan.cp above 1 for {type(each).__name__} with attention {chosen!r}",
+                    rule="the ranks of a sequence join their parts in torch's scaled_dot_product_attention",
+                    consequence="each token would see a part of its sequence only",
+                    nearest="model.set_attn_implementation('sdpa')",
                 )
         decodes = any(getattr(module, "is_causal", False) for each in self._models for module in each.modules())
         # what transformers does: positions that jump begin another document, but only without a cache
@@ -70,12 +68,10 @@ class Models:
             return part
         if "labels" in micro and any(each.loss_function.__name__ == "ForCausalLMLoss" for each in self._models):
             raise PlanError(
-                Problem(
-                    given=f"labels for {type(self._models[0]).__name__} with sequences cut over ranks",
-                    rule="a model that shifts labels by one needs the token after each of its own, which another rank has",
-                    consequence="labels at the ends of runs would be wrong",
-                    nearest="shifted targets under another name, such as 'targets', for the objective",
-                )
+                given=f"labels for {type(self._models[0]).__name__} with sequences cut over ranks",
+                rule="a model that shifts labels by one needs the token after each of its own, which another rank has",
+                consequence="labels at the ends of runs would be wrong",
+                nearest="shifted targets under another name, such as 'targets', for the objective",
             )
         if "attention_mask" in micro:
             return part | {"attention_mask": micro["attention_mask"]}
@@ -120,12 +116,10 @@ def _masks(order: Tensor, padding: Tensor | None, length: int) -> Callable[..., 
             return None
         if _holds_a_sequence(mask_function):
             raise PlanError(
-                Problem(
-                    given="an attention mask that is made of the tokens of a sequence, under plan.cp above 1",
-                    rule="masks are functions of places, of documents (position_ids) and of padding (attention_mask)",
-                    consequence="the model made this one of its part of the sequence, which says nothing of other keys",
-                    nearest="a model without it, or plan.cp=1",
-                )
+                given="an attention mask that is made of the tokens of a sequence, under plan.cp above 1",
+                rule="masks are functions of places, of documents (position_ids) and of padding (attention_mask)",
+                consequence="the model made this one of its part of the sequence, which says nothing of other keys",
+                nearest="a model without it, or plan.cp=1",
             )
         if padded:
             assert padding is not None

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from unisono.errors import PlanError, Problem
+from unisono.errors import PlanError
 from unisono.plan.plan import Plan
 
 # what a plan's precision computes in, by torch's name; fp8 is a matter of single layers
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def find_device(asked: str, local_rank: int) -> torch.device:
@@ -21,24 +21,20 @@ def find_device(asked: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if present is None or asked not in ("auto", present.type):
         raise PlanError(
-            Problem(
-                given=f"plan.device {asked!r}",
-                rule=f"this torch ({torch.__version__}) sees "
-                + ("only the CPU" if present is None else f"{present.type!r} and the CPU"),
-                consequence="nothing was started",
-                nearest=f"plan.device={('cpu' if present is None else present.type)!r}, or a torch built for {asked!r} "
-                "and its driver",
-            )
+            given=f"plan.device {asked!r}",
+            rule=f"this torch ({torch.__version__}) sees "
+            + ("only the CPU" if present is None else f"{present.type!r} and the CPU"),
+            consequence="nothing was started",
+            nearest=f"plan.device={('cpu' if present is None else present.type)!r}, or a torch built for {asked!r} "
+            "and its driver",
         )
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise PlanError(
-            Problem(
-                given=f"local rank {local_rank}",
-                rule=f"one rank per device, and this host shows {count} of type {present.type!r}",
-                consequence="two ranks would share a device",
-                nearest=f"launch.processes={count}, or make more devices visible",
-            )
+            given=f"local rank {local_rank}",
+            rule=f"one rank per device, and this host shows {count} of type {present.type!r}",
+            consequence="two ranks would share a device",
+            nearest=f"launch.processes={count}, or make more devices visible",
         )
     return torch.device(present.type, local_rank)
 
@@ -77,7 +73,7 @@ def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     """The forward pass's precision: products in bf16 or fp16, reductions in fp32; with fp8, what else there is in bf16."""
     if plan.precision == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(plan.device, dtype=COMPUTE[plan.precision])
+    return torch.autocast(plan.device, dtype=COMPUTE_DTYPES[plan.precision])
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -28,12 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from unisono.errors import PlanError, Problem
-from unisono.models.moe import Experts, Router, gather
-from unisono.parallel import collectives
-from unisono.parallel.cutter import Cutter
-from unisono.parallel.grid import Grid
-from unisono.parallel.hooks import behind
+from unisono.errors import PlanError
+from unisono.models.moe import Experts, Router, gather_rows
+from unisono.parallel.hooks import map_output
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.parameter_sharder import ParameterSharder
+from unisono.parallel.tensor import collectives
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -46,7 +46,7 @@ def expert_dims(model: nn.Module) -> dict[str, int]:
     return {f"{path}.{name}": 0 for path, layer in expert_layers(model) for name, _ in layer.named_parameters()}
 
 
-def cut_experts(model: nn.Module, grid: Grid) -> None:
+def apply_expert_parallel(model: nn.Module, grid: ParallelDims) -> None:
     """Keep this rank's experts of every layer, in place. Raises PlanError before anything is changed."""
     ep, group = grid.plan.ep, grid.group("ep")
     check_experts(model, ep)
@@ -57,25 +57,30 @@ def cut_experts(model: nn.Module, grid: Grid) -> None:
         layer.compute = _elsewhere(layer.compute, group)
 
 
-def cut_hidden_units(layer: Any, cutter: Cutter, *, along_sequence: bool) -> None:
+def shard_expert_hidden(layer: Any, cutter: ParameterSharder, *, along_sequence: bool) -> None:
     """Keep this rank's hidden units of each of the experts in ``layer``, in place."""
     group, tokens = cutter.group, -2  # [B, T, D], and [B, T, k]
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         cutter.shard(layer, name, dim)
     if along_sequence:
-        into, out = (partial(each, dim=tokens, group=group) for each in (collectives.gather, collectives.scatter))
+        into, out = (
+            partial(each, dim=tokens, group=group)
+            for each in (collectives.gather_from_sp_region, collectives.reduce_scatter_to_sp_region)
+        )
     else:
-        into, out = (partial(each, group=group) for each in (collectives.enter, collectives.leave))
+        into, out = (
+            partial(each, group=group) for each in (collectives.copy_to_tp_region, collectives.reduce_from_tp_region)
+        )
 
     def whole(_layer: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x, weights, choice = args
         return into(x), into(weights), into(choice)
 
     layer.register_forward_pre_hook(whole)
-    behind(layer, out)
+    map_output(layer, out)
 
 
-def count_whole_sequences(model: nn.Module, grid: Grid) -> None:
+def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
     """Where ranks share sequences, let balance losses see the loads of whole sequences."""
 
     def summed(counts: Tensor) -> Tensor:
@@ -92,23 +97,19 @@ def check_experts(model: nn.Module, ep: int) -> None:
     layers = list(expert_layers(model))
     if not layers:
         raise PlanError(
-            Problem(
-                given=f"plan.ep={ep} for {type(model).__name__}, which has no experts",
-                rule="ep spreads the experts of models.moe.Experts over ranks",
-                consequence="it would change nothing",
-                nearest="plan.ep=1, or model.experts",
-            )
+            given=f"plan.ep={ep} for {type(model).__name__}, which has no experts",
+            rule="ep spreads the experts of models.moe.Experts over ranks",
+            consequence="it would change nothing",
+            nearest="plan.ep=1, or model.experts",
         )
     for path, layer in layers:
         if layer.num_experts % ep:
             near = max(n for n in range(1, ep + 1) if layer.num_experts % n == 0)
             raise PlanError(
-                Problem(
-                    given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
-                    rule="each rank has equally many experts",
-                    consequence="the layer cannot be cut",
-                    nearest=f"plan.ep={near}, or model.experts={-(-layer.num_experts // ep) * ep}",
-                )
+                given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
+                rule="each rank has equally many experts",
+                consequence="the layer cannot be cut",
+                nearest=f"plan.ep={near}, or model.experts={-(-layer.num_experts // ep) * ep}",
             )
 
 
@@ -128,8 +129,8 @@ def _elsewhere(compute: Compute, group: ProcessGroup) -> Compute:
         order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        made = compute(gather(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
-        return _AllToAll.apply(gather(made, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
+        made = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
+        return _AllToAll.apply(gather_rows(made, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
 
     return exchanged
 

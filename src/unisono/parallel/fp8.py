@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from torch import nn
 
-from unisono.errors import PlanError, Problem
+from unisono.errors import PlanError
 from unisono.parallel.device import computes_fp8
 from unisono.plan.plan import Plan
 
@@ -29,21 +29,17 @@ def use_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
     lacking += [] if find_spec("torchao") else ["no torchao"]
     if lacking:
         raise PlanError(
-            Problem(
-                given=f"precision 'fp8' on {' and '.join(lacking)}",
-                rule="fp8 products need torchao (the extra unisono[quant]) and a device with them (compute capability 8.9 up)",
-                consequence="nothing was started",
-                nearest="plan.precision='bf16'",
-            )
+            given=f"precision 'fp8' on {' and '.join(lacking)}",
+            rule="fp8 products need torchao (the extra unisono[quant]) and a device with them (compute capability 8.9 up)",
+            consequence="nothing was started",
+            nearest="plan.precision='bf16'",
         )
     if not any(fits(layer) for block in blocks for layer in block.modules()):
         raise PlanError(
-            Problem(
-                given=f"precision 'fp8' for {len(blocks)} repeated blocks",
-                rule=f"it acts on linear layers in them whose sizes are multiples of {MULTIPLE}",
-                consequence="it would change nothing",
-                nearest="plan.precision='bf16', or other sizes",
-            )
+            given=f"precision 'fp8' for {len(blocks)} repeated blocks",
+            rule=f"it acts on linear layers in them whose sizes are multiples of {MULTIPLE}",
+            consequence="it would change nothing",
+            nearest="plan.precision='bf16', or other sizes",
         )
     from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def map_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """``module`` gets ``change(x)`` in place of its first argument."""
 
     def hook(
@@ -22,7 +22,7 @@ def before(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def behind(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def map_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """``module`` returns ``change(y)`` in place of its output, or of the first one of several."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
-def offload(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
+def offload_activations(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
     """Keep what the forward passes of ``blocks`` save on the host, in place; ``pinned`` memory is copied without a wait."""
     for block in blocks:
         _offload(block, pinned=pinned)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.context_transformers import models_of_transformers
 from unisono.plan.plan import Plan
-from unisono.plan.rules import matching
+from unisono.plan.rules import match_modules
 from unisono.plan.trace import trace
 
 _aten: Any = torch.ops.aten
@@ -33,7 +33,7 @@ _KEPT = {
 }
 
 
-def recompute(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
+def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
     """Have blocks of piece number ``piece`` of the model computed again in the backward pass, as the plan says.
 
     Raises PlanError: more blocks than there are, an operator that does not exist; and in the first forward pass where an
@@ -44,12 +44,10 @@ def recompute(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
     count = plan.recompute_blocks[piece] if plan.recompute_blocks else len(blocks)
     if count > len(blocks):
         raise PlanError(
-            Problem(
-                given=f"recompute_blocks[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
-                rule="it counts blocks of the piece, from the first on",
-                consequence="less memory would be free than was planned",
-                nearest=f"{len(blocks)}",
-            )
+            given=f"recompute_blocks[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
+            rule="it counts blocks of the piece, from the first on",
+            consequence="less memory would be free than was planned",
+            nearest=f"{len(blocks)}",
         )
     policy = _policy_of(plan)
     for block in blocks[:count]:
@@ -58,8 +56,8 @@ def recompute(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) -> None:
         _check_behind(blocks[count - 1], policy)
 
 
-def recompute_named(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
-    """The same of the modules that ``recompute_modules`` names; see ``named_modules``. ``pieces`` of the model are here, each
+def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
+    """The same of the modules that ``recompute_modules`` names; see ``find_recomputed_modules``. ``pieces`` of the model are here, each
     the blocks of a stage in a row, or the whole model alone."""
     policy = _policy_of(plan)
     for module in named.values():
@@ -73,14 +71,14 @@ def recompute_named(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence
             _check_behind(piece[-1], policy)
 
 
-def named_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
+def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """What ``recompute_modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, str] = {}
     problems: dict[str, Problem] = {}  # of modules alike one is enough
     for pattern in plan.recompute_modules:
         given = f"recompute_modules {pattern!r}"
-        if not (names := matching(pattern, modules)):
+        if not (names := match_modules(pattern, modules)):
             problems[pattern] = Problem(
                 given=given,
                 rule="it names modules of the model",
@@ -145,7 +143,7 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def check_caches(plan: Plan, model: nn.Module) -> None:
+def check_kv_caches(plan: Plan, model: nn.Module) -> None:
     """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
     backward pass, and what recompute drops would be held by the cache."""
     for each in models_of_transformers(model) if plan.recompute != "none" else []:
@@ -153,12 +151,10 @@ def check_caches(plan: Plan, model: nn.Module) -> None:
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
         if decodes and getattr(each.config, "use_cache", False):
             raise PlanError(
-                Problem(
-                    given=f"plan.recompute={plan.recompute!r} for {type(each).__name__} with config.use_cache=True",
-                    rule="a block that is computed again leaves nothing behind; a cache takes its keys and values each time",
-                    consequence="the second pass would see another cache than the first, and nothing be saved of keys and values",
-                    nearest="model.config.use_cache=False (a cache is of use in generation only)",
-                )
+                given=f"plan.recompute={plan.recompute!r} for {type(each).__name__} with config.use_cache=True",
+                rule="a block that is computed again leaves nothing behind; a cache takes its keys and values each time",
+                consequence="the second pass would see another cache than the first, and nothing be saved of keys and values",
+                nearest="model.config.use_cache=False (a cache is of use in generation only)",
             )
 
 
@@ -194,12 +190,10 @@ class _Policy:
         name = str(operator.overloadpacket.__name__)
         if name in self._names and (dropout := _dropout_of(operator, args, kwargs)):
             raise PlanError(
-                Problem(
-                    given=f"recompute_keep {name!r} of attention with dropout {dropout}",
-                    rule="what is kept is not run again, and then draws nothing",
-                    consequence="dropout behind it in the block would draw other numbers than in the forward pass",
-                    nearest=f"recompute_keep without {name!r}, or attention without dropout",
-                )
+                given=f"recompute_keep {name!r} of attention with dropout {dropout}",
+                rule="what is kept is not run again, and then draws nothing",
+                consequence="dropout behind it in the block would draw other numbers than in the forward pass",
+                nearest=f"recompute_keep without {name!r}, or attention without dropout",
             )
         self.unused.discard(name)
         return CheckpointPolicy.MUST_SAVE if name in self._names else CheckpointPolicy.PREFER_RECOMPUTE
@@ -208,12 +202,10 @@ class _Policy:
         """After the blocks have run. Raises PlanError for a name that nothing was kept by."""
         if self.unused:
             raise PlanError(
-                Problem(
-                    given=f"recompute_keep {', '.join(sorted(self.unused))}",
-                    rule="it names operators that the recomputed blocks run",
-                    consequence="it would keep nothing",
-                    nearest="leave it out, or see which operators run with torch.profiler",
-                )
+                given=f"recompute_keep {', '.join(sorted(self.unused))}",
+                rule="it names operators that the recomputed blocks run",
+                consequence="it would keep nothing",
+                nearest="leave it out, or see which operators run with torch.profiler",
             )
 
 

@@ -5,31 +5,29 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from unisono.errors import PlanError, Problem
-from unisono.plan.check import check
+from unisono.errors import PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, Plan
+from unisono.plan.validate import validate_plan
 
 LARGEST_AUTOMATIC_MICRO_BATCH = 32
 
 
-def read_plan(options: PlanOptions) -> Plan:
+def load_plan(options: PlanOptions) -> Plan:
     """The plan of ``options.file``. Raises PlanError where it cannot be read, or where other options are set beside it."""
     unset = PlanOptions(file=options.file)
     set_too = [f"plan.{f.name}" for f in fields(options) if getattr(options, f.name) != getattr(unset, f.name)]
     if set_too:
         raise PlanError(
-            Problem(
-                given=f"plan.file {options.file!r} with {', '.join(set_too)}",
-                rule="a strategy file holds the whole plan",
-                consequence="it would be unclear which of the two counts",
-                nearest="change the file, or leave it out and set options only",
-            )
+            given=f"plan.file {options.file!r} with {', '.join(set_too)}",
+            rule="a strategy file holds the whole plan",
+            consequence="it would be unclear which of the two counts",
+            nearest="change the file, or leave it out and set options only",
         )
     return Plan.load(Path(options.file).expanduser())
 
 
-def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
+def derive_plan(options: PlanOptions, *, world: int, device: str, native_bf16: bool) -> Plan:
     """Fill in what the user left open. ``device`` is the device type in use; raises PlanError with all problems at once."""
     ranks = max(1, world // (options.pp * options.cp * options.tp))
     dp_shard = options.dp_shard or ranks
@@ -81,5 +79,5 @@ def derive(options: PlanOptions, *, world: int, device: str, native_bf16: bool) 
         pins=tuple(f.name for f in fields(options) if getattr(options, f.name) != getattr(PlanOptions(), f.name)),
         provenance=f"derived from settings for {world} ranks",
     )
-    check(plan, world)
+    validate_plan(plan, world)
     return plan

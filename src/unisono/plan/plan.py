@@ -17,17 +17,17 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 import msgspec
 
 from unisono.errors import PlanError, Problem, nearest_name
-from unisono.files import write_atomically
-from unisono.plan.dtypes import DtypeRule
+from unisono.plan.dtype_rules import DtypeRule
 from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
-from unisono.plan.rules import Placement, Rule, matching
+from unisono.plan.rules import ParameterPlacement, Rule, match_modules
+from unisono.storage.files import write_atomically
 
 _MAX_FILE_BYTES = 1 << 20
 VERSION = 2
 # of gradients summed by one all-reduce, where a plan does not say
 BUCKET_BYTES = 4 * 2**20
 # pieces of the model per pipeline rank, where a plan does not say more
-CHUNKS: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
+STAGES_PER_RANK: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class Plan:
     splits: tuple[int, ...]
     weights: tuple[float, ...]
     rules: tuple[Rule, ...]
-    placements: tuple[Placement, ...]
+    placements: tuple[ParameterPlacement, ...]
     global_batch: int
     micro_batch: int
     accumulation: int
@@ -111,7 +111,7 @@ class Plan:
             return self.shard_degree // self.ep
         parts = name.split(".")[:-1]
         around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        whole = numel < self.shard_threshold_numel or any(matching(pattern, around) for pattern in self.unsharded)
+        whole = numel < self.shard_threshold_numel or any(match_modules(pattern, around) for pattern in self.unsharded)
         return 1 if whole else self.shard_degree
 
     @property
@@ -127,7 +127,7 @@ class Plan:
     @property
     def stages_per_rank(self) -> int:
         """How many pieces of the model one pipeline rank runs, one after the other."""
-        return len(self.splits) // self.pp if self.splits else CHUNKS[self.schedule]
+        return len(self.splits) // self.pp if self.splits else STAGES_PER_RANK[self.schedule]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data in field order."""
@@ -174,12 +174,10 @@ class Plan:
                 raise ValueError("it holds no object")
         except (OSError, ValueError) as error:
             raise PlanError(
-                Problem(
-                    given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
-                    rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
-                    consequence="there is no plan",
-                    nearest="the plan.json that a run keeps in its folder",
-                )
+                given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
+                rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
+                consequence="there is no plan",
+                nearest="the plan.json that a run keeps in its folder",
             ) from error
         try:
             return Plan.from_json(cast("dict[str, Any]", data))
@@ -221,7 +219,7 @@ class Plan:
         return told
 
 
-def why_precision(asked: Plan | PlanOptions, plan: Plan) -> str:
+def precision_reason(asked: Plan | PlanOptions, plan: Plan) -> str:
     """Where the plan's precision comes from, in a few words."""
     if isinstance(asked, Plan) or asked.file or asked.precision != "auto":
         return f"{plan.precision} as asked"

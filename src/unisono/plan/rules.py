@@ -18,7 +18,7 @@ from typing import Literal
 from msgspec import Struct
 
 
-class Pair(
+class ColwiseRowwise(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="pair"
 ):
     """``column`` layers of ``module`` are cut by output features, ``row`` by input features.
@@ -58,38 +58,38 @@ class Pair(
         return self.layers[:-1] if self.enter == "*" else (self.enter,)
 
 
-class Experts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="experts"):
+class ExpertRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="experts"):
     """``module`` is a ``models.moe.Experts``: every rank has some of the hidden units of each expert, and the router is whole."""
 
     module: str
 
 
-class Embedding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="embedding"):
+class EmbeddingRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="embedding"):
     """``module`` is an ``nn.Embedding``; every rank looks up the tokens it has, and the sum is everyone's."""
 
     module: str
 
 
-class Output(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="output"):
+class OutputRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="output"):
     """``module`` makes logits: all of them are gathered on every rank, unless the model returns a ``models.loss.Head``."""
 
     module: str
 
 
-class Sequence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="sequence"):
+class SequenceRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="sequence"):
     """With ``plan.sequence_parallel`` the input of the first of ``modules`` is cut along the sequence, and the output of the
     last is joined again."""
 
     modules: tuple[str, ...]
 
 
-Rule = Pair | Experts | Embedding | Output | Sequence
+Rule = ColwiseRowwise | ExpertRule | EmbeddingRule | OutputRule | SequenceRule
 
 
 Dims = tuple[Literal["tp"] | None, ...]
 
 
-class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class ParameterPlacement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Semi-automatic: parameters of ``module`` (a pattern; the whole model if empty) whose names fit ``parameter`` are cut along
     the dim that has "tp" in ``dims``; the others have null. What lies between, DTensor decides.
 
@@ -104,7 +104,7 @@ class Placement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, o
     outputs: Dims | None = None
 
 
-_GPT_ATTENTION = Pair(
+_GPT_ATTENTION = ColwiseRowwise(
     module="blocks.*.attention",
     column=("q",),
     shared=("k", "v"),
@@ -112,23 +112,23 @@ _GPT_ATTENTION = Pair(
     units="heads",
     shared_units="kv_heads",
 )
-_GPT_REST = (Embedding(module="embedding"), Output(module="head"), Sequence(modules=("blocks.*", "norm")))
+_GPT_REST = (EmbeddingRule(module="embedding"), OutputRule(module="head"), SequenceRule(modules=("blocks.*", "norm")))
 
 # In order: the first set all of whose pairs and experts name something is taken.
-BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
+BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "unisono gpt": (
         _GPT_ATTENTION,
-        Pair(module="blocks.*.ffn", column=("gate", "up"), row="down"),
+        ColwiseRowwise(module="blocks.*.ffn", column=("gate", "up"), row="down"),
         *_GPT_REST,
     ),
-    "unisono gpt with experts": (_GPT_ATTENTION, Experts(module="blocks.*.ffn.experts"), *_GPT_REST),
+    "unisono gpt with experts": (_GPT_ATTENTION, ExpertRule(module="blocks.*.ffn.experts"), *_GPT_REST),
     "unisono bert": (
-        Pair(module="blocks.*.attention", column=("q", "k", "v"), row="out", units="heads"),
-        Pair(module="blocks.*.ffn", column=("up",), row="down"),
-        Sequence(modules=("blocks.*",)),
+        ColwiseRowwise(module="blocks.*.attention", column=("q", "k", "v"), row="out", units="heads"),
+        ColwiseRowwise(module="blocks.*.ffn", column=("up",), row="down"),
+        SequenceRule(modules=("blocks.*",)),
     ),
     "llama": (
-        Pair(
+        ColwiseRowwise(
             module="**.layers.*.self_attn",
             column=("q_proj",),
             shared=("k_proj", "v_proj"),
@@ -137,13 +137,13 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
             shared_units="config.num_key_value_heads",
             ratio="num_key_value_groups",
         ),
-        Pair(module="**.layers.*.mlp", column=("gate_proj", "up_proj"), row="down_proj"),
-        Embedding(module="**.embed_tokens"),
-        Output(module="**.lm_head"),
-        Sequence(modules=("**.layers.*", "**.norm")),
+        ColwiseRowwise(module="**.layers.*.mlp", column=("gate_proj", "up_proj"), row="down_proj"),
+        EmbeddingRule(module="**.embed_tokens"),
+        OutputRule(module="**.lm_head"),
+        SequenceRule(modules=("**.layers.*", "**.norm")),
     ),
     "gpt2": (
-        Pair(
+        ColwiseRowwise(
             module="**.h.*.attn",
             fused=("c_attn",),
             row="c_proj",
@@ -151,13 +151,13 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
             divided=("split_size",),
             enter="c_attn",
         ),
-        Pair(module="**.h.*.mlp", column=("c_fc",), row="c_proj", enter="c_fc"),
-        Embedding(module="**.wte"),
-        Output(module="**.lm_head"),
-        Sequence(modules=("**.h.*", "**.ln_f")),
+        ColwiseRowwise(module="**.h.*.mlp", column=("c_fc",), row="c_proj", enter="c_fc"),
+        EmbeddingRule(module="**.wte"),
+        OutputRule(module="**.lm_head"),
+        SequenceRule(modules=("**.h.*", "**.ln_f")),
     ),
     "bert": (
-        Pair(
+        ColwiseRowwise(
             module="**.encoder.layer.*.attention",
             column=("self.query", "self.key", "self.value"),
             row="output.dense",
@@ -165,16 +165,18 @@ BUILT_IN: Mapping[str, tuple[Rule, ...]] = {
             divided=("self.all_head_size",),
             enter="self",
         ),
-        Pair(module="**.encoder.layer.*", column=("intermediate.dense",), row="output.dense", enter="intermediate"),
-        Embedding(module="**.embeddings.word_embeddings"),
-        Output(module="**.cls.predictions.decoder"),
-        Output(module="**.lm_head.decoder"),  # RoBERTa's
-        Sequence(modules=("**.encoder.layer.*",)),
+        ColwiseRowwise(
+            module="**.encoder.layer.*", column=("intermediate.dense",), row="output.dense", enter="intermediate"
+        ),
+        EmbeddingRule(module="**.embeddings.word_embeddings"),
+        OutputRule(module="**.cls.predictions.decoder"),
+        OutputRule(module="**.lm_head.decoder"),  # RoBERTa's
+        SequenceRule(modules=("**.encoder.layer.*",)),
     ),
 }
 
 
-def matching(pattern: str, names: Collection[str]) -> list[str]:
+def match_modules(pattern: str, names: Collection[str]) -> list[str]:
     """The module names that ``pattern`` stands for, in order."""
     regular = "".join(_PIECES.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*\.|\*)", pattern))
     return [name for name in names if re.fullmatch(regular, name)]
@@ -183,19 +185,21 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 _PIECES = {"**.": r"(?:[^.]+\.)*", "*": r"[^.]+"}
 
 
-def built_in(names: Collection[str]) -> tuple[Rule, ...]:
+def built_in_rules(names: Collection[str]) -> tuple[Rule, ...]:
     """The built-in rules for a model with modules of these ``names``, without those that name nothing in it; or ()."""
-    for rules in BUILT_IN.values():
-        if all(_names_layers(rule, names) for rule in rules if isinstance(rule, Pair | Experts)):
-            return tuple(rule for rule in rules if any(matching(pattern, names) for pattern in patterns(rule)))
+    for rules in BUILT_IN_RULES.values():
+        if all(_names_layers(rule, names) for rule in rules if isinstance(rule, ColwiseRowwise | ExpertRule)):
+            return tuple(
+                rule for rule in rules if any(match_modules(pattern, names) for pattern in module_patterns(rule))
+            )
     return ()
 
 
-def patterns(rule: Rule) -> tuple[str, ...]:
+def module_patterns(rule: Rule) -> tuple[str, ...]:
     """The patterns of modules in a rule."""
-    return rule.modules if isinstance(rule, Sequence) else (rule.module,)
+    return rule.modules if isinstance(rule, SequenceRule) else (rule.module,)
 
 
-def _names_layers(rule: Pair | Experts, names: Collection[str]) -> bool:
-    found, layers = matching(rule.module, names), rule.layers if isinstance(rule, Pair) else ()
+def _names_layers(rule: ColwiseRowwise | ExpertRule, names: Collection[str]) -> bool:
+    found, layers = match_modules(rule.module, names), rule.layers if isinstance(rule, ColwiseRowwise) else ()
     return bool(found) and all(f"{path}.{layer}" in names for path in found for layer in layers)

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree  # the same: it goes through whatever a module returns
 
-from unisono.models.moe import even_loads
+from unisono.models.moe import balanced_routing
 
 
 class Operand(NamedTuple):
@@ -28,7 +28,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Op(NamedTuple):
+class TracedOp(NamedTuple):
     """One call of a torch function. ``module`` is the innermost module it is in, "" the model itself; ``parameters`` are those
     among its arguments, ``inputs`` and ``outputs`` numbers of values, ``shapes`` those of the outputs. ``arguments`` and
     ``keywords`` are all it was given, with an ``Operand`` in place of each tensor."""
@@ -48,7 +48,7 @@ class Op(NamedTuple):
         return [each for each in leaves if isinstance(each, Operand)]
 
 
-class Call(NamedTuple):
+class TracedCall(NamedTuple):
     """One call of a module. ``arguments`` by position or name, in order, each with the numbers of the values in it; ``outputs``
     likewise of what it returned, one for each member where that is a tuple; ``first`` and ``end`` bound its operations."""
 
@@ -66,8 +66,8 @@ class Trace:
     ``inputs`` are the values that it was given."""
 
     inputs: tuple[int, ...]
-    ops: tuple[Op, ...]
-    calls: tuple[Call, ...]
+    ops: tuple[TracedOp, ...]
+    calls: tuple[TracedCall, ...]
     outputs: tuple[int, ...]
     returned: tuple[str, ...]
 
@@ -89,7 +89,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Tensor]) -> Trace:
     recorder = _Recorder({name: moved.get(name, parameter) for name, parameter in model.named_parameters()})
     handles = recorder.watch(model)
     try:
-        with even_loads(model), fake, torch.no_grad(), recorder:
+        with balanced_routing(model), fake, torch.no_grad(), recorder:
             recorder.given(given.values())
             returned = functional_call(model, moved, (), given)
     finally:
@@ -121,8 +121,8 @@ class _Recorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._within = [""]
-        self._ops: list[Op] = []
-        self._calls: list[Call] = []
+        self._ops: list[TracedOp] = []
+        self._calls: list[TracedCall] = []
         self._inputs: tuple[int, ...] = ()
 
     def given(self, tensors: Iterable[Tensor]) -> None:
@@ -152,7 +152,7 @@ class _Recorder(TorchFunctionMode):
             arguments = tuple((argument, self._values(each)) for argument, each in named)
             several = isinstance(output, tuple)
             outputs = tuple(self._values(each) for each in (output if several else (output,)))
-            self._calls.append(Call(name, arguments, outputs, several, starts.pop(), len(self._ops)))
+            self._calls.append(TracedCall(name, arguments, outputs, several, starts.pop(), len(self._ops)))
 
         return before, after
 
@@ -167,7 +167,7 @@ class _Recorder(TorchFunctionMode):
             made = tuple(self._number(each) for each in outputs)
             shapes = tuple(tuple(each.shape) for each in outputs)
             arguments, keywords = pytree.tree_map_only(Tensor, self._operand, (tuple(args), dict(kwargs or {})))
-            op = Op(_name(func), self._within[-1], tuple(parameters), inputs, made, shapes, arguments, keywords)
+            op = TracedOp(_name(func), self._within[-1], tuple(parameters), inputs, made, shapes, arguments, keywords)
             self._ops.append(op)
         return result
 

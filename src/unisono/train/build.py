@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from unisono.data.dataset import Dataset, as_dataset
-from unisono.data.packing import PackedWindows
-from unisono.data.prepared import Prepared, prepare
-from unisono.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
-from unisono.data.windows import TokenWindows
+from unisono.data.tokens.packing import PackedWindows
+from unisono.data.tokens.tokenized_cache import PreparedCorpus, prepare_corpus
+from unisono.data.tokens.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from unisono.data.tokens.windows import TokenWindows
 from unisono.dist import World
-from unisono.errors import ConfigError, DataError, Problem, nearest_name
+from unisono.errors import ConfigError, DataError, nearest_name
 from unisono.measure.flops import matmul_params, transformer_flops_per_token
 from unisono.models.gpt import GPT
-from unisono.models.moe import idle_parameters
+from unisono.models.moe import inactive_parameters
 from unisono.models.options import ModelOptions
 from unisono.observe.events import EventLog
 from unisono.train.config import RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
-from unisono.train.opening import plan_for
+from unisono.train.setup import resolve_plan
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
@@ -35,12 +35,12 @@ TOKEN_METRICS = ("bits_per_byte", "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Data:
+class RunData:
     """What a run reads: both data sets, and for text what tokenized it."""
 
     train: Dataset
     held_out: Dataset
-    prepared: Prepared | None
+    prepared: PreparedCorpus | None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -48,10 +48,10 @@ class Data:
         return self.prepared.tokenizer if self.prepared else None
 
 
-def build_data(config: RunConfig) -> Data:
+def build_data(config: RunConfig) -> RunData:
     """The data sets of ``parts.data``. Raises DataError or ConfigError."""
     if config.parts.data == TOKENS:
-        prepared = prepare(config.data)
+        prepared = prepare_corpus(config.data)
         seq_len, boundaries = config.data.seq_len, config.data.boundaries
         # The held-out part is always read as a stream, so that runs of either packing are measured alike.
         if config.data.packing == "best_fit":
@@ -59,26 +59,24 @@ def build_data(config: RunConfig) -> Data:
         else:
             stride = 1 if config.data.packing == "offsets" else seq_len
             train = TokenWindows(prepared.train, seq_len=seq_len, stride=stride, boundaries=boundaries, name="train")
-        return Data(
+        return RunData(
             train=train,
             held_out=TokenWindows(
                 prepared.eval, seq_len=seq_len, boundaries=boundaries, target_bytes=True, name="held-out"
             ),
             prepared=prepared,
         )
-    made: Any = _find_part("data", config, {TOKENS: None})(config)
+    made: Any = _find_component("data", config, {TOKENS: None})(config)
     pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
     if len(pair) != 2 or not all(isinstance(each, Dataset | Sized) for each in pair):
         kinds = ", ".join(type(each).__name__ for each in pair)
         raise ConfigError(
-            Problem(
-                given=f"parts.data returned {f'({kinds})' if pair else type(made).__name__}",
-                rule="it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
-                consequence="there is nothing to train on",
-                nearest="return train, held_out",
-            )
+            given=f"parts.data returned {f'({kinds})' if pair else type(made).__name__}",
+            rule="it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
+            consequence="there is nothing to train on",
+            nearest="return train, held_out",
         )
-    return Data(train=as_dataset(pair[0]), held_out=as_dataset(pair[1]), prepared=None)
+    return RunData(train=as_dataset(pair[0]), held_out=as_dataset(pair[1]), prepared=None)
 
 
 def find_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -91,15 +89,13 @@ def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
     cast(Any, torch).manual_seed(config.run.seed)
     if config.parts.model == "gpt":
         return GPT(model_options(config, tokenizer))
-    model: Any = _find_part("model", config, {"gpt": None})(config)
+    model: Any = _find_component("model", config, {"gpt": None})(config)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            Problem(
-                given=f"parts.model returned {type(model).__name__}",
-                rule="it returns a torch.nn.Module",
-                consequence="there is nothing to train",
-                nearest="return the module itself, not its class or its weights",
-            )
+            given=f"parts.model returned {type(model).__name__}",
+            rule="it returns a torch.nn.Module",
+            consequence="there is nothing to train",
+            nearest="return the module itself, not its class or its weights",
         )
     return model
 
@@ -109,12 +105,10 @@ def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOption
     if tokenizer is None:
         if not config.model.vocab_size:
             raise DataError(
-                Problem(
-                    given="model.vocab_size 0 with data of your own",
-                    rule="0 means the tokenizer's size, and there is no tokenizer",
-                    consequence="the embedding has no size",
-                    nearest="set model.vocab_size to one more than the largest token",
-                )
+                given="model.vocab_size 0 with data of your own",
+                rule="0 means the tokenizer's size, and there is no tokenizer",
+                consequence="the embedding has no size",
+                nearest="set model.vocab_size to one more than the largest token",
             )
         return config.model
     if config.model.vocab_size:
@@ -125,14 +119,14 @@ def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOption
 
 def build_trainer(
     config: RunConfig,
-    data: Data,
+    data: RunData,
     *,
     world: World,
     events: EventLog,
     provenance: Mapping[str, Any],
 ) -> Trainer:
     """The trainer of this configuration; before it is entered nothing is started, and no model built that the plan spreads."""
-    _, plan = plan_for(config.plan, world.job)
+    _, plan = resolve_plan(config.plan, world.job)
     build = partial(build_model, config, data.tokenizer)
     return Trainer(
         build if plan.is_model_sharded else build(),
@@ -148,7 +142,7 @@ def build_trainer(
         resume=config.run.resume,
         eval_data=data.held_out,
         metrics=build_metrics(config),
-        transform=_find_part("transform", config, {}) if config.parts.transform else None,
+        transform=_find_component("transform", config, {}) if config.parts.transform else None,
         loader=config.loader,
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
@@ -162,7 +156,7 @@ def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
     options = model.options
     tied = options.vocab_size * options.dim if options.tied else 0
     return transformer_flops_per_token(
-        matmul_params=matmul_params(model) - idle_parameters(model) + tied,
+        matmul_params=matmul_params(model) - inactive_parameters(model) + tied,
         layers=options.layers,
         attention_dim=options.dim,
         seq_len=seq_len,
@@ -171,7 +165,7 @@ def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
 
 def find_objective(config: RunConfig) -> Objective:
     """The objective of ``parts.objective``."""
-    return _find_part("objective", config, OBJECTIVES)
+    return _find_component("objective", config, OBJECTIVES)
 
 
 def build_metrics(config: RunConfig) -> dict[str, Metric]:
@@ -180,7 +174,7 @@ def build_metrics(config: RunConfig) -> dict[str, Metric]:
     for name in config.parts.metrics or (TOKEN_METRICS if config.parts.data == TOKENS else ()):
         metrics[name] = find_metric(name) or _resolve("metrics", "parts.metrics", name, METRICS)()
     if config.parts.own_metrics:
-        metrics |= _find_part("own_metrics", config, {})(config)
+        metrics |= _find_component("own_metrics", config, {})(config)
     return metrics
 
 
@@ -194,7 +188,7 @@ _GROUPS = {
 }
 
 
-def _find_part(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:
+def _find_component(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:
     return _resolve(_GROUPS[name], f"parts.{name}", getattr(config.parts, name), built_in)
 
 
@@ -209,13 +203,11 @@ def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> An
         return _load(plugins[part], key)
     known = [*built_in, *plugins]
     raise ConfigError(
-        Problem(
-            given=f"{key} = {part!r}",
-            rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
-            f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
-            consequence="the run has no such part, and nothing was started",
-            nearest=nearest_name(part, known) if known else "give a callable in a Python configuration file",
-        )
+        given=f"{key} = {part!r}",
+        rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
+        f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
+        consequence="the run has no such part, and nothing was started",
+        nearest=nearest_name(part, known) if known else "give a callable in a Python configuration file",
     )
 
 
@@ -224,11 +216,9 @@ def _load(plugin: EntryPoint, key: str) -> Any:
         return plugin.load()
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            Problem(
-                given=f"{key} = {plugin.name!r}, entry point {plugin.value!r} of "
-                f"{plugin.dist.name if plugin.dist else 'an unnamed package'}: {type(error).__name__}: {error}",
-                rule="an entry point names something that can be imported",
-                consequence="the run has no such part, and nothing was started",
-                nearest="repair or reinstall that package",
-            )
+            given=f"{key} = {plugin.name!r}, entry point {plugin.value!r} of "
+            f"{plugin.dist.name if plugin.dist else 'an unnamed package'}: {type(error).__name__}: {error}",
+            rule="an entry point names something that can be imported",
+            consequence="the run has no such part, and nothing was started",
+            nearest="repair or reinstall that package",
         ) from error

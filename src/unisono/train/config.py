@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.checkpoint.options import CheckpointOptions
 from unisono.config import option
 from unisono.data.options import DataOptions, LoaderOptions
 from unisono.errors import Problem
@@ -14,32 +15,33 @@ from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
 from unisono.plan.options import PlanOptions
-from unisono.train.checkpoint.options import CheckpointOptions
 from unisono.train.options import RunOptions, SampleOptions, TrainOptions
 
-Part = str | Callable[..., Any]
+Component = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class Components:
     """What a run is made of: a built-in name, the name of an installed entry point, or your own callable.
 
     Callables come from a Python configuration file only; text can name code, never load it.
     """
 
-    model: Part = option("gpt", "gpt, an entry point, or config -> torch.nn.Module.", python_only=True)
-    objective: Part = option(
+    model: Component = option("gpt", "gpt, an entry point, or config -> torch.nn.Module.", python_only=True)
+    objective: Component = option(
         "next_token",
         "next_token, masked_token, cross_entropy, mean_squared_error, or (outputs, batch) -> (loss_sum, weight).",
         python_only=True,
     )
-    data: Part = option("tokens", "tokens, an entry point, or config -> (train, held_out) data sets.", python_only=True)
-    transform: Part = option("", "Nothing, an entry point, or (sample, rng) -> sample.", python_only=True)
+    data: Component = option(
+        "tokens", "tokens, an entry point, or config -> (train, held_out) data sets.", python_only=True
+    )
+    transform: Component = option("", "Nothing, an entry point, or (sample, rng) -> sample.", python_only=True)
     metrics: tuple[str, ...] = option(
         (),
         "bits_per_byte, perplexity, accuracy, top<k>, f1:<classes>, or entry points; none = the first and third on tokens.",
     )
-    own_metrics: Part = option("", "Nothing, an entry point, or config -> {name: Metric}.", python_only=True)
+    own_metrics: Component = option("", "Nothing, an entry point, or config -> {name: Metric}.", python_only=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,7 @@ class RunConfig:
     """One run, whole. ``unisono config explain KEY`` tells about each field."""
 
     run: RunOptions = field(default_factory=RunOptions)
-    parts: Parts = field(default_factory=Parts)
+    parts: Components = field(default_factory=Components)
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     loader: LoaderOptions = field(default_factory=LoaderOptions)

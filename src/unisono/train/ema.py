@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Average:
+class WeightAverage:
     """average ← average + (1 − decay) · (weight − average), for those of ``parameters`` that are trained."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from unisono.data.dataset import Dataset
-from unisono.data.loader import eval_batches, share
-from unisono.parallel.sharded import release
+from unisono.data.loading.loader import eval_batches, rank_range
+from unisono.parallel.fsdp import reshard
 from unisono.plan.plan import Plan
+from unisono.train.forward_backward import ForwardBackward
 from unisono.train.metrics import LOSS, Metric
 from unisono.train.objectives import Objective
-from unisono.train.passes import Passes
 
 
 def evaluate(
-    passes: Passes,
+    passes: ForwardBackward,
     data: Dataset,
     *,
     objective: Objective,
@@ -53,7 +53,7 @@ def evaluate(
                 passes.evaluate([_copied(host, device) for host, _ in group], add)
         passes.world.all_reduce(total).div_(plan.tp)  # ranks that share a layer saw the same samples
     finally:
-        release(model)
+        reshard(model)
         model.train(was_training)
     values = iter(total.tolist())
     return {name: metric.value([next(values) for _ in range(metric.size)]) for name, metric in all_metrics.items()}
@@ -68,6 +68,6 @@ def _passes(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterator[tupl
     fewer batches: the others need its part once more."""
     ranks = plan.dp_world_size
     yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, rank, ranks, samples))
-    own, longest = (-(-len(share(samples, each, ranks)) // plan.micro_batch) for each in (rank, 0))
+    own, longest = (-(-len(rank_range(samples, each, ranks)) // plan.micro_batch) for each in (rank, 0))
     if plan.uses_fsdp and own < longest:
         yield next(eval_batches(data, 1, 0, 1, 1)), False

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unisono.observe.events import EventLog
-from unisono.parallel.pieces import Pieces
+from unisono.parallel.sharded_parameters import ShardedParameters
 
 
 class GradientStats:
@@ -15,7 +15,7 @@ class GradientStats:
     The figures are of the reduced gradient of the mean loss, before clipping. Reading them waits for the device.
     """
 
-    def __init__(self, pieces: Pieces, events: EventLog, every: int) -> None:
+    def __init__(self, pieces: ShardedParameters, events: EventLog, every: int) -> None:
         self._pieces = pieces
         self._names = [name for name, parameter in pieces.parameters.items() if parameter.requires_grad]
         self._events = events

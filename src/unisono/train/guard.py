@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Guard:
+class StepGuard:
     """The rule and its statistics; all state is on the device."""
 
     def __init__(self, device: torch.device, *, sigmas: float, window: int = 128) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from unisono.data.tokenizer import Tokenizer
+from unisono.checkpoint import CheckpointReader, find_latest, open_checkpoint, verify
+from unisono.data.tokens.tokenizer import Tokenizer
 from unisono.dist import World
-from unisono.errors import CheckpointError, PlanError, Problem
-from unisono.parallel.deferred import deferred
+from unisono.errors import CheckpointError, PlanError
+from unisono.parallel.deferred_init import deferred_init
 from unisono.train.build import build_model
-from unisono.train.checkpoint import Snapshot, find_latest, open_checkpoint, verify
 from unisono.train.config import RunConfig
 
 
@@ -26,14 +26,14 @@ def load_model(
 
     Raises CheckpointError when there is none or it holds another model.
     """
-    snapshot = find_snapshot(config, world, checkpoint)
+    snapshot = open_run_checkpoint(config, world, checkpoint)
     return read_model(config, tokenizer, snapshot), snapshot.step
 
 
-def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: Snapshot) -> nn.Module:
+def read_model(config: RunConfig, tokenizer: Tokenizer | None, snapshot: CheckpointReader) -> nn.Module:
     """The whole model as it was saved, on the CPU. Raises CheckpointError when the checkpoint holds another model."""
     model = build_model(config, tokenizer)
-    read = reader_of(model, snapshot)
+    read = tensor_reader(model, snapshot)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():
             read(name, tensor.detach())
@@ -44,30 +44,28 @@ def empty_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
     """The model without its values, for what reads them a tensor at a time. One whose construction reads values is whole."""
     build = partial(build_model, config, tokenizer)
     try:
-        return deferred(build).model
+        return deferred_init(build).model
     except PlanError:
         return build()
 
 
-def find_snapshot(config: RunConfig, world: World, checkpoint: str | None) -> Snapshot:
+def open_run_checkpoint(config: RunConfig, world: World, checkpoint: str | None) -> CheckpointReader:
     """The newest good checkpoint of a run, or the one named. Raises CheckpointError when there is none."""
     root = Path(config.run.dir) / "checkpoints"
     path = Path(checkpoint) if checkpoint else find_latest(root, world)
     if path is None:
         raise CheckpointError(
-            Problem(
-                given=f"run folder {config.run.dir!r}",
-                rule=f"a trained model is in a committed checkpoint under {root}",
-                consequence="there is no model to load",
-                nearest="train first: unisono train --set " + shlex.quote(f"run.dir={config.run.dir}"),
-            )
+            given=f"run folder {config.run.dir!r}",
+            rule=f"a trained model is in a committed checkpoint under {root}",
+            consequence="there is no model to load",
+            nearest="train first: unisono train --set " + shlex.quote(f"run.dir={config.run.dir}"),
         )
     if checkpoint and (problems := verify(path)):
         raise CheckpointError(*problems)
     return open_checkpoint(path)
 
 
-def reader_of(model: nn.Module, snapshot: Snapshot) -> Callable[[str, Tensor], None]:
+def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str, Tensor], None]:
     """``read(name, out)`` overwrites ``out`` with what was saved of the model's tensor ``name``, averaged where the run kept
     averages. ``model`` may be on the meta device. Raises CheckpointError when the checkpoint holds another model."""
     names = set(snapshot.names())
@@ -77,13 +75,11 @@ def reader_of(model: nn.Module, snapshot: Snapshot) -> Callable[[str, Tensor], N
     ]
     if wrong:
         raise CheckpointError(
-            Problem(
-                given=f"the checkpoint {snapshot.path} for {type(model).__name__}: {wrong[0].removeprefix('model/')} is "
-                "missing or of another shape" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
-                rule="the configuration describes the model that was saved",
-                consequence="nothing was loaded",
-                nearest="use the configuration in the run's own folder",
-            )
+            given=f"the checkpoint {snapshot.path} for {type(model).__name__}: {wrong[0].removeprefix('model/')} is "
+            "missing or of another shape" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+            rule="the configuration describes the model that was saved",
+            consequence="nothing was loaded",
+            nearest="use the configuration in the run's own folder",
         )
 
     def read(name: str, out: Tensor) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.errors import DataError, Problem
-from unisono.models.loss import Head
+from unisono.errors import DataError
+from unisono.models.loss import LazyLogits
 
 Batch = Mapping[str, Tensor]
 
@@ -40,12 +40,10 @@ def _loss_sums(_outputs: Any, _batch: Batch, loss_sum: Tensor, weight: Tensor) -
 def _byte_sums(_outputs: Any, batch: Batch, loss_sum: Tensor, _weight: Tensor) -> Tensor:
     if "target_bytes" not in batch:
         raise DataError(
-            Problem(
-                given=f"metric 'bits_per_byte' on batches with {', '.join(sorted(batch))}",
-                rule="it divides by the bytes each target stands for, batch['target_bytes']",
-                consequence="the metric has no value",
-                nearest="leave it out, or use a token data set of unisono",
-            )
+            given=f"metric 'bits_per_byte' on batches with {', '.join(sorted(batch))}",
+            rule="it divides by the bytes each target stands for, batch['target_bytes']",
+            consequence="the metric has no value",
+            nearest="leave it out, or use a token data set of unisono",
         )
     return torch.stack([loss_sum.double() / math.log(2), batch["target_bytes"].double().sum()])
 
@@ -56,7 +54,7 @@ def _logits(outputs: Any, batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor
     weights = (
         batch["weights"].flatten().double() if "weights" in batch else torch.ones_like(targets, dtype=torch.float64)
     )
-    if isinstance(outputs, Head):
+    if isinstance(outputs, LazyLogits):
         for rows, logits in outputs.chunks():
             yield logits, targets[rows], weights[rows]
     else:

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
+from unisono.checkpoint import find_latest, list_checkpoints, open_checkpoint, quarantine_after, verify
 from unisono.dist import World
-from unisono.errors import CheckpointError, Problem
+from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
 from unisono.plan.plan import Plan
-from unisono.train.checkpoint import find_latest, list_checkpoints, open_checkpoint, set_aside_after, verify
-from unisono.train.state import RunState
+from unisono.train.state import TrainState
 
 
-def environment(world: World, plan: Plan) -> dict[str, Any]:
+def run_environment(world: World, plan: Plan) -> dict[str, Any]:
     """What a bit-exact resume depends on besides the state; recorded in every checkpoint."""
     return {
         "world": world.world_size,
@@ -36,8 +36,8 @@ def environment(world: World, plan: Plan) -> dict[str, Any]:
     }
 
 
-def resume(
-    state: RunState,
+def resume_from_checkpoint(
+    state: TrainState,
     root: Path,
     mode: str,
     *,
@@ -61,16 +61,14 @@ def resume(
     differences = _differences(snapshot.meta["environment"], environment)
     if mode == "strict" and differences:
         raise CheckpointError(
-            Problem(
-                given=f"resume 'strict' from {path} with " + "; ".join(differences),
-                rule="strict resumes only where every bit can be the same",
-                consequence="nothing was loaded and nothing was changed",
-                nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
-            )
+            given=f"resume 'strict' from {path} with " + "; ".join(differences),
+            rule="strict resumes only where every bit can be the same",
+            consequence="nothing was loaded and nothing was changed",
+            nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
         )
     differences += state.restore(snapshot, rank=rank, seed=seed)
     if mode not in ("auto", "strict") and world.rank == 0 and path.resolve().parent == root.resolve():
-        set_aside_after(root, snapshot.step)  # these steps are made again, and nothing is ever overwritten
+        quarantine_after(root, snapshot.step)  # these steps are made again, and nothing is ever overwritten
     world.barrier()
     events.emit("resumed", step=state.step, path=path, differences=differences)
     return True
@@ -83,13 +81,11 @@ def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | Non
         committed = [entry.step for entry in list_checkpoints(root) if entry.state == "committed"]
         if committed:
             raise CheckpointError(
-                Problem(
-                    given=f"resume 'never' in {root.parent}, which holds {len(committed)} checkpoints "
-                    f"up to step {max(committed)}",
-                    rule="a committed checkpoint is never overwritten",
-                    consequence="nothing was started",
-                    nearest="another run.dir for a new run, or run.resume='auto' to go on with this one",
-                )
+                given=f"resume 'never' in {root.parent}, which holds {len(committed)} checkpoints "
+                f"up to step {max(committed)}",
+                rule="a committed checkpoint is never overwritten",
+                consequence="nothing was started",
+                nearest="another run.dir for a new run, or run.resume='auto' to go on with this one",
             )
         return None
     path = Path(mode)
@@ -105,12 +101,10 @@ def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path:
     ]
     if changed:
         raise CheckpointError(
-            Problem(
-                given=f"the checkpoint {path} for a run whose {'; '.join(changed)}",
-                rule="the samples of every step are a function of data, seed and global batch",
-                consequence="the run would repeat some samples and never see others; nothing was loaded",
-                nearest="restore these values, or start a new run in another run.dir",
-            )
+            given=f"the checkpoint {path} for a run whose {'; '.join(changed)}",
+            rule="the samples of every step are a function of data, seed and global batch",
+            consequence="the run would repeat some samples and never see others; nothing was loaded",
+            nearest="restore these values, or start a new run in another run.dir",
         )
 
 

@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from unisono.errors import CheckpointError, Problem
+from unisono.checkpoint import CheckpointReader
+from unisono.errors import CheckpointError
 from unisono.optim import state_tensors
-from unisono.parallel.grid import Grid
 from unisono.parallel.loss_scale import LossScale
-from unisono.parallel.parts import Part
-from unisono.parallel.pieces import Pieces
-from unisono.train.checkpoint import Snapshot
-from unisono.train.ema import Average
-from unisono.train.guard import Guard
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import TensorShard
+from unisono.train.ema import WeightAverage
+from unisono.train.guard import StepGuard
 
 # tensors of one rank, and tensors that only some ways of keeping in step have: a checkpoint may lack them
-_OF_A_RANK, _OUTER = ("rng/", "sync/"), "outer/"
+_RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
 
 
-class Memory(Protocol):
+class SyncState(Protocol):
     """What a way of keeping ranks in step remembers from step to step."""
 
     @property
@@ -56,23 +56,23 @@ class Memory(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class RunState:
+class TrainState:
     """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
 
     model: nn.Module
-    sharded: Pieces
+    sharded: ShardedParameters
     optimizer: torch.optim.Optimizer
     loss_scale: LossScale
-    guard: Guard
-    average: Average | None
+    guard: StepGuard
+    average: WeightAverage | None
     weight_total: Tensor
-    stage_tensors: StageTables | None = None
-    sync_state: Memory | None = None
+    stage_tensors: StageTensors | None = None
+    sync_state: SyncState | None = None
     step: int = 0
     best_loss: float | None = None
     evaluations_without_gain: int = 0
 
-    def global_state(self) -> dict[str, Tensor | Part]:
+    def global_state(self) -> dict[str, Tensor | TensorShard]:
         """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
 
         A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
@@ -86,7 +86,7 @@ class RunState:
         """What has been seen of losses and weights so far."""
         return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
-    def local_state(self) -> dict[str, Tensor | Part]:
+    def local_state(self) -> dict[str, Tensor | TensorShard]:
         """What this rank holds of the model, its optimizer and average."""
         parameters = self.sharded.parameters
         # a parameter with several names is saved under its first one
@@ -96,7 +96,7 @@ class RunState:
         tensors |= state_tensors(parameters, self.optimizer)
         if self.average is not None:
             tensors |= self.average.state()
-        found: dict[str, Tensor | Part] = {}
+        found: dict[str, Tensor | TensorShard] = {}
         for path, tensor in tensors.items():
             name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
             found[path] = (self.sharded.shard_of(name, tensor) if name in parameters else None) or tensor
@@ -121,7 +121,9 @@ class RunState:
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
     def _diverged_state(self) -> dict[str, Tensor]:
-        return {path: each for path, each in self.local_state().items() if isinstance(each, Tensor)} | self._step_statistics()
+        return {
+            path: each for path, each in self.local_state().items() if isinstance(each, Tensor)
+        } | self._step_statistics()
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor."""
@@ -131,17 +133,17 @@ class RunState:
             "evaluations_without_gain": self.evaluations_without_gain,
         }
 
-    def restore(self, snapshot: Snapshot, *, rank: int, seed: int) -> list[str]:
+    def restore(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> list[str]:
         """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
         dtypes are another model's."""
         mine = self.global_state()
-        saved = _check_table(snapshot, mine)
+        saved = _check_names(snapshot, mine)
         missed = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
             if name not in saved:
                 missed.append(f"{name} is new")
                 continue
-            if isinstance(here, Part):
+            if isinstance(here, TensorShard):
                 for index, offset in here.boxes():
                     if here.tensor[index].numel():
                         snapshot.read_part(name, here.tensor[index], offset)
@@ -154,7 +156,7 @@ class RunState:
         self._restore_generators(snapshot, rank=rank, seed=seed)
         return missed + self._restore_sync_state(snapshot, rank)
 
-    def _restore_sync_state(self, snapshot: Snapshot, rank: int) -> list[str]:
+    def _restore_sync_state(self, snapshot: CheckpointReader, rank: int) -> list[str]:
         everyones = [name for name in snapshot.names() if name.startswith("sync/")]
         prefix = f"sync/rank-{rank:05d}/"
         own = {name.removeprefix(prefix): name for name in everyones if name.startswith(prefix)}
@@ -166,10 +168,12 @@ class RunState:
             return [f"nothing that rank {rank} alone had is there: it starts from what is shared"]
         for path, tensor in apart.items():
             snapshot.read_into(own[path], tensor)
-        self.sync_state.load_rank_state({name: snapshot.tensor(path) for name, path in own.items() if name not in apart})
+        self.sync_state.load_rank_state(
+            {name: snapshot.tensor(path) for name, path in own.items() if name not in apart}
+        )
         return []
 
-    def _restore_generators(self, snapshot: Snapshot, *, rank: int, seed: int) -> None:
+    def _restore_generators(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> None:
         prefix = f"rng/rank-{rank:05d}/"
         if f"{prefix}torch" not in set(snapshot.names()):
             # More ranks than before: the new one's generators are as fresh as its past, but reproducible.
@@ -185,34 +189,38 @@ class RunState:
             accelerator.set_rng_state(snapshot.tensor(f"{prefix}accelerator"))
 
 
-class StageTables:
+class StageTensors:
     """The tensors of a pipeline, of which no rank holds all: what each stage has, by path."""
 
-    def __init__(self, mine: Mapping[str, Tensor | Part], grid: Grid) -> None:
+    def __init__(self, mine: Mapping[str, Tensor | TensorShard], grid: ParallelDims) -> None:
         """All ranks make it together."""
         self._grid = grid
-        table = {path: [list(each.global_shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()}
+        table = {
+            path: [list(each.global_shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()
+        }
         tables: list[dict[str, Any]] = grid.world.gather_json(table)
         self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
 
-    def complete(self, mine: Mapping[str, Tensor | Part]) -> dict[str, Tensor | Part]:
+    def complete(self, mine: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
         """The tensors of all stages as parts: empty where another stage has it, a replica where an earlier rank has it too."""
         rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world_size // self._grid.plan.pp
-        found: dict[str, Tensor | Part] = {}
+        found: dict[str, Tensor | TensorShard] = {}
         for path, (shape, dtype) in sorted(self._table.items()):
             here, first = mine.get(path), self._first[path]
-            if isinstance(here, Part):
+            if isinstance(here, TensorShard):
                 again = first // ranks_of_stage != rank // ranks_of_stage  # as a tied embedding on the last stage
                 found[path] = replace(here, replica=max(here.replica, 1)) if again else here
                 continue
             block = torch.zeros([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
-            found[path] = Part(tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first))
+            found[path] = TensorShard(
+                tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first)
+            )
         return found
 
 
-def _dtype(tensor: Tensor | Part) -> torch.dtype:
-    return tensor.tensor.dtype if isinstance(tensor, Part) else tensor.dtype
+def _dtype(tensor: Tensor | TensorShard) -> torch.dtype:
+    return tensor.tensor.dtype if isinstance(tensor, TensorShard) else tensor.dtype
 
 
 def seed_generators(seed: int, rank: int, step: int = 0) -> None:
@@ -223,14 +231,14 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> set[str]:
+def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShard]) -> set[str]:
     """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
-    saved = {name for name in snapshot.names() if not name.startswith(_OF_A_RANK)}
+    saved = {name for name in snapshot.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [
         f"{name} is only in {where}"
         for where, names in (("the checkpoint", saved - mine.keys()), ("this run", mine.keys() - saved))
         for name in sorted(names)
-        if not name.startswith(_OUTER)
+        if not name.startswith(_OUTER_PREFIX)
     ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
@@ -240,12 +248,10 @@ def _check_table(snapshot: Snapshot, mine: dict[str, Tensor | Part]) -> set[str]
     if differences:
         shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise CheckpointError(
-            Problem(
-                given=f"the checkpoint {snapshot.path} for this run: {shown}",
-                rule="a resumed run has the model, optimizer and options the checkpoint was saved with",
-                consequence="nothing was loaded and nothing was changed",
-                nearest="use the configuration saved in the run's folder, or another run.dir for a new run",
-            )
+            given=f"the checkpoint {snapshot.path} for this run: {shown}",
+            rule="a resumed run has the model, optimizer and options the checkpoint was saved with",
+            consequence="nothing was loaded and nothing was changed",
+            nearest="use the configuration saved in the run's folder, or another run.dir for a new run",
         )
     return saved
 

@@ -24,55 +24,62 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from unisono.data.ahead import copied_ahead
+from unisono.checkpoint import Checkpointer, CheckpointOptions
 from unisono.data.dataset import Dataset, MapStyle, as_dataset
-from unisono.data.loader import Loader, StepBatch
+from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
+from unisono.data.loading.device_prefetch import prefetch_to_device
+from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.stream_loader import is_stream
 from unisono.data.options import LoaderOptions
-from unisono.data.recipe import BatchTransform, PairTransform, Transform
-from unisono.data.stream import is_stream
 from unisono.dist import StopNotice, World, agree, fault_point, job_from_environ, record_failure
 from unisono.measure.flops import CONVENTION
 from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import host_memory_limit_bytes
 from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, state_names
-from unisono.optim import schedule as schedule_of
-from unisono.optim.groups import Role, roles
-from unisono.parallel.apply import apply
+from unisono.optim import build_schedule as schedule_of
+from unisono.optim.groups import Role, parameter_roles
 from unisono.parallel.batch_norm import batch_norms
-from unisono.parallel.blocks import blocks, summed
-from unisono.parallel.deferred import Recipe, allocate, deferred, fill
+from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import find_device, set_backend
 from unisono.parallel.expert import expert_dims
-from unisono.parallel.grid import Grid
-from unisono.parallel.ledger import check_held, ledger
+from unisono.parallel.fsdp import reshard
 from unisono.parallel.loss_scale import LossScale
-from unisono.parallel.parts import Part
-from unisono.parallel.pieces import Pieces
-from unisono.parallel.pipeline import Pipeline
-from unisono.parallel.shard import pins
-from unisono.parallel.sharded import release
-from unisono.parallel.shared import SharedGradients
-from unisono.plan.check import check
+from unisono.parallel.memory_ledger import build_ledger, check_ledger
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.pipeline.executor import PipelineExecutor
+from unisono.parallel.replicated_grads import ReplicatedGradients
+from unisono.parallel.shard_notes import blocks, replicated_grad_groups
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import TensorShard
+from unisono.parallel.tensor.dtensor_placements import parameter_placements
+from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
-from unisono.plan.plan import Plan, why_precision
+from unisono.plan.plan import Plan, precision_reason
+from unisono.plan.validate import validate_plan
 from unisono.train import resume as resuming
-from unisono.train.checkpoint import Checkpointer, CheckpointOptions
-from unisono.train.dealt import Dealt, check_dealt, worker_plan
-from unisono.train.ema import Average
-from unisono.train.engine import WEIGHT, Engine, Step, input_selector
+from unisono.train.async_worker import AsyncWorker, check_async_data, worker_plan
+from unisono.train.build_loader import build_loader
+from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import evaluate
-from unisono.train.feed import feed
+from unisono.train.forward_backward import ForwardBackward
 from unisono.train.gradient_stats import GradientStats
-from unisono.train.guard import Guard
+from unisono.train.gradient_sync import (
+    LocalSGDSync,
+    build_comm_stats,
+    build_gradient_sync,
+    check_sync_options,
+    init_distributed,
+    open_store,
+)
+from unisono.train.guard import StepGuard
 from unisono.train.metrics import Metric
+from unisono.train.metrics_reader import MetricsReader
 from unisono.train.objectives import Objective
-from unisono.train.opening import find_peak, fit, not_saved, open_events, plan_for, with_rules
 from unisono.train.options import TrainOptions, is_due
-from unisono.train.passes import Passes
-from unisono.train.readout import Readout
-from unisono.train.state import RunState, StageTables, seed_generators
-from unisono.train.sync import LocalRounds, check_options, keep_in_step, open_links, open_store, open_world
+from unisono.train.setup import find_peak, infer_tp_rules, not_saved_error, open_events, resolve_for_model, resolve_plan
+from unisono.train.state import StageTensors, TrainState, seed_generators
+from unisono.train.step import WEIGHT, Step, TrainStep, input_selector
 
 COLLECTIVE_TIMEOUT_S = 300.0
 # steps between two readings of loss, norm and flags; on the CPU there is nothing to wait for
@@ -159,11 +166,11 @@ class Trainer:
     def __enter__(self) -> Trainer:
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
         if isinstance(self._asked_plan, Plan):
-            check(self._asked_plan, job.world_size)
+            validate_plan(self._asked_plan, job.world_size)
             self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
         else:
-            self.device, self.plan = plan_for(self._asked_plan, job)
-        self.world = self._given_world or open_world(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
+            self.device, self.plan = resolve_plan(self._asked_plan, job)
+        self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
         self._stop = StopNotice() if threading.current_thread() is threading.main_thread() else None
         if self._stop is not None:
@@ -179,17 +186,17 @@ class Trainer:
         agree(self.world, "plan", self.plan.decisions())
         agree(self.world, "configuration", self._provenance.get("config_hash"))
         set_backend(self.plan)
-        check_options(self.plan, self.options)
+        check_sync_options(self.plan, self.options)
         self.store = open_store(self.plan, self.world)
         recipe = self._build()
         model = self.model
         asked_flops = self._asked_flops
         flops = asked_flops(model) if callable(asked_flops) else asked_flops
         mine = worker_plan(self.plan)
-        self._grid = grid = Grid(mine, self.world)
-        named_roles = roles(model, self._optim.decay_exclude)
+        self._grid = grid = ParallelDims(mine, self.world)
+        named_roles = parameter_roles(model, self._optim.decay_exclude)
         inputs = input_selector(model)
-        self._loader = feed(
+        self._loader = build_loader(
             self.data,
             self._loading,
             self.plan,
@@ -203,20 +210,24 @@ class Trainer:
             batch_statistics=bool(batch_norms(model)),
         )
         if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements):
-            self.plan = grid.plan = with_rules(self.plan, model, lambda: inputs(self._first_micro_batch()), self.events)
+            self.plan = grid.plan = infer_tp_rules(
+                self.plan, model, lambda: inputs(self._first_micro_batch()), self.events
+            )
             agree(self.world, "inferred rules", self.plan.decisions())
             mine = self.plan
-        self.plan, layout, context = fit(self.plan, model, grid, self._first_micro_batch)
+        self.plan, layout, context = resolve_for_model(self.plan, model, grid, self._first_micro_batch)
         mine = self.plan if layout is not None else mine
-        model, whole, stages = apply(mine, model.train(), grid, context, layout)
+        model, whole, stages = parallelize(mine, model.train(), grid, context, layout)
         if self.plan.placements:
-            self.events.emit("placements", placed=pins(model))
+            self.events.emit("placements", placed=parameter_placements(model))
         if recipe is not None:
-            allocate(model, self.device)
-        pipeline = Pipeline(stages, grid, self.device) if stages is not None else None
-        pieces = Pieces(model, grid, whole, repeated=stages.duplicated_parameters if stages is not None else ())
+            allocate_shards(model, self.device)
+        pipeline = PipelineExecutor(stages, grid, self.device) if stages is not None else None
+        pieces = ShardedParameters(
+            model, grid, whole, repeated=stages.duplicated_parameters if stages is not None else ()
+        )
         if recipe is not None:
-            fill(recipe, model, pieces)
+            materialize(recipe, model, pieces)
         optimizer = build_optimizer(
             model,
             self._optim,
@@ -224,7 +235,7 @@ class Trainer:
             named_roles=named_roles,
             whole_norms=pieces.global_norms if pieces.is_sharded else None,
         )
-        self._ledger = ledger(
+        self._ledger = build_ledger(
             mine,
             whole,
             self.world.rank,
@@ -233,24 +244,24 @@ class Trainer:
             stacks=expert_dims(model),
             layout=layout,
         )
-        check_held(self._ledger, pieces.parameters, optimizer)
+        check_ledger(self._ledger, pieces.parameters, optimizer)
         options = self.options
-        self.state = RunState(
+        self.state = TrainState(
             model=model,
             sharded=pieces,
             optimizer=optimizer,
             loss_scale=LossScale.create(self.device, initial=options.loss_scale)
             if self.plan.uses_loss_scale
             else LossScale.off(self.device),
-            guard=Guard(self.device, sigmas=options.spike_sigmas),
-            average=Average(pieces.parameters, options.ema_decay) if options.ema_decay else None,
+            guard=StepGuard(self.device, sigmas=options.spike_sigmas),
+            average=WeightAverage(pieces.parameters, options.ema_decay) if options.ema_decay else None,
             weight_total=torch.zeros(
                 (), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
             ),
         )
         if self.plan.pp > 1:
-            self.state.stage_tensors = StageTables(self.state.local_state(), grid)
-        self._sync, self.state.sync_state = keep_in_step(
+            self.state.stage_tensors = StageTensors(self.state.local_state(), grid)
+        self._sync, self.state.sync_state = build_gradient_sync(
             mine,
             self.store,
             model,
@@ -277,7 +288,7 @@ class Trainer:
             "shuffle_block": self._shuffle_block,
             "last_batch": self._loading.last_batch,
         }
-        self._environment = resuming.environment(self.world, self.plan)
+        self._environment = resuming.run_environment(self.world, self.plan)
         self._emit_start()
         self._timers = StepTimers()
         self._dealt = self._connect(optimizer, named_roles) if self.plan.sync == "dist_async" else None
@@ -288,8 +299,10 @@ class Trainer:
         else:
             self._dealt.pull_model()
         asked = self._asked_schedule
-        self._engine = Engine(
-            forward_backward=Passes(model=model, inputs=inputs, plan=mine, world=self.world, context=context, pipeline=pipeline),
+        self._engine = TrainStep(
+            forward_backward=ForwardBackward(
+                model=model, inputs=inputs, plan=mine, world=self.world, context=context, pipeline=pipeline
+            ),
             objective=self._objective,
             schedule=schedule_of(asked, options.steps, self._optim.lr) if isinstance(asked, ScheduleOptions) else asked,
             clip_norm=self._optim.clip_norm,
@@ -299,13 +312,16 @@ class Trainer:
             state=self.state,
             sharded=pieces,
             sync=self._sync,
-            replicated_grads=SharedGradients([*summed(model), *(pipeline.shared_parameter_groups if pipeline is not None else ())], self.world),
+            replicated_grads=ReplicatedGradients(
+                [*replicated_grad_groups(model), *(pipeline.shared_parameter_groups if pipeline is not None else ())],
+                self.world,
+            ),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(pieces, self.events, options.gradient_stats_every),
         )
         self._rates = RateMeter(steps_total=options.steps, devices=self.world.world_size)
-        self._readout = Readout(
+        self._readout = MetricsReader(
             events=self.events,
             timers=self._timers,
             rates=self._rates,
@@ -315,7 +331,7 @@ class Trainer:
             device=self.device,
             memory_limit_bytes=host_memory_limit_bytes(),
             flops_per_token=flops,
-            comm_stats=open_links(self.events, self._dealt or self._sync),
+            comm_stats=build_comm_stats(self.events, self._dealt or self._sync),
             peak=find_peak(self.device, self.plan, self.world) if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
@@ -324,7 +340,7 @@ class Trainer:
 
     def _restore(self) -> bool:
         """Go on from a checkpoint, if ``resume`` says so and there is one."""
-        resumed = resuming.resume(
+        resumed = resuming.resume_from_checkpoint(
             self.state,
             self.run_dir / "checkpoints",
             self._resume,
@@ -338,10 +354,10 @@ class Trainer:
         self._saved_step = self._resumed_step = self.state.step if resumed else -1
         return resumed
 
-    def _connect(self, optimizer: torch.optim.Optimizer, roles: Mapping[str, Role]) -> Dealt:
+    def _connect(self, optimizer: torch.optim.Optimizer, roles: Mapping[str, Role]) -> AsyncWorker:
         """To the servers, which from here on make the optimizer's steps."""
-        check_dealt(self._loader)
-        dealt = Dealt(
+        check_async_data(self._loader)
+        dealt = AsyncWorker(
             self.plan,
             self.world.job,
             self.state,
@@ -357,12 +373,12 @@ class Trainer:
         self.state.sync_state = dealt
         return dealt
 
-    def _build(self) -> Recipe | None:
+    def _build(self) -> DeferredModel | None:
         """Make ``self.model`` equal on all ranks; where it has no values yet, what they are made by."""
         given = self._given_model
         if not isinstance(given, nn.Module):
             if self.plan.is_model_sharded:
-                recipe = deferred(given)
+                recipe = deferred_init(given)
                 agree(self.world, "model", recipe.fingerprint)
                 self.model = recipe.model
                 return recipe
@@ -377,7 +393,7 @@ class Trainer:
             plan=self.plan.to_json(),
             plan_text=self.plan.describe(),
             flops_convention=CONVENTION,
-            precision_why=why_precision(self._asked_plan, self.plan),
+            precision_why=precision_reason(self._asked_plan, self.plan),
             device=str(self.device),
             parameters=self.state.sharded.num_parameters,
             held_bytes={
@@ -466,7 +482,7 @@ class Trainer:
                             self._dealt.ask_to_stop()
                 yield step
                 if self.plan.uses_fsdp:
-                    release(self.state.model)  # what the loop's body had it compute left parameters gathered
+                    reshard(self.state.model)  # what the loop's body had it compute left parameters gathered
                 with self._timers.phase("ckpt_stall"), self._rates.paused():
                     self.checkpointer.poll()
                     if self._dealt is None and is_due(self._checkpoint.every_steps, step.index):
@@ -480,9 +496,9 @@ class Trainer:
     def _batches(self) -> Generator[StepBatch]:
         if self._dealt is not None:
             return self._dealt.batches(cast(Loader, self._loader))
-        return copied_ahead(self._loader.iterate(self.state.step, self.options.steps), self.device)
+        return prefetch_to_device(self._loader.iterate(self.state.step, self.options.steps), self.device)
 
-    def _between(self, dealt: Dealt) -> bool:
+    def _between(self, dealt: AsyncWorker) -> bool:
         """What is due where an asynchronous run stands at a step; whether there is more to do."""
         with self._rates.paused():
             dealt.pull_model()
@@ -549,7 +565,7 @@ class Trainer:
     def averaged_weights(self) -> Any:
         """A context in which the model has the weights that evaluation and export use."""
         average, memory = self.state.average, self.state.sync_state
-        if isinstance(memory, LocalRounds):
+        if isinstance(memory, LocalSGDSync):
             return memory.swapped_in()
         return average.swapped_in() if average is not None else torch.no_grad()
 
@@ -578,8 +594,8 @@ class Trainer:
                 self._dealt.fetch_optimizer_state()
             shared = self.state.global_state()
             own = self.state.rank_state(self._grid.rng_rank) if self._grid.rank_along("tp") == 0 else {}
-            parts = {name: each for name, each in shared.items() if isinstance(each, Part)}
-            whole = {name: each for name, each in shared.items() if not isinstance(each, Part)}
+            parts = {name: each for name, each in shared.items() if isinstance(each, TensorShard)}
+            whole = {name: each for name, each in shared.items() if not isinstance(each, TensorShard)}
             self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)
             if self._dealt is not None:
                 self._dealt.drop_optimizer_state()
@@ -587,4 +603,4 @@ class Trainer:
             self.checkpointer.wait()
             committed = self.checkpointer.committed_step
             if self.state.step not in (committed, self._resumed_step):
-                raise not_saved(self.state.step, committed, self.run_dir)
+                raise not_saved_error(self.state.step, committed, self.run_dir)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.formats import Table, open_table, write_table
-from unisono.data.formats.crc32c import crc32c, masked
+from unisono.data.convert.formats import Table, open_table, write_table
+from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
 from unisono.errors import DataError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -47,7 +47,12 @@ def outcome(path: Path) -> list[dict[str, Any]] | str:
 
 def record(payload: bytes) -> bytes:
     head = struct.pack("<Q", len(payload))
-    return head + struct.pack("<I", masked(crc32c(head))) + payload + struct.pack("<I", masked(crc32c(payload)))
+    return (
+        head
+        + struct.pack("<I", masked_crc32c(crc32c(head)))
+        + payload
+        + struct.pack("<I", masked_crc32c(crc32c(payload)))
+    )
 
 
 @pytest.fixture
@@ -146,7 +151,7 @@ def test_parquet_pages_have_checksums_and_its_footer_ends_nothing(make: Callable
 def test_tfrecord_that_asks_for_an_exabyte(tmp_path: Path) -> None:
     head = struct.pack("<Q", 1 << 60)
     path = tmp_path / "a.tfrecord"
-    path.write_bytes(record(b"one") + head + struct.pack("<I", masked(crc32c(head))) + bytes(99))
+    path.write_bytes(record(b"one") + head + struct.pack("<I", masked_crc32c(crc32c(head))) + bytes(99))
     with pytest.raises(DataError) as caught:
         list(open_table(path).rows)
     assert str(caught.value) == (
@@ -308,7 +313,7 @@ def test_a_header_of_npy_takes_no_time(tmp_path: Path) -> None:
 BOMBS = """
 import json, resource, sys
 from pathlib import Path
-from unisono.data.formats import open_table
+from unisono.data.convert.formats import open_table
 from unisono.errors import DataError
 said = []
 for path in sys.argv[1:]:

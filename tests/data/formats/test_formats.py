@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data.convert import convert
-from unisono.data.formats import Table, open_table, read_formats, write_table
-from unisono.data.formats.crc32c import crc32c, masked
-from unisono.data.formats.wire import read_example
+from unisono.data.convert.conversion import convert
+from unisono.data.convert.formats import Table, open_table, read_formats, write_table
+from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
+from unisono.data.convert.formats.tf_example import read_example
 from unisono.errors import DataError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -160,7 +160,7 @@ def test_parquet_columns_of_one_name(tmp_path: Path) -> None:
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.modules['pyarrow'] = None\nfrom pathlib import Path\nfrom unisono.data.formats import open_table\n"
+        "import sys; sys.modules['pyarrow'] = None\nfrom pathlib import Path\nfrom unisono.data.convert.formats import open_table\n"
         "from unisono.errors import ExtraError\n"
         "try: open_table(Path('a.parquet'))\nexcept ExtraError as error: print(error)"
     )
@@ -177,7 +177,8 @@ def test_crc32c_vectors() -> None:
     for data, crc in vectors.items():
         assert crc32c(data) == crc
     assert (
-        masked(crc32c(b"foo")) == (((crc32c(b"foo") >> 15) | (crc32c(b"foo") << 17) & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
+        masked_crc32c(crc32c(b"foo"))
+        == (((crc32c(b"foo") >> 15) | (crc32c(b"foo") << 17) & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
     )
 
 
@@ -241,7 +242,12 @@ def test_any_bytes_are_an_example_or_a_value_error(data: bytes) -> None:
 def records(path: Path, *payloads: bytes) -> Path:
     def framed(payload: bytes) -> bytes:
         head = struct.pack("<Q", len(payload))
-        return head + struct.pack("<I", masked(crc32c(head))) + payload + struct.pack("<I", masked(crc32c(payload)))
+        return (
+            head
+            + struct.pack("<I", masked_crc32c(crc32c(head)))
+            + payload
+            + struct.pack("<I", masked_crc32c(crc32c(payload)))
+        )
 
     path.write_bytes(b"".join(map(framed, payloads)))
     return path

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.image import Augment, CenterCrop, Erase, Jitter, RandomResizedCrop
-from unisono.data.image.augment import DRAWN, ORDERS, draw
+from unisono.data.image.augmentation import JITTER_ORDERS, PARAM_NAMES, draw_params
 from unisono.errors import ConfigError
 
 
 def drawn(augment: Augment, height: int, width: int, seed: int) -> tuple[tuple[int, int, int, int], dict[str, float]]:
-    box, values = draw(augment, height, width, np.random.default_rng(seed))
-    return box, dict(zip(DRAWN, values.tolist(), strict=True))
+    box, values = draw_params(augment, height, width, np.random.default_rng(seed))
+    return box, dict(zip(PARAM_NAMES, values.tolist(), strict=True))
 
 
 EVERYTHING = {
@@ -89,7 +89,7 @@ def test_one_setting_does_not_change_what_another_draws() -> None:
         for name, setting in EVERYTHING.items():
             one_box, one_values = drawn(Augment(**{name: setting}), 300, 400, seed)  # type: ignore[arg-type]
             assert one_box == all_box
-            names = {"jitter": DRAWN[2:7], "erase": DRAWN[8:], "rotate": ("angle",)}.get(name, (name,))
+            names = {"jitter": PARAM_NAMES[2:7], "erase": PARAM_NAMES[8:], "rotate": ("angle",)}.get(name, (name,))
             assert [one_values[n] for n in names] == [all_values[n] for n in names]
 
 
@@ -97,7 +97,7 @@ def test_the_generator_moves_on_by_the_same_for_all() -> None:
     after = set()
     for augment in (Augment(), Augment(crop=CenterCrop()), Augment(**EVERYTHING)):  # type: ignore[arg-type]
         rng = np.random.default_rng(3)
-        draw(augment, 300, 400, rng)
+        draw_params(augment, 300, 400, rng)
         after.add(rng.random())
     assert len(after) == 1
 
@@ -116,7 +116,7 @@ def test_ranges_of_what_is_drawn() -> None:
         margin = 0.02 * (high - low)
         assert low - 1e-6 <= values.min() < low + margin
         assert high - margin < values.max() <= high + 1e-6
-    assert {row["order"] for row in rows} == set(map(float, range(len(ORDERS))))
+    assert {row["order"] for row in rows} == set(map(float, range(len(JITTER_ORDERS))))
     for name in ("flip", "flip_vertical"):
         assert 440 < sum(row[name] for row in rows) < 560
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.cache import cached
-from unisono.data.compose import mapped
+from unisono.data.combined import mapped
 from unisono.data.image import (
     Augment,
     CenterCrop,
@@ -23,7 +22,8 @@ from unisono.data.image import (
     image_records,
     tile_grid,
 )
-from unisono.data.loader import Loader, eval_batches
+from unisono.data.loading.loader import Loader, eval_batches
+from unisono.data.loading.sample_cache import cached
 from unisono.data.options import LoaderOptions
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import DataError

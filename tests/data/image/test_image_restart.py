@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unisono.data.image import add_restart_markers, decode, encode_jpeg, probe, tile_grid
-from unisono.data.image.restart import jpegtran_path
+from unisono.data.image.restart_markers import jpegtran_path
 from unisono.errors import DataError, ExtraError
 
 Photo = Callable[..., NDArray[np.uint8]]

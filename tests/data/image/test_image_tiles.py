@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unisono.data.image import TileGrid, add_restart_markers, decode, decode_region, encode_jpeg, tile_grid
-from unisono.data.image.restart import jpegtran_path
-from unisono.data.image.tiles import cut
+from unisono.data.image.restart_markers import jpegtran_path
+from unisono.data.image.tiles import cut_tiles
 from unisono.errors import DataError
 
 Photo = Callable[..., NDArray[np.uint8]]
@@ -120,7 +120,7 @@ def test_a_cut_is_a_jpeg_for_others_and_smaller(photo: Photo) -> None:
     data = encode_jpeg(photo(300, 400), subsampling="4:4:4", tile_px=64)
     grid = tile_grid(data)
     assert grid is not None
-    small, (top, left) = cut(data, grid, (100, 130, 90, 70))
+    small, (top, left) = cut_tiles(data, grid, (100, 130, 90, 70))
     peer = np.asarray(Image.open(io.BytesIO(small)))
     assert (top, left) == (96, 80)  # tiles of 8x80 pixels: 10 divides the 50 MCUs of a row, 8 does not
     assert np.array_equal(peer, decode(data)[top : top + peer.shape[0], left : left + peer.shape[1]])
@@ -133,7 +133,7 @@ def test_metadata_is_not_in_a_cut(photo: Photo, saved: Saved) -> None:
     data = saved(photo(64, 64), "JPEG", exif=exif, restart_marker_blocks=1)
     grid = tile_grid(data)
     assert grid is not None
-    small, _ = cut(data, grid, (0, 0, 64, 64))
+    small, _ = cut_tiles(data, grid, (0, 0, 64, 64))
     assert b"secret" in data
     assert b"secret" not in small
     assert np.array_equal(decode(small), decode(data))

@@ -27,8 +27,8 @@ from unisono.data.image import (
     encode_jpeg,
     tile_grid,
 )
-from unisono.data.image.augment import draw
-from unisono.data.image.transform import _opencv_resize, opencv_found, resize
+from unisono.data.image.augmentation import draw_params
+from unisono.data.image.transform import _opencv_resize, has_opencv, resize
 from unisono.errors import DataError, ExtraError
 
 Photo = Callable[..., NDArray[np.uint8]]
@@ -54,7 +54,7 @@ def test_all_ways_to_the_same_pixels(photo: Photo) -> None:
         {"image": memoryview(data), "targets": np.array(3)},
     ]
     for seed in range(30):
-        box, drawn = draw(transform.augment, 120, 170, np.random.default_rng(seed))
+        box, drawn = draw_params(transform.augment, 120, 170, np.random.default_rng(seed))
         # The crop that is asked for, by a way of its own
         cropped = torch.from_numpy(plain[box[0] : box[0] + box[2], box[1] : box[1] + box[3]].copy())
         small = F.interpolate(cropped.permute(2, 0, 1)[None], size=(64, 64), mode="bilinear", antialias=True)[0]
@@ -73,7 +73,7 @@ def test_large_jpegs_are_decoded_smaller(photo: Photo, saved: Saved, tiled: bool
     data = encode_jpeg(pixels) if tiled else saved(pixels, "JPEG")
     augment = Augment(size=(100, 100), crop=CenterCrop(share=0.9))
     got = ImageTransform(augment=augment)(sample(data), np.random.default_rng(0))["image"]
-    box, _ = draw(augment, 500, 700, np.random.default_rng(0))
+    box, _ = draw_params(augment, 500, 700, np.random.default_rng(0))
     quarter = decode_region(data, box, min_size=(100, 100))
     assert quarter.shape == (113, 113, 3)  # 450 pixels from 25 and from 125 on, at 1/4 and rounded outwards
     assert np.array_equal(got, resize(quarter, (100, 100), "torch"))
@@ -92,7 +92,7 @@ def test_resize_is_pillow_s_bilinear(photo: Photo) -> None:
         assert np.abs(gray[:, :, 0] - peer).max() <= 1
 
 
-@pytest.mark.skipif(not opencv_found(), reason="opencv-python-headless is not installed")
+@pytest.mark.skipif(not has_opencv(), reason="opencv-python-headless is not installed")
 def test_resize_by_opencv(photo: Photo) -> None:
     pixels = photo(90, 130, noise=1)
     assert resize(pixels[:, :, :1], (45, 65), "opencv").shape == (45, 65, 1)
@@ -103,7 +103,7 @@ def test_resize_by_opencv(photo: Photo) -> None:
 def test_without_opencv(photo: Photo, monkeypatch: pytest.MonkeyPatch) -> None:
     _opencv_resize.cache_clear()
     monkeypatch.setitem(sys.modules, "cv2", None)
-    assert not opencv_found()
+    assert not has_opencv()
     with pytest.raises(ExtraError, match='pip install opencv-python-headless, or resize = "torch"'):
         resize(photo(20, 20), (10, 10), "opencv")
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.mindrecord import MindRecordFile
-from unisono.data.mindrecord.header import Field
-from unisono.data.mindrecord.values import blob_reader, pack_integers, unpack_integers
+from unisono.data.mindrecord.header import FieldType
+from unisono.data.mindrecord.row_values import blob_reader, pack_integers, unpack_integers
 from unisono.errors import DataError
 
 Write = Callable[..., MindRecordFile]
@@ -283,16 +283,16 @@ def test_known_packed_vectors() -> None:
     ("fields", "blob", "what"),
     [
         ({}, b"\0\0\0\1", "it has 4 bytes of blobs, where rows without blobs have four zero bytes"),
-        ({"a": Field(type="float32", shape=(-1,))}, bytes(7), "field 'a' has 7 bytes, which are no float32 values"),
-        ({"a": Field(type="float32", shape=(2, -1))}, bytes(12), r"field 'a' has 3 values, which are no \[2, -1\]"),
-        ({"a": Field(type="float64", shape=(2,))}, bytes(8), r"field 'a' has 1 values, which are no \[2\]"),
+        ({"a": FieldType(type="float32", shape=(-1,))}, bytes(7), "field 'a' has 7 bytes, which are no float32 values"),
+        ({"a": FieldType(type="float32", shape=(2, -1))}, bytes(12), r"field 'a' has 3 values, which are no \[2, -1\]"),
+        ({"a": FieldType(type="float64", shape=(2,))}, bytes(8), r"field 'a' has 1 values, which are no \[2\]"),
         (
-            {"a": Field(type="bytes"), "b": Field(type="bytes")},
+            {"a": FieldType(type="bytes"), "b": FieldType(type="bytes")},
             bytes(17),
             "its blobs have 1 bytes behind the last field",
         ),
     ],
 )
-def test_blobs_that_do_not_fit_their_fields(fields: dict[str, Field], blob: bytes, what: str) -> None:
+def test_blobs_that_do_not_fit_their_fields(fields: dict[str, FieldType], blob: bytes, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         blob_reader(fields, packed=True)(memoryview(blob))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.data.mindrecord import Field, MindRecordFile, MindRecordWriter
+from unisono.data.mindrecord import FieldType, MindRecordFile, MindRecordWriter
 from unisono.errors import DataError
 
 Write = Callable[..., MindRecordFile]
@@ -132,7 +132,7 @@ def test_a_row_that_fills_a_page_fits_and_one_byte_more_does_not(tmp_path: Path,
 
 def test_fields_may_be_given_as_they_are_read(tmp_path: Path, write: Write, same: Same) -> None:
     records = write(tmp_path / "a", {"v": {"type": "int32", "shape": [2]}, "w": "float64"}, [])
-    assert records.schema == {"v": Field(type="int32", shape=(2,)), "w": Field(type="float64")}
+    assert records.schema == {"v": FieldType(type="int32", shape=(2,)), "w": FieldType(type="float64")}
     row = {"v": np.array([1, -70000], np.int32), "w": 0.25}
     assert same(write(tmp_path / "b", records.schema, [row]).read(0), row)
 

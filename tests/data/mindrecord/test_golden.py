@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unisono.data.mindrecord import Field, MindRecordFile, MindRecordWriter
+from unisono.data.mindrecord import FieldType, MindRecordFile, MindRecordWriter
 from unisono.errors import DataError
 
 EXPECTED = json.loads((Path(__file__).parent / "fixtures/expected.json").read_text())
@@ -57,7 +57,7 @@ def test_rows_are_read_as_they_were_given(case: str, golden: Path, told: Told) -
     assert told([records.read(-1)]) == given(case)[-1:]
     wanted = CASES[case]["schema"]
     assert records.schema == {
-        name: Field(type=field["type"], shape=tuple(field["shape"]) if "shape" in field else None)
+        name: FieldType(type=field["type"], shape=tuple(field["shape"]) if "shape" in field else None)
         for name, field in wanted.items()
     }
 

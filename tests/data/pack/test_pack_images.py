@@ -21,10 +21,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from unisono.data.convert.pack import ImageOptions, pack_images
 from unisono.data.image import TileGrid, decode, decode_region, probe
-from unisono.data.pack import ImageOptions, pack_images
 from unisono.data.recordio import RecordFile, unpack_header
-from unisono.data.recordio.upkeep import verify
+from unisono.data.recordio.maintenance import verify
 from unisono.errors import DataError
 
 ROTATED = "dog/07.jpg"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from unisono.data.pack import Layout
+from unisono.data.convert.pack import RecordSchema
 from unisono.errors import DataError
 
 SCHEMA = "time=float64,on=bool,count=int32,accel=float32[3],samples=int16[?,2],big=uint64,note=string,raw=bytes"
@@ -33,7 +33,7 @@ ROW = st.fixed_dictionaries(
 @given(row=ROW)
 @settings(max_examples=25, deadline=None)
 def test_rows_come_back(row: dict[str, Any]) -> None:
-    layout = Layout.parse(SCHEMA)
+    layout = RecordSchema.parse(SCHEMA)
     back = layout.decode(layout.encode(row))
     assert list(back) == list(layout.fields)
     for name, value in row.items():
@@ -44,20 +44,20 @@ def test_rows_come_back(row: dict[str, Any]) -> None:
 
 
 def test_a_schema_is_its_text() -> None:
-    layout = Layout.parse("a=float32[ ?, 3], b=string")
+    layout = RecordSchema.parse("a=float32[ ?, 3], b=string")
     assert layout.text == "a=float32[?,3],b=string"
-    assert Layout.parse(layout.text) == layout
+    assert RecordSchema.parse(layout.text) == layout
 
 
 def test_a_schema_file_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "a.schema").write_bytes(b"\xff")
     for name, said in (("a.schema", "codec can't decode"), ("b.schema", "No such file")):
         with pytest.raises(DataError, match=said):
-            Layout.load(tmp_path / name)
+            RecordSchema.load(tmp_path / name)
 
 
 def test_the_bytes_are_those_described() -> None:
-    layout = Layout.parse("n=int16,x=float32[?],s=string")
+    layout = RecordSchema.parse("n=int16,x=float32[?],s=string")
     record = layout.encode({"n": -2, "x": [1.0], "s": "é"})
     assert record == (
         layout.mark.to_bytes(8, "little") + b"\xfe\xff" + b"\1\0\0\0\0\0\x80\x3f" + b"\2\0\0\0" + "é".encode()
@@ -79,7 +79,7 @@ def test_the_bytes_are_those_described() -> None:
 )
 def test_schemas_that_are_none(schema: str, said: str) -> None:
     with pytest.raises(DataError, match=re.escape(said)) as caught:
-        Layout.parse(schema)
+        RecordSchema.parse(schema)
     assert "try:  time=float64,accel=float32[3],samples=int16[?,6],note=string" in str(caught.value)
 
 
@@ -102,12 +102,12 @@ def test_schemas_that_are_none(schema: str, said: str) -> None:
 )
 def test_values_that_do_not_fit(schema: str, value: Any, said: str) -> None:
     with pytest.raises(DataError, match=re.escape(said)):
-        Layout.parse(schema).encode({"a": value})
+        RecordSchema.parse(schema).encode({"a": value})
 
 
 def test_rows_of_other_fields() -> None:
     with pytest.raises(DataError) as caught:
-        Layout.parse("a=int8,b=int8").encode({"a": 1, "c": 1})
+        RecordSchema.parse("a=int8,b=int8").encode({"a": 1, "c": 1})
     assert str(caught.value) == (
         "a row with no 'b', 'c'\n"
         "  rule: each row has exactly the fields of the schema: a=int8,b=int8\n"
@@ -119,7 +119,7 @@ def test_rows_of_other_fields() -> None:
 @given(record=st.binary(max_size=40), cut=st.integers(0, 60))
 @settings(max_examples=60, deadline=None)
 def test_hostile_records_are_errors(record: bytes, cut: int) -> None:
-    layout = Layout.parse("x=float64[?,?],s=string,b=bytes")
+    layout = RecordSchema.parse("x=float64[?,?],s=string,b=bytes")
     with pytest.raises(DataError):
         layout.decode(record)
     whole = layout.encode({"x": np.ones((2, 2)), "s": "abc", "b": b"abc"})
@@ -133,7 +133,7 @@ def test_hostile_records_are_errors(record: bytes, cut: int) -> None:
 
 
 def test_a_size_that_no_memory_has_is_not_allocated() -> None:
-    layout = Layout.parse("x=float64[?,?]")
+    layout = RecordSchema.parse("x=float64[?,?]")
     record = layout.mark.to_bytes(8, "little") + b"\xff" * 8
     with pytest.raises(DataError, match=r"an array of shape \[4294967295, 4294967295\], where 0 bytes are left"):
         layout.decode(record)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unisono.data.convert.pack import ImageOptions, pack_images
 from unisono.data.image import decode, probe
-from unisono.data.pack import ImageOptions, pack_images
 from unisono.data.recordio import RecordFile, unpack_header
 
 PYTHON = os.environ.get("UNISONO_MXNET_PYTHON")

@@ -15,16 +15,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.formats import Table, open_table, write_table
-from unisono.data.formats.png import encode_png
+from unisono.data.convert.formats import Table, open_table, write_table
+from unisono.data.convert.formats.png import encode_png
+from unisono.data.convert.pack import (
+    ImageOptions,
+    RecordSchema,
+    pack_function,
+    pack_image_rows,
+    pack_images,
+    pack_rows,
+    pack_text,
+)
 from unisono.data.image import decode
 from unisono.data.mindrecord import MindRecordFile
-from unisono.data.pack import ImageOptions, Layout, pack_function, pack_image_rows, pack_images, pack_rows, pack_text
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
-from unisono.data.tokens import open_tokens
+from unisono.data.tokens.shards import open_tokens
 from unisono.errors import DataError
 
-SCHEMA = Layout.parse("id=int32,box=float32[?],text=string")
+SCHEMA = RecordSchema.parse("id=int32,box=float32[?],text=string")
 FUNCTIONS = """
 import os, sys, time
 import numpy as np
@@ -82,10 +90,10 @@ def test_a_payload_and_numbers(table: Path, tmp_path: Path) -> None:
 
 def test_typed_records_are_a_data_set(table: Path, tmp_path: Path) -> None:
     packed = pack_rows(
-        table, tmp_path / "a.rec", schema=Layout.parse("id=int32,box=float32[2],text=string"), shard_bytes=99
+        table, tmp_path / "a.rec", schema=RecordSchema.parse("id=int32,box=float32[2],text=string"), shard_bytes=99
     )
     assert len(packed.files) > 2
-    layout = Layout.load(tmp_path / "a.rec.schema")
+    layout = RecordSchema.load(tmp_path / "a.rec.schema")
     whole = [layout.decode(record) for path in packed.files for record in RecordFile(path)]
     assert [(row["id"], row["box"].tolist(), row["text"]) for row in whole] == [
         (n, [n / 2] * 2, f"té{n}") for n in range(20)
@@ -96,7 +104,9 @@ def test_typed_records_are_a_data_set(table: Path, tmp_path: Path) -> None:
 
 
 def test_mindrecord_with_stated_types(table: Path, tmp_path: Path) -> None:
-    packed = pack_rows(table, tmp_path / "a.mindrecord", schema=Layout.parse("id=int32,box=float32[2],text=string"))
+    packed = pack_rows(
+        table, tmp_path / "a.mindrecord", schema=RecordSchema.parse("id=int32,box=float32[2],text=string")
+    )
     file = MindRecordFile(packed.files[0])
     assert (file.schema["id"].type, file.schema["box"].type) == ("int32", "float32")
     assert [row["id"] for row in file] == list(range(20))
@@ -157,7 +167,7 @@ def test_a_killed_function_goes_on(functions: str, tmp_path: Path) -> None:
     pack_function(f"{functions}:rows", tmp_path / "a.rec", SCHEMA, shard_bytes=200)
     (tmp_path / "b").mkdir()
     script = (
-        "import sys; from pathlib import Path; from unisono.data.pack import Layout, pack_function\n"
+        "import sys; from pathlib import Path; from unisono.data.convert.pack import Layout, pack_function\n"
         f"pack_function('{functions}:slow', Path(sys.argv[1]), Layout.parse('{SCHEMA.text}'), shard_bytes=200)"
     )
     target = tmp_path / "b/a.rec"
@@ -178,7 +188,7 @@ def test_a_killed_function_goes_on(functions: str, tmp_path: Path) -> None:
 MEMORY = """
 import os, resource, sys
 from pathlib import Path
-from unisono.data.pack import Layout, pack_function
+from unisono.data.convert.pack import Layout, pack_function
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 pack_function("packing_functions:big", Path("a.rec"), Layout.parse("raw=bytes"), items=Path("items"), workers=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
@@ -240,7 +250,7 @@ def test_text_goes_on_at_the_first_shard_that_is_damaged(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("unisono.data.pack.shards.PartFolder.decide", stop)
+        patch.setattr("unisono.data.convert.pack.resumable_shards.PartialTarget.decide", stop)
         with pytest.raises(KeyboardInterrupt):
             pack_text(source, tmp_path / "b.bin", lines=True, shard_bytes=200)
     shards = sorted((tmp_path / "b.bin.part").glob("all-*/part-00000.bin"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.recordio.framing import MAGIC_BYTES
-from unisono.data.recordio.upkeep import verify
+from unisono.data.recordio.maintenance import verify
 from unisono.errors import DataError
 
 PAYLOADS = [

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.recordio import RecordFile, RecordWriter
-from unisono.data.recordio.columns import Ragged
 from unisono.data.recordio.framing import MAGIC_BYTES
-from unisono.data.recordio.upkeep import rearrange, verify
+from unisono.data.recordio.maintenance import rearrange, verify
+from unisono.data.recordio.side_columns import RaggedColumn
 from unisono.errors import DataError
 
 PIECES = st.sampled_from([MAGIC_BYTES, MAGIC_BYTES[:2], b"a", b"bcd", b"1234", bytes(4)])
@@ -123,7 +123,7 @@ def test_side_arrays_that_are_no_column_are_refused(tmp_path: Path) -> None:
 
 
 def test_ends_that_lead_outside_are_an_error_and_never_another_records_values(tmp_path: Path) -> None:
-    ragged = Ragged("tiles", np.arange(5, dtype=np.uint16), np.array([2, 9, 1], np.uint64))
+    ragged = RaggedColumn("tiles", np.arange(5, dtype=np.uint16), np.array([2, 9, 1], np.uint64))
     assert ragged[0].tolist() == [0, 1]
     for number, what in ((1, "values 2 to 9 of 5"), (2, "values 9 to 1 of 5")):
         with pytest.raises(DataError, match=f"'tiles': record {number} has {what}"):

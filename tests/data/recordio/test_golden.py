@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header, unpack_header
-from unisono.data.recordio.framing import frame
+from unisono.data.recordio.framing import frame_payload
 from unisono.errors import DataError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -80,7 +80,7 @@ def test_the_index_names_records_by_their_place_in_it_not_in_the_file(folder: Pa
     ],
 )
 def test_known_vectors(payload: str, written: str) -> None:
-    assert b"".join(frame(bytes.fromhex(payload))).hex() == written
+    assert b"".join(frame_payload(bytes.fromhex(payload))).hex() == written
 
 
 def test_header_vectors() -> None:

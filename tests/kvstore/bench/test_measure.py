@@ -12,17 +12,17 @@ from pool import Pool, WorkersFailed
 
 from unisono.dist import World
 from unisono.kvstore.bench import measure as module
-from unisono.kvstore.bench.processes import measure_here
-from unisono.kvstore.bench.settings import KINDS, Settings, keys_of, nbytes_of
+from unisono.kvstore.bench.processes import measure_on_this_host
+from unisono.kvstore.bench.settings import KINDS, BenchSettings, nbytes_of, shapes_of
 
 
-def measured(world: World, settings: Settings) -> dict[str, Any]:
+def measured(world: World, settings: BenchSettings) -> dict[str, Any]:
     return module.measure(world, settings)
 
 
 @pytest.mark.full
 def test_every_kind_between_two_workers(pool: Pool) -> None:
-    settings = Settings(
+    settings = BenchSettings(
         kinds=tuple(kind for kind in KINDS if not kind.startswith("dist_async")),
         sizes=("1KB", "1MB"),
         codecs=("none", "2bit"),
@@ -35,7 +35,7 @@ def test_every_kind_between_two_workers(pool: Pool) -> None:
         ("dist_sync", "2bit", s) for s in settings.sizes
     }
     for (kind, codec, size), row in rows.items():
-        assert row["bytes"] == nbytes_of(keys_of(size))
+        assert row["bytes"] == nbytes_of(shapes_of(size))
         assert len(row["seconds"]) == 2
         assert min(row["seconds"]) <= row["median_s"] <= max(row["seconds"])
         assert row["checked"] == ("alike" if codec != "none" or kind == "dist_local" else "exact")
@@ -52,7 +52,7 @@ def test_every_kind_between_two_workers(pool: Pool) -> None:
 def one_wrong(world: World) -> None:
     plain = module._pushed
     module._pushed = lambda size, rank: {key: value + (rank == 1) for key, value in plain(size, rank).items()}  # pyright: ignore[reportPrivateUsage]
-    module.measure(world, Settings(kinds=("dist_sync",), sizes=("1KB",), rounds=1))
+    module.measure(world, BenchSettings(kinds=("dist_sync",), sizes=("1KB",), rounds=1))
 
 
 def test_a_wrong_sum_is_an_error(pool: Pool) -> None:
@@ -63,14 +63,14 @@ def test_a_wrong_sum_is_an_error(pool: Pool) -> None:
 
 @pytest.mark.full
 def test_servers_and_whole_processes() -> None:
-    settings = Settings(kinds=("dist_async", "dist_async_shm"), sizes=("1KB", "5MB"), servers=2, rounds=1)
-    found = measure_here(settings, 2)
+    settings = BenchSettings(kinds=("dist_async", "dist_async_shm"), sizes=("1KB", "5MB"), servers=2, rounds=1)
+    found = measure_on_this_host(settings, 2)
     rows = {(row["kind"], row["size"]): row for row in found["rows"]}
     assert set(rows) == {(kind, size) for kind in ("all_reduce", *settings.kinds) for size in settings.sizes}
     for (kind, size), row in rows.items():
         assert row["checked"] == "exact"
         if kind == "dist_async":
-            nbytes = nbytes_of(keys_of(size))
+            nbytes = nbytes_of(shapes_of(size))
             assert row["theory_bytes"] == nbytes
             assert nbytes < row["sent_bytes"] < nbytes + 2000  # two frames, and perhaps a sign of life
         if kind == "dist_async_shm" and size == "5MB":
@@ -81,7 +81,7 @@ def test_servers_and_whole_processes() -> None:
 LEAVES_WITHOUT_A_WORD = """
 import os
 from unisono.dist import JobSpec, World
-from unisono.kvstore.server.beside import servers_beside
+from unisono.kvstore.server.child_servers import servers_beside
 
 with servers_beside(World(JobSpec()), 1) as (addresses, _):
     print(addresses[0][1], flush=True)
@@ -93,7 +93,7 @@ CANNOT_BEGIN = """
 import sys
 from unisono.dist import JobSpec, World
 from unisono.errors import LaunchError
-from unisono.kvstore.server.beside import servers_beside
+from unisono.kvstore.server.child_servers import servers_beside
 
 try:
     with servers_beside(World(JobSpec()), 1, restarts=3, more={"UNISONO_REPLICAS": "2"}):
@@ -130,8 +130,10 @@ def listens(port: int) -> bool:
 
 @pytest.mark.full
 def test_values_that_came_coded_are_compared_in_full() -> None:
-    found = measure_here(Settings(kinds=("dist_async",), sizes=("1MB",), codecs=("bf16",), servers=1, rounds=1), 2)
+    found = measure_on_this_host(
+        BenchSettings(kinds=("dist_async",), sizes=("1MB",), codecs=("bf16",), servers=1, rounds=1), 2
+    )
     (row,) = [row for row in found["rows"] if row["kind"] == "dist_async"]
     assert row["checked"] == "alike"
-    assert row["theory_bytes"] == nbytes_of(keys_of("1MB")) / 2
+    assert row["theory_bytes"] == nbytes_of(shapes_of("1MB")) / 2
     assert row["theory_bytes"] < row["sent_bytes"] < row["theory_bytes"] + 2000

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import ConfigError
-from unisono.kvstore.server.placement import BLOCK_ELEMENTS, place
+from unisono.kvstore.server.placement import BLOCK_ELEMENTS, place_chunks
 
 SMALL = 8 * BLOCK_ELEMENTS  # bytes: 2048 float32
 
@@ -21,7 +21,7 @@ tables = st.dictionaries(st.text("abc.", min_size=1, max_size=4), st.tuples(shap
 
 @given(tables, st.integers(1, 5), st.randoms())
 def test_covers_and_balances(table, servers, random) -> None:
-    placed = place(table, servers, SMALL)
+    placed = place_chunks(table, servers, SMALL)
     for key, (shape, dtype) in table.items():
         chunks = placed.chunks_of(key)
         ends = [0, *(chunk.start + chunk.num_elements for chunk in chunks)]
@@ -35,12 +35,12 @@ def test_covers_and_balances(table, servers, random) -> None:
     assert max(loads) - min(loads) <= max((chunk.nbytes for chunk in placed.chunks), default=0)
     order = list(table)
     random.shuffle(order)
-    assert place({key: table[key] for key in order}, servers, SMALL) == placed
+    assert place_chunks({key: table[key] for key in order}, servers, SMALL) == placed
 
 
 @given(tables, st.integers(1, 3))
 def test_groups_fit_a_frame(table, servers) -> None:
-    placed = place(table, servers, SMALL)
+    placed = place_chunks(table, servers, SMALL)
     for server in range(servers):
         groups = placed.groups(table, server)
         assert [chunk for group in groups for chunk in group] == placed.chunks_on(server)
@@ -50,15 +50,15 @@ def test_groups_fit_a_frame(table, servers) -> None:
 
 def test_small_keys_travel_together_and_only_those_asked_for() -> None:
     table = {f"k{n}": ((10,), torch.float32) for n in range(9)}
-    placed = place(table, 1)
+    placed = place_chunks(table, 1)
     assert len(placed.groups(table, 0)) == 1
     assert [[c.key for c in group] for group in placed.groups(["k3", "k1"], 0)] == [["k1", "k3"]]
 
 
 def test_whole_keys_stay_whole() -> None:
     table = {"w": ((100, 100), torch.float32)}
-    assert len(place(table, 2, SMALL).chunks_of("w")) == 5
-    (chunk,) = place(table, 2, SMALL, whole={"w"}).chunks_of("w")
+    assert len(place_chunks(table, 2, SMALL).chunks_of("w")) == 5
+    (chunk,) = place_chunks(table, 2, SMALL, whole={"w"}).chunks_of("w")
     assert (chunk.num_elements, chunk.row_elements) == (10000, 100)
 
 
@@ -66,14 +66,19 @@ def test_hash_tells_placements_apart() -> None:
     table = {"w": ((100, 100), torch.float32)}
     other = {"w": ((100, 100), torch.bfloat16)}
     turned = {"w": ((10, 1000), torch.float32)}
-    hashes = {place(table, 2).hash, place(table, 3).hash, place(other, 2).hash, place(turned, 2).hash}
+    hashes = {
+        place_chunks(table, 2).hash,
+        place_chunks(table, 3).hash,
+        place_chunks(other, 2).hash,
+        place_chunks(turned, 2).hash,
+    }
     assert len(hashes) == 4
 
 
 def test_refusals_say_what_would_work() -> None:
     with pytest.raises(ConfigError, match="0 servers, chunks of 4194304 bytes"):
-        place({}, 0)
+        place_chunks({}, 0)
     with pytest.raises(ConfigError, match="did you mean 'layer'"):
-        place({"layer": ((2,), torch.float32)}, 1).chunks_of("layers")
+        place_chunks({"layer": ((2,), torch.float32)}, 1).chunks_of("layers")
     with pytest.raises(ConfigError, match="key 'big' has 4294967296 bytes and stays whole"):
-        place({"big": ((1 << 30,), torch.float32)}, 1, whole={"big"})
+        place_chunks({"big": ((1 << 30,), torch.float32)}, 1, whole={"big"})

@@ -12,22 +12,22 @@ import pytest
 
 from unisono.errors import LaunchError
 from unisono.kvstore.server import snapshot
-from unisono.kvstore.server.process import Seat, seat_from_environ
+from unisono.kvstore.server.process import ServerSettings, server_settings
 
 ENVIRON = {"UNISONO_SERVER": "1", "UNISONO_SERVER_ADDRESSES": "10.0.0.1:5000,fe80::1:5001", "UNISONO_EPOCH": "4"}
 ADDRESSES = (("10.0.0.1", 5000), ("fe80::1", 5001))
 
 
 def test_reads_its_seat() -> None:
-    assert seat_from_environ(ENVIRON) == Seat(server_index=1, addresses=ADDRESSES, server_restart_count=4)
+    assert server_settings(ENVIRON) == ServerSettings(server_index=1, addresses=ADDRESSES, server_restart_count=4)
     named = ENVIRON | {
         "UNISONO_LISTEN_FD": "7",
         "UNISONO_REPLICAS": "2",
         "UNISONO_SNAPSHOTS": "/somewhere",
         "UNISONO_SNAPSHOT_EVERY_S": "2.5",
     }
-    found = seat_from_environ(named)
-    assert found == Seat(
+    found = server_settings(named)
+    assert found == ServerSettings(
         server_index=1,
         addresses=ADDRESSES,
         server_restart_count=4,
@@ -56,15 +56,15 @@ def test_reads_its_seat() -> None:
 def test_a_wrong_environment_is_named(change: dict[str, str | None], text: str) -> None:
     environ = {name: value for name, value in (ENVIRON | change).items() if value is not None}
     with pytest.raises(LaunchError, match=text):
-        seat_from_environ(environ)
+        server_settings(environ)
 
 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from unisono.kvstore.server.agreed import Agreed
+from unisono.kvstore.server.run_spec import Agreed
 from unisono.kvstore.server.process import Seat, run
-from unisono.kvstore.server.service import Service
+from unisono.kvstore.server.parameter_server import Service
 from unisono.kvstore.wire.auth import Peer
 
 class Open:
@@ -91,4 +91,4 @@ def test_a_stop_signal_saves_and_ends(tmp_path: Path, stop: signal.Signals) -> N
     process.send_signal(stop)
     rest, _ = process.communicate(timeout=30)
     assert (process.returncode, rest) == (0, "closed\n")
-    assert snapshot.newest(tmp_path).facts["agreed"]["table"] == {"a": [[2], "float32"]}
+    assert snapshot.read_newest_snapshot(tmp_path).facts["agreed"]["table"] == {"a": [[2], "float32"]}

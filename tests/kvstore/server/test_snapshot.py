@@ -17,7 +17,7 @@ from unisono.kvstore.server import snapshot
 
 def take(folder: Path, value: int) -> int:
     tensors = {"0/value": torch.full((64,), float(value))}
-    return snapshot.write(folder, {"value": value}, tensors, after=snapshot.latest(folder))
+    return snapshot.write_snapshot(folder, {"value": value}, tensors, after=snapshot.latest_snapshot_number(folder))
 
 
 def names(folder: Path) -> list[str]:
@@ -25,11 +25,11 @@ def names(folder: Path) -> list[str]:
 
 
 def test_newest_comes_back_and_two_are_kept(tmp_path: Path) -> None:
-    assert snapshot.newest(tmp_path / "none") is None
+    assert snapshot.read_newest_snapshot(tmp_path / "none") is None
     for value in range(1, 5):
         assert take(tmp_path, value) == value
     assert names(tmp_path) == ["snapshot-00000003", "snapshot-00000004"]
-    found = snapshot.newest(tmp_path)
+    found = snapshot.read_newest_snapshot(tmp_path)
     assert (found.number, found.facts, found.set_aside) == (4, {"value": 4}, [])
     assert torch.equal(found.tensors["0/value"], torch.full((64,), 4.0))
 
@@ -51,7 +51,7 @@ def test_a_damaged_one_is_set_aside_and_the_one_before_taken(tmp_path: Path, fil
     else:  # a file of another snapshot; the facts of one are whole in themselves, so swap the tensors under them
         path = path.with_name("state.safetensors")
         path.write_bytes((tmp_path / "snapshot-00000001" / "state.safetensors").read_bytes())
-    found = snapshot.newest(tmp_path)
+    found = snapshot.read_newest_snapshot(tmp_path)
     assert found.facts == {"value": 1}
     assert len(found.set_aside) == 1
     assert "snapshot-00000002" in found.set_aside[0]
@@ -64,7 +64,7 @@ def test_none_that_holds_is_an_error(tmp_path: Path) -> None:
     take(tmp_path, 1)
     (tmp_path / "snapshot-00000001/state.json").write_text("{}")
     with pytest.raises(CommError, match=r"none of the 1 snapshots in .* holds: snapshot-00000001"):
-        snapshot.newest(tmp_path)
+        snapshot.read_newest_snapshot(tmp_path)
 
 
 def test_links_and_other_names_do_not_count(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_links_and_other_names_do_not_count(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "snapshot-00000009").symlink_to(elsewhere / "snapshot-00000001")
     (folder / "snapshot-..%2f00000010").mkdir()
-    assert snapshot.newest(folder) is None
+    assert snapshot.read_newest_snapshot(folder) is None
 
 
 WRITER = """
@@ -95,7 +95,7 @@ def test_killed_at_any_moment_the_newest_holds(tmp_path: Path) -> None:
     written = [int(line) for line in [*lines, *process.stdout.read().split()] if line.strip()]
     process.wait()
     process.stdout.close()
-    found = snapshot.newest(tmp_path)
+    found = snapshot.read_newest_snapshot(tmp_path)
     assert found.set_aside == []
     assert found.facts["value"] in (written[-1], written[-1] + 1)
     assert torch.equal(found.tensors["0/value"], torch.full((200_000,), float(found.facts["value"])))
@@ -112,5 +112,5 @@ def test_only_its_user_reads_it_and_a_replaced_server_writes_no_more(tmp_path: P
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "server-0").rglob("*")}
     assert modes == {"snapshot-00000001": 0o700, "state.json": 0o600, "state.safetensors": 0o600}
     with pytest.raises(CommError, match=r"snapshot 1 in .* \(its last one is 0\)\n.*another one has taken"):
-        snapshot.write(tmp_path / "server-0", {}, {}, after=0)
-    assert snapshot.newest(tmp_path / "server-0").facts == {"value": 1}
+        snapshot.write_snapshot(tmp_path / "server-0", {}, {}, after=0)
+    assert snapshot.read_newest_snapshot(tmp_path / "server-0").facts == {"value": 1}

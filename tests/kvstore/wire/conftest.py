@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from unisono.errors import CommError, Problem
+from unisono.errors import CommError
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection
-from unisono.kvstore.wire.frame import Frame, Limits, Op, buffers
-from unisono.kvstore.wire.serving import Server, listen
+from unisono.kvstore.wire.frame import Frame, Limits, Op, payload_views
+from unisono.kvstore.wire.frame_server import FrameServer, listen
 
 SECRET = bytes(range(32))
 
@@ -36,7 +36,7 @@ class Counting:
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
         if facts.get("plan") == "other":
-            raise CommError(Problem(given="plan other", rule="one plan", consequence="refused", nearest="plan same"))
+            raise CommError(given="plan other", rule="one plan", consequence="refused", nearest="plan same")
         self.peers.append(peer)
         self.facts.append(facts)
         return {"seen": len(self.peers)}
@@ -61,9 +61,9 @@ class Counting:
                 self.arrived.append(frame.seq)
                 if frame.seq not in self.applied:
                     self.applied[frame.seq] += 1
-                    self.held[frame.seq] = b"".join(bytes(part) for part in buffers(frame))
+                    self.held[frame.seq] = b"".join(bytes(part) for part in payload_views(frame))
             return Frame(Op.ACK, seq=frame.seq)
-        raise CommError(Problem(given=frame.op.name, rule="push or pull", consequence="refused", nearest="push"))
+        raise CommError(given=frame.op.name, rule="push or pull", consequence="refused", nearest="push")
 
     def gone(self, peer: Peer) -> None:
         self.left.append(peer)
@@ -75,9 +75,9 @@ class Wires:
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
 
-    def serve(self, handler: Any, port: int = 0, **options: Any) -> Server:
+    def serve(self, handler: Any, port: int = 0, **options: Any) -> FrameServer:
         options = {"secret": SECRET, "limits": Limits()} | options
-        server = Server([listen("127.0.0.1", port)], handler, **options)
+        server = FrameServer([listen("127.0.0.1", port)], handler, **options)
         self._open.callback(server.close)
         if isinstance(handler, Counting):
             self._open.callback(handler.gate.set)

@@ -11,7 +11,7 @@ from procs import wait_until
 
 from unisono.errors import CommError
 from unisono.kvstore.wire.frame import Frame, Limits, Op
-from unisono.kvstore.wire.serving import Admission
+from unisono.kvstore.wire.frame_server import Admission
 
 
 def test_a_push_is_answered_and_a_pull_lands_in_the_memory_given(wires: Any, counting: Any) -> None:

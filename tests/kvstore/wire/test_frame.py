@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import CommError
-from unisono.kvstore.wire.frame import CODECS, DTYPES, HEADER_BYTES, Frame, Limits, Op, buffers, pack, unpack
+from unisono.kvstore.wire.frame import CODECS, DTYPES, HEADER_BYTES, Frame, Limits, Op, pack, payload_views, unpack
 
 U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
 
@@ -109,7 +109,7 @@ def test_a_payload_is_seen_as_flat_bytes_without_a_copy() -> None:
     import numpy as np
 
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
-    parts = buffers(Frame(Op.PUSH, payload=[memoryview(b"head"), memoryview(values), memoryview(b"")]))
+    parts = payload_views(Frame(Op.PUSH, payload=[memoryview(b"head"), memoryview(values), memoryview(b"")]))
     assert [part.nbytes for part in parts] == [4, 24]
     values[0, 0] = 7
     assert np.frombuffer(parts[1], np.float32)[0] == 7

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.image.jpeg import Encoded, JpegHeader, is_jpeg, read_header, unreadable, view
-from unisono.errors import DataError, Problem, missing_extra
+from unisono.data.image.jpeg_header import Encoded, JpegHeader, as_view, is_jpeg, read_header, unreadable_jpeg_error
+from unisono.errors import DataError, missing_extra
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
@@ -53,7 +53,7 @@ class ImageInfo:
 
 def probe(data: Encoded) -> ImageInfo:
     """Read the header of an encoded image; no pixel is decoded. Raises DataError where it has none that is known."""
-    seen = view(data)
+    seen = as_view(data)
     if is_jpeg(seen):
         header = read_header(seen)
         mode = {1: "L", 3: "RGB", 4: "CMYK"}.get(len(header.sampling), f"{len(header.sampling)} components")
@@ -79,7 +79,7 @@ def decode(
     ``max_pixels`` is checked against the header before anything is allocated.
     Raises DataError for images that are larger, truncated, corrupt as far as the format can tell, or not read here.
     """
-    seen = view(data)
+    seen = as_view(data)
     if is_jpeg(seen):
         header = read_header(seen)
         check_pixels(header.width, header.height, max_pixels)
@@ -99,12 +99,10 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
     """Raises DataError above the cap."""
     if width * height > max_pixels:
         raise DataError(
-            Problem(
-                given=f"an image of {width}x{height} = {width * height} pixels",
-                rule=f"at most max_pixels = {max_pixels} pixels are decoded, whatever a header asks for",
-                consequence="nothing was allocated",
-                nearest="max_pixels= higher, if the image is meant; else leave it out, it may be a decompression bomb",
-            )
+            given=f"an image of {width}x{height} = {width * height} pixels",
+            rule=f"at most max_pixels = {max_pixels} pixels are decoded, whatever a header asks for",
+            consequence="nothing was allocated",
+            nearest="max_pixels= higher, if the image is meant; else leave it out, it may be a decompression bomb",
         )
 
 
@@ -122,7 +120,7 @@ def dct_factor(height: int, width: int, min_size: tuple[int, int]) -> int:
 def check_scans(data: memoryview, header: JpegHeader) -> None:
     """Raises DataError for a JPEG of so many scans that decoding it is an attack. Sequential ones have one."""
     if not header.sequential and (scans := bytes(data).count(b"\xff\xda")) > _MAX_SCANS:
-        raise unreadable(f"a JPEG of {scans} scans, where {_MAX_SCANS} are the limit")
+        raise unreadable_jpeg_error(f"a JPEG of {scans} scans, where {_MAX_SCANS} are the limit")
 
 
 def decode_jpeg(data: bytearray | memoryview, height: int, width: int, color: Color, factor: int) -> Pixels:
@@ -135,9 +133,11 @@ def decode_jpeg(data: bytearray | memoryview, height: int, width: int, color: Co
         else:
             pixels = _simplejpeg()(data, space, min_height=expected[0], min_width=expected[1])
     except ValueError as error:
-        raise unreadable(f"a JPEG of {width}x{height} pixels in {len(data)} bytes: {error}") from error
+        raise unreadable_jpeg_error(f"a JPEG of {width}x{height} pixels in {len(data)} bytes: {error}") from error
     if pixels.shape[:2] != expected:
-        raise unreadable(f"a JPEG whose header says {width}x{height} pixels and which decodes to {pixels.shape[:2]}")
+        raise unreadable_jpeg_error(
+            f"a JPEG whose header says {width}x{height} pixels and which decodes to {pixels.shape[:2]}"
+        )
     return pixels
 
 
@@ -166,7 +166,9 @@ def _size(data: memoryview) -> tuple[str, int, int]:
         return "BMP", abs(width), abs(height)  # rows from the top have a negative height
     if head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace():
         return "PPM", 0, 0  # text: Pillow reads it and allocates nothing
-    raise unreadable(f"{len(data)} bytes that begin with {head[:8].hex(' ') or 'nothing'}", "convert it to PNG or JPEG")
+    raise unreadable_jpeg_error(
+        f"{len(data)} bytes that begin with {head[:8].hex(' ') or 'nothing'}", "convert it to PNG or JPEG"
+    )
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
@@ -191,11 +193,13 @@ def _check_png(data: memoryview) -> None:
         if end > len(data):
             break
         if zlib.crc32(data[at + 4 : end - 4]) != int.from_bytes(data[end - 4 : end], "big"):
-            raise unreadable(f"a PNG whose chunk {bytes(data[at + 4 : at + 8])!r} at byte {at} fails its checksum")
+            raise unreadable_jpeg_error(
+                f"a PNG whose chunk {bytes(data[at + 4 : at + 8])!r} at byte {at} fails its checksum"
+            )
         if bytes(data[at + 4 : at + 8]) == b"IEND":
             return
         at = end
-    raise unreadable(f"a PNG that ends at byte {len(data)}, inside or before its chunk at byte {at}")
+    raise unreadable_jpeg_error(f"a PNG that ends at byte {len(data)}, inside or before its chunk at byte {at}")
 
 
 def _opened(data: memoryview, name: str) -> ImageFile:
@@ -214,7 +218,7 @@ def _opened(data: memoryview, name: str) -> ImageFile:
     try:
         return readers[name](io.BytesIO(data))
     except Exception as error:  # what a hostile header makes Pillow raise has no common base
-        raise unreadable(f"a {name} of {len(data)} bytes: {error}") from error
+        raise unreadable_jpeg_error(f"a {name} of {len(data)} bytes: {error}") from error
 
 
 def _pillow_pixels(image: ImageFile, name: str, color: Color) -> Pixels:
@@ -227,5 +231,5 @@ def _pillow_pixels(image: ImageFile, name: str, color: Color) -> Pixels:
         if image.mode not in ("I", "F"):
             return np.array(image.convert(mode), np.uint8).reshape(image.height, image.width, len(mode))
     except Exception as error:  # as above
-        raise unreadable(f"a {name} of {image.width}x{image.height} pixels: {error}") from error
-    raise unreadable(f"a {name} of mode {image.mode}", "convert it to 8 bits, with the range that is meant")
+        raise unreadable_jpeg_error(f"a {name} of {image.width}x{image.height} pixels: {error}") from error
+    raise unreadable_jpeg_error(f"a {name} of mode {image.mode}", "convert it to 8 bits, with the range that is meant")

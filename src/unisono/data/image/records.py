@@ -9,7 +9,7 @@ import numpy as np
 
 from unisono.data.dataset import Batch
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 TILES = "tiles"
 
@@ -30,12 +30,10 @@ def _of_a_class(record: memoryview) -> Batch:
     label = np.asarray(header.label, np.float64).reshape(-1)
     if label.size != 1 or label[0] < 0 or label[0] != int(label[0]):
         raise DataError(
-            Problem(
-                given=f"label {label.tolist()}",
-                rule="a class is one integer from 0",
-                consequence="it cannot be trained on as a class",
-                nearest="image_records(files, classes=False) gives labels as they are",
-            )
+            given=f"label {label.tolist()}",
+            rule="a class is one integer from 0",
+            consequence="it cannot be trained on as a class",
+            nearest="image_records(files, classes=False) gives labels as they are",
         )
     return {"image": np.frombuffer(image, np.uint8), "targets": np.array(int(label[0]))}
 

@@ -28,8 +28,8 @@ from unisono.data.image.decoding import (
     decode,
     decode_jpeg,
 )
-from unisono.data.image.jpeg import Encoded, JpegHeader, is_jpeg, read_header, view
-from unisono.errors import DataError, Problem
+from unisono.data.image.jpeg_header import Encoded, JpegHeader, as_view, is_jpeg, read_header
+from unisono.errors import DataError
 
 Box = tuple[int, int, int, int]
 TileColumn = NDArray[np.unsignedinteger[Any]]  # bytes per tile, uint16 or uint32
@@ -63,7 +63,7 @@ class TileGrid:
         It is checked, whoever wrote it: every tile must end in the restart marker that is due there, and the last one in
         the end of the image. There are as many markers as tiles, so no other column can pass.
         """
-        seen = view(jpeg)
+        seen = as_view(jpeg)
         header = read_header(seen)
         shape = _grid_shape(header)
         if shape is None or column.ndim != 1 or column.dtype.kind != "u" or column.size != shape[0] * shape[1]:
@@ -94,7 +94,7 @@ def tile_grid(jpeg: Encoded) -> TileGrid | None:
     divide the rows evenly, and where the markers are not those that the header announces (damage, which decoding the
     whole will name). Raises DataError where the header is broken.
     """
-    seen = view(jpeg)
+    seen = as_view(jpeg)
     if not is_jpeg(seen):
         return None
     header = read_header(seen)
@@ -113,7 +113,7 @@ def tile_grid(jpeg: Encoded) -> TileGrid | None:
     return _grid(header, shape, offsets)
 
 
-def cut(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple[int, int]]:
+def cut_tiles(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple[int, int]]:
     """The tiles that cover ``box`` as a JPEG of their own, and the (top, left) of its first pixel in the whole image.
 
     Its pixels are those of the whole, but for the outermost ones where chroma is subsampled: decoders smooth chroma
@@ -125,7 +125,7 @@ def cut(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple[int, 
     top, left, height, width = box
     first_row, last_row = top // grid.tile_height, (top + height - 1) // grid.tile_height
     first, last = left // grid.tile_width, (left + width - 1) // grid.tile_width
-    seen = view(jpeg)
+    seen = as_view(jpeg)
     # [rows, tiles + 1] offsets, a view of the grid's: the tiles of a row lie in one piece
     spans: NDArray[np.int64] = np.ndarray(
         (last_row - first_row + 1, last - first + 2),
@@ -166,7 +166,7 @@ def decode_region(
     Without a grid, or for other formats, the whole image is decoded.
     Raises DataError as ``decode`` does, and for a box that is not inside the image.
     """
-    seen = view(data)
+    seen = as_view(data)
     if not is_jpeg(seen):
         pixels = decode(seen, max_pixels=max_pixels, color=color)
         _check_box(box, *pixels.shape[:2])
@@ -178,7 +178,7 @@ def decode_region(
     if grid is None:
         check_scans(seen, header)
         return _cropped(decode_jpeg(seen, header.height, header.width, color, factor), box, (0, 0), factor)
-    small, origin = cut(seen, grid, _with_margin(box, header, factor))
+    small, origin = cut_tiles(seen, grid, _with_margin(box, header, factor))
     height, width = _SIZE.unpack_from(small, header.size_at)
     return _cropped(decode_jpeg(small, height, width, color, factor), box, origin, factor)
 
@@ -228,21 +228,17 @@ def _check_box(box: Box, height: int, width: int) -> None:
     top, left, tall, wide = box
     if not (0 <= top < top + tall <= height and 0 <= left < left + wide <= width):
         raise DataError(
-            Problem(
-                given=f"a box of {tall}x{wide} pixels at ({top}, {left}) in an image of {height}x{width}",
-                rule="a box, (top, left, height, width), is not empty and lies inside the image",
-                consequence="there are no such pixels",
-                nearest=f"({min(max(0, top), height - 1)}, {min(max(0, left), width - 1)}, …) with at most the rest",
-            )
+            given=f"a box of {tall}x{wide} pixels at ({top}, {left}) in an image of {height}x{width}",
+            rule="a box, (top, left, height, width), is not empty and lies inside the image",
+            consequence="there are no such pixels",
+            nearest=f"({min(max(0, top), height - 1)}, {min(max(0, left), width - 1)}, …) with at most the rest",
         )
 
 
 def _unlike(given: str) -> DataError:
     return DataError(
-        Problem(
-            given=given,
-            rule="a column of tile sizes is what to_column() gave for this very JPEG",
-            consequence="nothing was decoded, for it could have been another part of the picture",
-            nearest="tile_grid(jpeg).to_column() makes it anew",
-        )
+        given=given,
+        rule="a column of tile sizes is what to_column() gave for this very JPEG",
+        consequence="nothing was decoded, for it could have been another part of the picture",
+        nearest="tile_grid(jpeg).to_column() makes it anew",
     )

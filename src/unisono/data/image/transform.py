@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from unisono.data.dataset import Batch
-from unisono.data.image.augment import DRAWN, Augment, draw
+from unisono.data.image.augmentation import PARAM_NAMES, Augment, draw_params
+from unisono.data.image.batch_augment import augment_on_device
 from unisono.data.image.decoding import Pixels, decode
-from unisono.data.image.jpeg import is_jpeg, read_header, view
-from unisono.data.image.pixels import on_device
+from unisono.data.image.jpeg_header import as_view, is_jpeg, read_header
 from unisono.data.image.tiles import Box, TileGrid, decode_region, tile_grid
-from unisono.data.recycle import empty
-from unisono.errors import DataError, ExtraError, Problem
+from unisono.data.loading.buffer_pool import reusable_empty
+from unisono.errors import DataError, ExtraError
 
-DRAWS_NAME: Final = "image_draws"
+PARAMS_ENTRY: Final = "image_draws"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class ImageTransform:
     [C, H, W] where ``augment`` normalises, else uint8 [H, W, C]; other entries stay.
 
     ``pixels_on="device"``: only crop and resize happen here. ``image`` is uint8 [H, W, C], and ``image_draws``, float32 [12],
-    is what ``on_device`` needs to do the rest for a whole batch.
+    is what ``augment_on_device`` needs to do the rest for a whole batch.
 
     A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 and its crop rounded out to that grid. Other formats
     and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the same is drawn each
@@ -47,7 +47,7 @@ class ImageTransform:
         begun = self.transform_sample(sample, np.random.default_rng(0) if rng is None else rng)
         if self.pixels_on == "device":
             return begun
-        done = self.transform_batch({"image": begun["image"][None], DRAWS_NAME: begun.pop(DRAWS_NAME)[None]})
+        done = self.transform_batch({"image": begun["image"][None], PARAMS_ENTRY: begun.pop(PARAMS_ENTRY)[None]})
         return {**begun, "image": done["image"][0]}
 
     def transform_sample(self, sample: Batch, rng: np.random.Generator) -> Batch:
@@ -56,17 +56,20 @@ class ImageTransform:
             raise _no_image(f"a sample of {sorted(sample)}")
         rest = {name: value for name, value in sample.items() if name not in ("image", "tiles")}
         pixels, drawn = _cropped(sample["image"], sample.get("tiles"), self.augment, rng)
-        return {**rest, "image": resize(pixels, self.augment.size, self.augment.resize), DRAWS_NAME: drawn}
+        return {**rest, "image": resize(pixels, self.augment.size, self.augment.resize), PARAMS_ENTRY: drawn}
 
     def transform_batch(self, batch: Batch) -> Batch:
         """The rest, for all rows of a batch of what ``begin`` gave; a loader does it so, into one array."""
         if self.pixels_on == "device":
             return batch
-        images, draws = batch["image"], batch[DRAWS_NAME]
-        rest = {name: value for name, value in batch.items() if name not in ("image", DRAWS_NAME)}
+        images, draws = batch["image"], batch[PARAMS_ENTRY]
+        rest = {name: value for name, value in batch.items() if name not in ("image", PARAMS_ENTRY)}
         if self.augment.rotate or self.augment.jitter is not None:
-            return {**rest, "image": on_device(torch.from_numpy(images), torch.from_numpy(draws), self.augment).numpy()}
-        return {**rest, "image": _finished(images, draws, self.augment)}
+            return {
+                **rest,
+                "image": augment_on_device(torch.from_numpy(images), torch.from_numpy(draws), self.augment).numpy(),
+            }
+        return {**rest, "image": _flip_normalize_erase(images, draws, self.augment)}
 
 
 def resize(pixels: Pixels, size: tuple[int, int], by: Literal["torch", "opencv"]) -> Pixels:
@@ -88,7 +91,7 @@ def resize(pixels: Pixels, size: tuple[int, int], by: Literal["torch", "opencv"]
     return np.ascontiguousarray(small.numpy()[0].transpose(1, 2, 0))
 
 
-def opencv_found() -> bool:
+def has_opencv() -> bool:
     """Whether ``resize="opencv"`` works here."""
     try:
         import cv2 as cv2  # pyright: ignore[reportMissingImports, reportUnusedImport]
@@ -103,32 +106,32 @@ def _cropped(
     """The pixels of the drawn crop, perhaps at a smaller scale, and the other draws."""
     if image.ndim == 3:
         _check_pixels(image, augment)
-        box, drawn = draw(augment, image.shape[0], image.shape[1], rng)
+        box, drawn = draw_params(augment, image.shape[0], image.shape[1], rng)
         return _inside(image, box), drawn
-    encoded = view(image)
+    encoded = as_view(image)
     if not is_jpeg(encoded):
         pixels = decode(encoded, max_pixels=augment.max_pixels, color=augment.color)
-        box, drawn = draw(augment, pixels.shape[0], pixels.shape[1], rng)
+        box, drawn = draw_params(augment, pixels.shape[0], pixels.shape[1], rng)
         return _inside(pixels, box), drawn
     grid = tile_grid(encoded) if tiles is None or not tiles.size else TileGrid.from_column(encoded, tiles)
     header = read_header(encoded) if grid is None else grid.header
-    box, drawn = draw(augment, header.height, header.width, rng)
+    box, drawn = draw_params(augment, header.height, header.width, rng)
     pixels = decode_region(
         encoded, box, grid, min_size=augment.size, color=augment.color, max_pixels=augment.max_pixels
     )
     return pixels, drawn
 
 
-def _finished(images: Pixels, draws: NDArray[np.float32], augment: Augment) -> NDArray[Any]:
-    """What ``on_device`` does, for images [N, H, W, C] that are only flipped, normalised and erased: image by image, each in
+def _flip_normalize_erase(images: Pixels, draws: NDArray[np.float32], augment: Augment) -> NDArray[Any]:
+    """What ``augment_on_device`` does, for images [N, H, W, C] that are only flipped, normalised and erased: image by image, each in
     the cache while it is worked on, into one array."""
     count, height, width, channels = images.shape
     normalised = augment.mean is not None and augment.std is not None
     shape = (count, channels, height, width) if normalised else images.shape
-    done = empty(shape, np.float32 if normalised else np.uint8)
+    done = reusable_empty(shape, np.float32 if normalised else np.uint8)
     mean, std = (np.array(numbers or (), np.float32)[:, None, None] for numbers in (augment.mean, augment.std))
     for image, drawn, out in zip(images, draws.tolist(), done, strict=True):
-        values = dict(zip(DRAWN, cast("list[float]", drawn), strict=True))
+        values = dict(zip(PARAM_NAMES, cast("list[float]", drawn), strict=True))
         if normalised:
             turned = image[:: -1 if values["flip_vertical"] else 1, :: -1 if values["flip"] else 1]
             np.copyto(out, turned.transpose(2, 0, 1))
@@ -157,12 +160,10 @@ def _check_pixels(image: NDArray[Any], augment: Augment) -> None:
 
 def _no_image(given: str) -> DataError:
     return DataError(
-        Problem(
-            given=given,
-            rule="image is uint8 [bytes] if encoded; if decoded, uint8 [height, width, 3], or 1 for color = 'gray'",
-            consequence="it cannot be cropped and augmented",
-            nearest="name it image; drop alpha, scale other dtypes to 0 to 255",
-        )
+        given=given,
+        rule="image is uint8 [bytes] if encoded; if decoded, uint8 [height, width, 3], or 1 for color = 'gray'",
+        consequence="it cannot be cropped and augmented",
+        nearest="name it image; drop alpha, scale other dtypes to 0 to 255",
     )
 
 
@@ -172,11 +173,9 @@ def _opencv_resize() -> Callable[..., Pixels]:
         from cv2 import resize as cv2_resize  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ExtraError(
-            Problem(
-                given='resize = "opencv", and the package cv2 is not installed',
-                rule="resizing with OpenCV is an option that comes with no extra",
-                consequence="nothing was resized",
-                nearest='pip install opencv-python-headless, or resize = "torch"',
-            )
+            given='resize = "opencv", and the package cv2 is not installed',
+            rule="resizing with OpenCV is an option that comes with no extra",
+            consequence="nothing was resized",
+            nearest='pip install opencv-python-headless, or resize = "torch"',
         ) from error
     return cv2_resize

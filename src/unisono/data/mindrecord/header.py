@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 LENGTH: Final = struct.Struct("<Q")
 LENGTH_BYTES: Final = LENGTH.size
@@ -44,7 +44,7 @@ _Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Field:
+class FieldType:
     """A field's type (int32, int64, float32, float64, string, bytes) and, for an array, its shape with at most one −1."""
 
     type: str
@@ -93,7 +93,7 @@ class SchemaEntry(Struct, frozen=True):
     schema: dict[str, FieldEntry]
 
 
-class Head(Struct, frozen=True):
+class MindRecordHeader(Struct, frozen=True):
     """The JSON head."""
 
     header_size: _Count
@@ -112,17 +112,17 @@ class Head(Struct, frozen=True):
         return self.schema[0].blob_fields
 
     @property
-    def fields(self) -> dict[str, Field]:
+    def fields(self) -> dict[str, FieldType]:
         """All fields, in the order of the head."""
         return {
-            name: Field(type=entry.type, shape=None if entry.shape is None else tuple(entry.shape))
+            name: FieldType(type=entry.type, shape=None if entry.shape is None else tuple(entry.shape))
             for name, entry in self.schema[0].schema.items()
         }
 
     @property
     def packed(self) -> bool:
         """Whether integer arrays are packed: all of them or none."""
-        return self.version != "2.0" and packs_integers(self.fields)
+        return self.version != "2.0" and has_packed_integers(self.fields)
 
     @property
     def indexed(self) -> list[str]:
@@ -130,13 +130,13 @@ class Head(Struct, frozen=True):
         return [entry.index_field for entry in self.index_fields or ()]
 
 
-def packs_integers(fields: dict[str, Field]) -> bool:
+def has_packed_integers(fields: dict[str, FieldType]) -> bool:
     """Whether version 3.0 packs the integer arrays of these fields: it does as soon as there is one."""
     return any(field.shape is not None and field.type in _INTEGERS for field in fields.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Groups:
+class RowGroups:
     """Row groups in row order, each array [groups] int64; pages by number, offsets and ends within their page.
 
     The rows of a raw part end somewhere up to ``raw_limits``, those of a blob page exactly at ``blob_ends``.
@@ -156,24 +156,24 @@ class Groups:
         return int(self.rows.sum())
 
 
-def read_head(path: Path, data: memoryview) -> Head:
+def read_header(path: Path, data: memoryview) -> MindRecordHeader:
     """The head of the file whose bytes are ``data``, checked against them. Raises DataError naming the offset."""
     if len(data) < LENGTH_BYTES:
-        raise damaged(path, 0, f"the file ends after {len(data)} bytes, before the length of its header")
+        raise damaged_error(path, 0, f"the file ends after {len(data)} bytes, before the length of its header")
     (length,) = LENGTH.unpack_from(data)
     if length > min(len(data), MAX_HEADER_BYTES) - LENGTH_BYTES:
-        raise damaged(path, 0, f"the header says {length} bytes, and the file has {len(data)}")
+        raise damaged_error(path, 0, f"the header says {length} bytes, and the file has {len(data)}")
     try:
-        head = msgspec.json.decode(data[LENGTH_BYTES : LENGTH_BYTES + length], type=Head)
+        head = msgspec.json.decode(data[LENGTH_BYTES : LENGTH_BYTES + length], type=MindRecordHeader)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise damaged(path, LENGTH_BYTES, f"the header is not understood: {error}") from error
+        raise damaged_error(path, LENGTH_BYTES, f"the header is not understood: {error}") from error
     what = _contradiction(head, length)
     if what:
-        raise damaged(path, LENGTH_BYTES, what)
+        raise damaged_error(path, LENGTH_BYTES, what)
     return head
 
 
-def _contradiction(head: Head, length: int) -> str:
+def _contradiction(head: MindRecordHeader, length: int) -> str:
     """What in a head cannot be, or nothing."""
     if head.version not in VERSIONS:
         return f"the header has version {head.version!r}, and there are {' and '.join(VERSIONS)}"
@@ -200,19 +200,19 @@ def _contradiction(head: Head, length: int) -> str:
     return f"the header has an index of {sorted(missing)}, which are no fields" if missing else ""
 
 
-def groups_of(path: Path, head: Head, size: int) -> Groups:
+def read_row_groups(path: Path, head: MindRecordHeader, size: int) -> RowGroups:
     """The row groups of a file of ``size`` bytes. Raises DataError where its pages contradict each other or the size."""
     blobs: list[PageEntry] = []
     raws: dict[int, tuple[int, int, int]] = {}
     for number, page in enumerate(head.page or ()):
         begin = page_offset(head, number)
         if page.page_id != number:
-            raise damaged(path, begin, f"page {number} is called {page.page_id}")
+            raise damaged_error(path, begin, f"page {number} is called {page.page_id}")
         if page.page_size > head.page_size:
-            raise damaged(path, begin, f"page {number} says {page.page_size} used bytes of {head.page_size}")
+            raise damaged_error(path, begin, f"page {number} says {page.page_size} used bytes of {head.page_size}")
         if begin + page.page_size > size:
             end = begin + page.page_size
-            raise damaged(
+            raise damaged_error(
                 path, size, f"the file ends {end - size} bytes before page {number} does, which began at {begin}"
             )
         if page.page_type == BLOB:
@@ -222,27 +222,31 @@ def groups_of(path: Path, head: Head, size: int) -> Groups:
         limits = [*(entry.offset for entry in entries), page.page_size][1:]
         for entry, limit in zip(entries, limits, strict=True):
             if entry.id in raws or entry.offset > limit:
-                raise damaged(path, begin, f"page {number} has row group {entry.id} twice, or not in order")
+                raise damaged_error(path, begin, f"page {number} has row group {entry.id} twice, or not in order")
             raws[entry.id] = (number, entry.offset, limit)
     blobs.sort(key=lambda page: page.start_row_id)
     at = 0
     for page in blobs:
         begin = page_offset(head, page.page_id)
         if page.start_row_id != at or page.end_row_id <= at:
-            raise damaged(
+            raise damaged_error(
                 path, begin, f"page {page.page_id} has rows {page.start_row_id} to {page.end_row_id}, after {at} rows"
             )
         at = page.end_row_id
         room = min(page.page_size, raws[page.page_type_id][2] if page.page_type_id in raws else -1)
         if (at - page.start_row_id) * LENGTH_BYTES > room:
-            raise damaged(path, begin, f"page {page.page_id} has no room, or no raw part, for its rows up to {at}")
+            raise damaged_error(
+                path, begin, f"page {page.page_id} has no room, or no raw part, for its rows up to {at}"
+            )
     if len(raws) != len(blobs):
-        raise damaged(path, LENGTH_BYTES, f"the header has {len(raws)} raw and {len(blobs)} blob parts of row groups")
+        raise damaged_error(
+            path, LENGTH_BYTES, f"the header has {len(raws)} raw and {len(blobs)} blob parts of row groups"
+        )
     parts = np.array([raws[page.page_type_id] for page in blobs], np.int64).reshape(-1, 3)
     pages = np.array(
         [(p.end_row_id - p.start_row_id, p.page_type_id, p.page_id, p.page_size) for p in blobs], np.int64
     ).reshape(-1, 4)
-    return Groups(
+    return RowGroups(
         rows=pages[:, 0],
         ids=pages[:, 1],
         blob_pages=pages[:, 2],
@@ -253,18 +257,16 @@ def groups_of(path: Path, head: Head, size: int) -> Groups:
     )
 
 
-def page_offset(head: Head, page: int) -> int:
+def page_offset(head: MindRecordHeader, page: int) -> int:
     """Where in the file a page begins."""
     return head.header_size + head.page_size * page
 
 
-def damaged(path: Path, offset: int, what: str, *, row: int | None = None, nearest: str = _COPY) -> DataError:
+def damaged_error(path: Path, offset: int, what: str, *, row: int | None = None, nearest: str = _COPY) -> DataError:
     """A file, or one row of it, that is not as it was written."""
     return DataError(
-        Problem(
-            given=f"{path}: {'' if row is None else f'row {row} '}at offset {offset}: {what}",
-            rule="in a MindRecord file lengths agree with header, index and size, and values with their fields",
-            consequence="nothing of the file is used" if row is None else "the row is not used",
-            nearest=nearest,
-        )
+        given=f"{path}: {'' if row is None else f'row {row} '}at offset {offset}: {what}",
+        rule="in a MindRecord file lengths agree with header, index and size, and values with their fields",
+        consequence="nothing of the file is used" if row is None else "the row is not used",
+        nearest=nearest,
     )

@@ -24,10 +24,10 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, Groups, Head, damaged
-from unisono.data.mindrecord.values import read_raw
+from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, MindRecordHeader, RowGroups, damaged_error
+from unisono.data.mindrecord.row_values import decode_scalars
 from unisono.data.sidecar import view_of
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 _LOG: Final = logging.getLogger("unisono.data")
 _COLUMNS: Final = (
@@ -45,7 +45,7 @@ _SQL_TYPES: Final = {"string": "TEXT", "int32": "INTEGER", "int64": "INTEGER"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Places:
+class RowLocations:
     """Where in the file the two parts of each row begin, with their length, and end; each array [rows] int64."""
 
     raw_begins: NDArray[np.int64]
@@ -59,7 +59,9 @@ def index_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.db")
 
 
-def places_of(path: Path, head: Head, groups: Groups, data: memoryview, decrypted: memoryview | None) -> Places:
+def locate_rows(
+    path: Path, head: MindRecordHeader, groups: RowGroups, data: memoryview, decrypted: memoryview | None
+) -> RowLocations:
     """The rows of a file, by its index where it has one of its own. Raises DataError where index and pages disagree.
 
     ``decrypted`` is the index itself, where the file on disk is encrypted.
@@ -67,7 +69,7 @@ def places_of(path: Path, head: Head, groups: Groups, data: memoryview, decrypte
     beside = index_path(path)
     if not beside.exists():
         _LOG.warning("%s is missing: the rows of %s are found by reading its pages", beside, path.name)
-        return walk(path, head, groups, data)
+        return scan_rows(path, head, groups, data)
     try:
         with closing(_open(beside, decrypted)) as index:
             query = "SELECT name, type FROM sqlite_master WHERE name IN ('INDEXES', 'SHARD_NAME') LIMIT 3"
@@ -79,7 +81,7 @@ def places_of(path: Path, head: Head, groups: Groups, data: memoryview, decrypte
         raise _bad_index(beside, str(error)) from error
     if table is None:
         _LOG.warning("%s is the index of %s: the rows of %s are found by reading its pages", beside, names, path.name)
-        return walk(path, head, groups, data)
+        return scan_rows(path, head, groups, data)
     return _compared(path, head, groups, table)
 
 
@@ -103,7 +105,7 @@ def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
     return table[np.argsort(table[:, 0], kind="stable")]
 
 
-def _compared(path: Path, head: Head, groups: Groups, table: NDArray[np.int64]) -> Places:
+def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDArray[np.int64]) -> RowLocations:
     """Places from the index, where each of its numbers is what the header, or the row before, says."""
     rows, ids, raw_pages, raw_begins, raw_ends, blob_pages, blob_begins, blob_ends = table.T
     counts = groups.rows
@@ -130,8 +132,8 @@ def _compared(path: Path, head: Head, groups: Groups, table: NDArray[np.int64]) 
     if not good.all():
         row = int(np.argmin(good))
         what = f"{index_path(path).name} says otherwise than the header and the rows before where the row is"
-        raise damaged(path, int(blob_bases[row]), what, row=row)
-    return Places(
+        raise damaged_error(path, int(blob_bases[row]), what, row=row)
+    return RowLocations(
         raw_begins=raw_bases + raw_begins,
         raw_ends=raw_bases + raw_ends,
         blob_begins=blob_bases + blob_begins,
@@ -139,10 +141,10 @@ def _compared(path: Path, head: Head, groups: Groups, table: NDArray[np.int64]) 
     )
 
 
-def walk(path: Path, head: Head, groups: Groups, data: memoryview) -> Places:
+def scan_rows(path: Path, head: MindRecordHeader, groups: RowGroups, data: memoryview) -> RowLocations:
     """Places found by following the lengths in the pages. Raises DataError at the first one that leads out of its page."""
     count = groups.total_rows
-    places = Places(
+    places = RowLocations(
         raw_begins=np.empty(count, np.int64),
         raw_ends=np.empty(count, np.int64),
         blob_begins=np.empty(count, np.int64),
@@ -163,21 +165,23 @@ def walk(path: Path, head: Head, groups: Groups, data: memoryview) -> Places:
             raw_ends[row], blob_ends[row] = raw, blob
             row += 1
         if blob != blob_limit:
-            raise damaged(path, blob, f"{blob_limit - blob} bytes behind the last row of the page", row=row - 1)
+            raise damaged_error(path, blob, f"{blob_limit - blob} bytes behind the last row of the page", row=row - 1)
     return places
 
 
 def _behind(path: Path, data: memoryview, at: int, limit: int, row: int) -> int:
     """Where the part of a row that begins at ``at`` ends."""
     if at + LENGTH_BYTES > limit:
-        raise damaged(path, at, f"its page ends at {limit}, before its length", row=row)
+        raise damaged_error(path, at, f"its page ends at {limit}, before its length", row=row)
     (length,) = LENGTH.unpack_from(data, at)
     if length > limit - at - LENGTH_BYTES:
-        raise damaged(path, at, f"it says {length} bytes, and its page has {limit - at - LENGTH_BYTES}", row=row)
+        raise damaged_error(path, at, f"it says {length} bytes, and its page has {limit - at - LENGTH_BYTES}", row=row)
     return at + LENGTH_BYTES + length
 
 
-def write_index(target: Path, name: str, head: Head, groups: Groups, places: Places, data: memoryview) -> None:
+def write_index(
+    target: Path, name: str, head: MindRecordHeader, groups: RowGroups, places: RowLocations, data: memoryview
+) -> None:
     """Write the index of the data file ``name``, whose bytes are ``data``, to ``target``, and sync it."""
     fields = head.fields
     indexed = {field: fields[field] for field in head.indexed}
@@ -209,7 +213,9 @@ def write_index(target: Path, name: str, head: Head, groups: Groups, places: Pla
         os.close(handle)
 
 
-def _lines(head: Head, groups: Groups, places: Places, data: memoryview, indexed: Any) -> Iterator[list[Any]]:
+def _lines(
+    head: MindRecordHeader, groups: RowGroups, places: RowLocations, data: memoryview, indexed: Any
+) -> Iterator[list[Any]]:
     row = 0
     for number, rows in enumerate(groups.rows.tolist()):
         group, raw_page, blob_page = (int(each[number]) for each in (groups.ids, groups.raw_pages, groups.blob_pages))
@@ -217,7 +223,7 @@ def _lines(head: Head, groups: Groups, places: Places, data: memoryview, indexed
         blob_base = head.header_size + head.page_size * blob_page
         for at in range(row, row + rows):
             begin, end = int(places.raw_begins[at]), int(places.raw_ends[at])
-            values = read_raw(indexed, data[begin + LENGTH_BYTES : end], check=True) if indexed else {}
+            values = decode_scalars(indexed, data[begin + LENGTH_BYTES : end], check=True) if indexed else {}
             yield [
                 *(at, group, raw_page, begin - raw_base, end - raw_base),
                 *(blob_page, int(places.blob_begins[at]) - blob_base, int(places.blob_ends[at]) - blob_base),
@@ -228,10 +234,8 @@ def _lines(head: Head, groups: Groups, places: Places, data: memoryview, indexed
 
 def _bad_index(path: Path, what: str) -> DataError:
     return DataError(
-        Problem(
-            given=f"{path}: {what}",
-            rule="an index has a line for each row of its data file, in the tables INDEXES and SHARD_NAME",
-            consequence="nothing of the data file is used",
-            nearest="remove the index: the rows are then found by reading the pages of the data file",
-        )
+        given=f"{path}: {what}",
+        rule="an index has a line for each row of its data file, in the tables INDEXES and SHARD_NAME",
+        consequence="nothing of the data file is used",
+        nearest="remove the index: the rows are then found by reading the pages of the data file",
     )

@@ -12,12 +12,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.mindrecord.cipher import open_bytes
-from unisono.data.mindrecord.header import LENGTH, LENGTH_BYTES, Field, Head, damaged, groups_of, read_head
-from unisono.data.mindrecord.index import index_path, places_of
-from unisono.data.mindrecord.values import WrongType, blob_reader, read_raw
+from unisono.data.mindrecord.encryption import open_bytes
+from unisono.data.mindrecord.header import (
+    LENGTH,
+    LENGTH_BYTES,
+    FieldType,
+    MindRecordHeader,
+    damaged_error,
+    read_header,
+    read_row_groups,
+)
+from unisono.data.mindrecord.index import index_path, locate_rows
+from unisono.data.mindrecord.row_values import FieldTypeError, blob_reader, decode_scalars
 from unisono.data.sidecar import view_of
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 _LOG: Final = logging.getLogger("unisono.data")
 
@@ -37,16 +45,16 @@ class MindRecordFile:
         paths = [Path(path)] if isinstance(path, Path | str) else [Path(each) for each in path]
         if not paths:
             raise _unfit("no files", "name the files, or one of a set")
-        first = _Shard(paths[0], key)
+        first = _ShardReader(paths[0], key)
         if alone and (paths := _set_of(paths[0], first.head)) != [first.path]:
-            shards = [first if each == first.path else _Shard(each, key) for each in paths]
+            shards = [first if each == first.path else _ShardReader(each, key) for each in paths]
             for number, shard in enumerate(shards):
                 _same_set(shards[0], shard)
                 if shard.head.shard_id != number:
                     what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
                     raise _unfit(what, "the names that the files were written with")
         else:
-            shards = [first, *(_Shard(each, key) for each in paths[1:])]
+            shards = [first, *(_ShardReader(each, key) for each in paths[1:])]
             for shard in shards:
                 _same_set(first, shard)
         self._shards = shards
@@ -68,7 +76,7 @@ class MindRecordFile:
         return _open, (self._path, self._key, self._check)
 
     @property
-    def schema(self) -> dict[str, Field]:
+    def schema(self) -> dict[str, FieldType]:
         """Type and shape of each field by name."""
         return dict(self._fields)
 
@@ -86,14 +94,14 @@ class MindRecordFile:
         shard, row = self._shards[which], number - self._starts[which]
         raw, begin = shard.raw(row)
         try:
-            found = read_raw(self._scalars, raw, check=self._check)
+            found = decode_scalars(self._scalars, raw, check=self._check)
             blob, begin = shard.blob(row)
             found |= self._read_blobs(blob)
-        except WrongType as error:
+        except FieldTypeError as error:
             nearest = "check=False reads it as it is stored"
-            raise damaged(shard.path, begin, str(error), row=row, nearest=nearest) from error
+            raise damaged_error(shard.path, begin, str(error), row=row, nearest=nearest) from error
         except ValueError as error:
-            raise damaged(shard.path, begin, str(error), row=row) from error
+            raise damaged_error(shard.path, begin, str(error), row=row) from error
         return {name: found[name] for name in self._fields}
 
     __getitem__ = read
@@ -109,18 +117,18 @@ class MindRecordFile:
         return map(self.read, range(len(self)))
 
 
-class _Shard:
+class _ShardReader:
     """One file: its bytes, its head and where its rows are."""
 
     def __init__(self, path: Path, key: str | None) -> None:
         self.path = path
         self._data = open_bytes(path, key)
-        self.head = read_head(path, self._data)
-        groups = groups_of(path, self.head, len(self._data))
+        self.head = read_header(path, self._data)
+        groups = read_row_groups(path, self.head, len(self._data))
         self.rows = groups.total_rows
         beside = index_path(path)
         decrypted = open_bytes(beside, key) if key is not None and beside.exists() else None
-        places = places_of(path, self.head, groups, self._data, decrypted)
+        places = locate_rows(path, self.head, groups, self._data, decrypted)
         self._raw_begins, self._raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
         self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)
 
@@ -137,16 +145,16 @@ class _Shard:
         (length,) = LENGTH.unpack_from(self._data, begin)
         if length != end - begin - LENGTH_BYTES:
             what = f"it says {length} bytes, and the index {end - begin - LENGTH_BYTES}"
-            raise damaged(self.path, begin, what, row=row)
+            raise damaged_error(self.path, begin, what, row=row)
         return self._data[begin + LENGTH_BYTES : end], begin
 
 
-def _set_of(path: Path, head: Head) -> list[Path]:
+def _set_of(path: Path, head: MindRecordHeader) -> list[Path]:
     """All files of the set that a file belongs to."""
     names = head.shard_addresses
     if path.name in names:
         if any(name in ("", "..") or Path(name).name != name for name in names) or len(set(names)) != len(names):
-            raise damaged(path, LENGTH_BYTES, f"the header names the files {names}, which are no names beside it")
+            raise damaged_error(path, LENGTH_BYTES, f"the header names the files {names}, which are no names beside it")
         return [path.with_name(name) for name in names]
     if len(names) > 1:
         raise _unfit(
@@ -157,7 +165,7 @@ def _set_of(path: Path, head: Head) -> list[Path]:
     return [path]
 
 
-def _same_set(first: _Shard, other: _Shard) -> None:
+def _same_set(first: _ShardReader, other: _ShardReader) -> None:
     one, two = (
         (shard.head.version, shard.head.header_size, shard.head.page_size, shard.head.fields, shard.head.blob_fields)
         for shard in (first, other)
@@ -170,23 +178,19 @@ def _same_set(first: _Shard, other: _Shard) -> None:
 
 def _lost(path: Path, name: str) -> DataError:
     return DataError(
-        Problem(
-            given=f"{path}: field {name!r} has the shape []",
-            rule="MindSpore does not store the numbers of such a field",
-            consequence="its values are lost, and nothing of the file is used",
-            nearest="check=False reads what bytes there are, and all other fields as they are",
-        )
+        given=f"{path}: field {name!r} has the shape []",
+        rule="MindSpore does not store the numbers of such a field",
+        consequence="its values are lost, and nothing of the file is used",
+        nearest="check=False reads what bytes there are, and all other fields as they are",
     )
 
 
 def _unfit(given: str, nearest: str) -> DataError:
     return DataError(
-        Problem(
-            given=given,
-            rule="files are read together when they were written together, or are listed and have the same fields",
-            consequence="nothing was read",
-            nearest=nearest,
-        )
+        given=given,
+        rule="files are read together when they were written together, or are listed and have the same fields",
+        consequence="nothing was read",
+        nearest=nearest,
     )
 
 

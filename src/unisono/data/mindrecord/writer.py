@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unisono.data.mindrecord.cipher import open_bytes
+from unisono.data.mindrecord.encryption import open_bytes
 from unisono.data.mindrecord.header import (
     BLOB,
     LENGTH,
@@ -23,17 +23,17 @@ from unisono.data.mindrecord.header import (
     VERSION,
     FieldEntry,
     GroupEntry,
-    Head,
     IndexEntry,
+    MindRecordHeader,
     PageEntry,
     SchemaEntry,
-    groups_of,
-    read_head,
+    read_header,
+    read_row_groups,
 )
-from unisono.data.mindrecord.index import index_path, walk, write_index
-from unisono.data.mindrecord.rows import Kind, RowEncoder
+from unisono.data.mindrecord.index import index_path, scan_rows, write_index
+from unisono.data.mindrecord.row_encoder import Kind, RowEncoder
 from unisono.errors import DataError, Problem
-from unisono.files import sync_folder
+from unisono.storage.files import sync_folder
 
 _MIN_HEADER_BYTES: Final = 16 << 10
 _MIN_PAGE_BYTES: Final = 32 << 10
@@ -76,16 +76,14 @@ class MindRecordWriter:
         there = [each for name in self.paths for each in (name, index_path(name)) if each.exists()]
         if there and not overwrite:
             raise DataError(
-                Problem(
-                    given=f"{there[0]}, which exists",
-                    rule="files are written once, under a new name",
-                    consequence="it was left as it is",
-                    nearest="another name, or overwrite=True to take the place of what is there",
-                )
+                given=f"{there[0]}, which exists",
+                rule="files are written once, under a new name",
+                consequence="it was left as it is",
+                nearest="another name, or overwrite=True to take the place of what is there",
             )
         self._encoder = RowEncoder(schema, index_fields)
         self._room = page_bytes
-        head = Head(
+        head = MindRecordHeader(
             header_size=header_bytes,
             index_fields=[IndexEntry(schema_id=0, index_field=name) for name in self._encoder.indexed] or None,
             page=None,
@@ -108,12 +106,12 @@ class MindRecordWriter:
         if size + 2 * _page_room(page_bytes) > header_bytes:
             raise DataError(_header_full(f"a header of {size} bytes before any page", header_bytes))
         mark = f"tmp-{os.getpid()}-{secrets.token_hex(4)}"
-        self._shards: list[_Shard] = []
+        self._shards: list[_ShardWriter] = []
         self._placing = False
         try:
             for number, each in enumerate(self.paths):
                 temporary = each.with_name(f"{each.name}.{mark}")
-                self._shards.append(_Shard(each, temporary, msgspec.structs.replace(head, shard_id=number), size))
+                self._shards.append(_ShardWriter(each, temporary, msgspec.structs.replace(head, shard_id=number), size))
         except BaseException:
             self._discard()
             raise
@@ -143,12 +141,10 @@ class MindRecordWriter:
         for part, what in ((raw, "scalars"), (blob, "blobs")):
             if len(part) + LENGTH_BYTES > self._room:
                 raise DataError(
-                    Problem(
-                        given=f"row {number}: {what} of {len(part)} bytes",
-                        rule=f"the scalars, or the blobs, of a row are in one page: of {self._room} bytes, 8 for the length",
-                        consequence="the row was not written; the rows before it are kept",
-                        nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_PAGE_BYTES}",
-                    )
+                    given=f"row {number}: {what} of {len(part)} bytes",
+                    rule=f"the scalars, or the blobs, of a row are in one page: of {self._room} bytes, 8 for the length",
+                    consequence="the row was not written; the rows before it are kept",
+                    nearest=f"page_bytes={-(-(len(part) + LENGTH_BYTES) // 4) * 4} or more, up to {MAX_PAGE_BYTES}",
                 )
         self._shards[number % len(self._shards)].append(raw, blob, number)
         self._rows += 1
@@ -183,7 +179,7 @@ class MindRecordWriter:
                 index_path(shard.temporary).unlink(missing_ok=True)
 
 
-class _Page:
+class _PageWriter:
     """A page being written. ``first_row`` and the row groups are as the header has them."""
 
     def __init__(self, file: int, offset: int, number: int, type_id: int) -> None:
@@ -212,17 +208,17 @@ class _Page:
         self._waiting.clear()
 
 
-class _Shard:
+class _ShardWriter:
     """One file of the set under its temporary name: a page of each kind is open at a time, a row group per blob page."""
 
-    def __init__(self, path: Path, temporary: Path, head: Head, head_bytes: int) -> None:
+    def __init__(self, path: Path, temporary: Path, head: MindRecordHeader, head_bytes: int) -> None:
         self.path, self.temporary = path, temporary
         self._head, self._head_bytes = head, head_bytes
         self._page_room = _page_room(head.page_size)
         self._handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         self._pages: list[PageEntry] = []
-        self._raw: _Page | None = None
-        self._blob: _Page | None = None
+        self._raw: _PageWriter | None = None
+        self._blob: _PageWriter | None = None
         self._count = self._rows = self._groups = 0
 
     def append(self, raw: bytes, blob: bytes, number: int) -> None:
@@ -267,9 +263,9 @@ class _Shard:
         os.fsync(self._handle)
         self.close()
         data = open_bytes(self.temporary, None)
-        head = read_head(self.temporary, data)
-        groups = groups_of(self.temporary, head, len(data))
-        places = walk(self.temporary, head, groups, data)
+        head = read_header(self.temporary, data)
+        groups = read_row_groups(self.temporary, head, len(data))
+        places = scan_rows(self.temporary, head, groups, data)
         write_index(index_path(self.temporary), self.path.name, head, groups, places, data)
 
     def close(self) -> None:
@@ -278,12 +274,12 @@ class _Shard:
             os.close(self._handle)
             self._handle = -1
 
-    def _open(self, type_id: int) -> _Page:
+    def _open(self, type_id: int) -> _PageWriter:
         number = self._count
         self._count += 1
-        return _Page(self._handle, self._head.header_size + number * self._head.page_size, number, type_id)
+        return _PageWriter(self._handle, self._head.header_size + number * self._head.page_size, number, type_id)
 
-    def _close(self, page: _Page | None) -> None:
+    def _close(self, page: _PageWriter | None) -> None:
         if page is None:
             return
         page.flush()

@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, collate, named
+from unisono.data.dataset import Batch, check_sample, collate
 from unisono.data.recordio.reader import RecordFile
-from unisono.errors import DataError, Problem, UnisonoError
+from unisono.errors import DataError, UnisonoError
 
 
 class RecordDataset:
@@ -61,15 +61,13 @@ class RecordDataset:
 
     def _sample(self, file: RecordFile, number: int, view: memoryview) -> Batch:
         try:
-            return named(self._decode(view)) | {name: np.asarray(file.side[name][number]) for name in self._side}
+            return check_sample(self._decode(view)) | {name: np.asarray(file.side[name][number]) for name in self._side}
         except Exception as error:
             said = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
             raise DataError(
-                Problem(
-                    given=f"{file.path}: record {number} of {len(view)} bytes: "
-                    f"decode raised {type(error).__name__}: {said}",
-                    rule="every record of a data set becomes a sample",
-                    consequence="its batch cannot be made",
-                    nearest=f"unisono data cat {file.path} --index {number} writes the payload to look at",
-                )
+                given=f"{file.path}: record {number} of {len(view)} bytes: "
+                f"decode raised {type(error).__name__}: {said}",
+                rule="every record of a data set becomes a sample",
+                consequence="its batch cannot be made",
+                nearest=f"unisono data cat {file.path} --index {number} writes the payload to look at",
             ) from error

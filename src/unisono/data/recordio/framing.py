@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
 MAGIC: Final = 0xCED7230A
 MAGIC_BYTES: Final = struct.pack("<I", MAGIC)
@@ -32,7 +32,7 @@ _SCAN_WORDS: Final = 1 << 22  # words compared at once: 16 MiB of the file, as m
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class FrameParts:
     """Part heads in file order. ``offsets`` [parts] int64 of the magic words, ``lengths`` [parts] int64, ``flags`` [parts]."""
 
     offsets: NDArray[np.int64]
@@ -42,24 +42,22 @@ class Parts:
     @property
     def ends(self) -> NDArray[np.int64]:
         """Where each part ends, padding included."""
-        return self.offsets + HEAD_BYTES + padded(self.lengths)
+        return self.offsets + HEAD_BYTES + padded_length(self.lengths)
 
 
-def padded(length: Any) -> Any:
+def padded_length(length: Any) -> Any:
     """``length`` rounded up to a multiple of 4."""
     return (length + 3) & ~3
 
 
-def frame(payload: bytes) -> list[bytes]:
+def frame_payload(payload: bytes) -> list[bytes]:
     """The record of a payload as pieces to be written one after the other. Raises DataError from 2^29 bytes on."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(
-            Problem(
-                given=f"a record of {len(payload)} bytes",
-                rule=f"RecordIO keeps a length in 29 bits: a record has at most {MAX_PAYLOAD_BYTES} bytes",
-                consequence="it was not written",
-                nearest="cut it into several records, or store it in a file of its own and its path here",
-            )
+            given=f"a record of {len(payload)} bytes",
+            rule=f"RecordIO keeps a length in 29 bits: a record has at most {MAX_PAYLOAD_BYTES} bytes",
+            consequence="it was not written",
+            nearest="cut it into several records, or store it in a file of its own and its path here",
         )
     if MAGIC_BYTES not in payload:
         return [_HEAD.pack(MAGIC, len(payload)), payload, bytes(-len(payload) % 4)]
@@ -86,7 +84,7 @@ def _cuts(payload: bytes) -> list[int]:
     return cuts
 
 
-def join(data: memoryview, offset: int) -> bytes:
+def join_parts(data: memoryview, offset: int) -> bytes:
     """The payload of the record that begins at ``offset``, cut words put back. Raises ValueError where its parts are not
     a record's: then something changed since the file was looked at."""
     pieces: list[bytes | memoryview] = []
@@ -103,10 +101,10 @@ def join(data: memoryview, offset: int) -> bytes:
         pieces.append(data[offset + HEAD_BYTES : end])
         if flag in (WHOLE, LAST):
             return b"".join(pieces)
-        offset += HEAD_BYTES + padded(length)
+        offset += HEAD_BYTES + padded_length(length)
 
 
-def find_parts(data: NDArray[np.uint8]) -> Parts:
+def find_parts(data: NDArray[np.uint8]) -> FrameParts:
     """All part heads of ``data`` [bytes], in order. One pass, bounded memory besides the result. A magic word at the very
     end, whose second word is missing, counts as a head of a length that no file has."""
     words = data[: len(data) // 4 * 4].view("<u4")
@@ -118,11 +116,11 @@ def find_parts(data: NDArray[np.uint8]) -> Parts:
     lrec = np.full(len(heads), 0xFFFFFFFF, np.int64)
     has_both = heads + 1 < len(words)
     lrec[has_both] = words[heads[has_both] + 1]
-    return Parts(offsets=heads * 4, lengths=lrec & MAX_PAYLOAD_BYTES, flags=lrec >> 29)
+    return FrameParts(offsets=heads * 4, lengths=lrec & MAX_PAYLOAD_BYTES, flags=lrec >> 29)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Damage:
+class FramingDamage:
     """Bytes ``offset`` to ``end`` of a file, and what is wrong with them."""
 
     offset: int
@@ -131,7 +129,7 @@ class Damage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Records:
+class RecordExtents:
     """Records in file order, each array [records] int64: ``offsets`` of their first magic word, ``ends`` with padding,
     ``lengths`` of their payloads."""
 
@@ -142,10 +140,10 @@ class Records:
     @property
     def split(self) -> NDArray[np.int64]:
         """Numbers of the records of more than one part."""
-        return np.flatnonzero(self.ends - self.offsets != HEAD_BYTES + padded(self.lengths))
+        return np.flatnonzero(self.ends - self.offsets != HEAD_BYTES + padded_length(self.lengths))
 
 
-def assemble(data: NDArray[np.uint8], parts: Parts) -> tuple[Records, list[Damage]]:
+def assemble_records(data: NDArray[np.uint8], parts: FrameParts) -> tuple[RecordExtents, list[FramingDamage]]:
     """The intact records among ``parts``, and everything else of ``data`` as damage, in order.
 
     A part is intact when it ends where the next one begins (or the data ends), its padding is zeros and its flag exists; a
@@ -166,7 +164,7 @@ def assemble(data: NDArray[np.uint8], parts: Parts) -> tuple[Records, list[Damag
     several = (parts.flags[last] == LAST) & (last > begins) & (middles == last - begins - 1)
     good = intact[begins] & intact[last] & (whole | several)
     length_sums = np.append(0, np.cumsum(parts.lengths + 4))  # each cut took a word away
-    records = Records(
+    records = RecordExtents(
         offsets=parts.offsets[begins[good]],
         ends=following[last[good]],
         lengths=(length_sums[last + 1] - length_sums[begins] - 4)[good],
@@ -174,14 +172,14 @@ def assemble(data: NDArray[np.uint8], parts: Parts) -> tuple[Records, list[Damag
     return records, list(_damage_between(data, parts, records, intact))
 
 
-def _end_of_parts(data: NDArray[np.uint8], parts: Parts) -> int:
+def _end_of_parts(data: NDArray[np.uint8], parts: FrameParts) -> int:
     """Where a part may begin behind the last one: the end of the data, or of what is there of a head that was cut off."""
     end = int(parts.ends[-1]) if len(parts.offsets) else 0
     cut = data[end:].tobytes() if len(data) - HEAD_BYTES < end < len(data) else b""
     return end if cut and MAGIC_BYTES.startswith(cut[:4]) else len(data)
 
 
-def _zero_padding(data: NDArray[np.uint8], parts: Parts) -> NDArray[np.bool_]:
+def _zero_padding(data: NDArray[np.uint8], parts: FrameParts) -> NDArray[np.bool_]:
     zero = np.ones(len(parts.offsets), np.bool_)
     ends = parts.offsets + HEAD_BYTES + parts.lengths
     for more in range(3):
@@ -192,8 +190,8 @@ def _zero_padding(data: NDArray[np.uint8], parts: Parts) -> NDArray[np.bool_]:
 
 
 def _damage_between(
-    data: NDArray[np.uint8], parts: Parts, records: Records, intact: NDArray[np.bool_]
-) -> Iterator[Damage]:
+    data: NDArray[np.uint8], parts: FrameParts, records: RecordExtents, intact: NDArray[np.bool_]
+) -> Iterator[FramingDamage]:
     """What lies between intact records, one entry per stretch."""
     total = len(data)
     begins = np.append(0, records.ends)
@@ -201,10 +199,10 @@ def _damage_between(
     for begin, stop in zip(begins[begins < stops].tolist(), stops[begins < stops].tolist(), strict=True):
         first, behind = np.searchsorted(parts.offsets, [begin, stop]).tolist()
         if first == behind or parts.offsets[first] != begin:
-            yield Damage(offset=begin, end=stop, what=_no_head(data, begin, stop))
+            yield FramingDamage(offset=begin, end=stop, what=_no_head(data, begin, stop))
             continue
         bad = first + int(np.argmin(np.append(intact[first:behind], False)))
-        yield Damage(offset=begin, end=stop, what=_bad_part(data, parts, min(bad, behind - 1), total, begin))
+        yield FramingDamage(offset=begin, end=stop, what=_bad_part(data, parts, min(bad, behind - 1), total, begin))
 
 
 def _no_head(data: NDArray[np.uint8], begin: int, stop: int) -> str:
@@ -215,7 +213,7 @@ def _no_head(data: NDArray[np.uint8], begin: int, stop: int) -> str:
     )
 
 
-def _bad_part(data: NDArray[np.uint8], parts: Parts, number: int, total: int, begin: int) -> str:
+def _bad_part(data: NDArray[np.uint8], parts: FrameParts, number: int, total: int, begin: int) -> str:
     offset, length, flag = (int(each[number]) for each in (parts.offsets, parts.lengths, parts.flags))
     end = int(parts.ends[number])
     following = int(parts.offsets[number + 1]) if number + 1 < len(parts.offsets) else total

@@ -27,10 +27,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.recordio.columns import ENDS, SIDE, SideColumn, opened
-from unisono.data.recordio.framing import Damage, Records, assemble, find_parts, join
-from unisono.data.sidecar import Payload, Sidecar, map_array, open_sidecar, view_of, write_sidecar
-from unisono.errors import DataError, Problem
+from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
+from unisono.data.recordio.side_columns import ENDS_PREFIX, SIDE_PREFIX, SideColumn, decode_side_columns
+from unisono.data.sidecar import PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
+from unisono.errors import DataError
 
 KIND: Final = "recordio"
 WRITTEN, COMPUTED = "written", "computed later"
@@ -39,7 +39,7 @@ _LOG: Final = logging.getLogger("unisono.data")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Index:
+class RecordIndex:
     """Columns of one file, each [records]; views of the mapped sidecar where there is one. ``keys`` None is 0, 1, 2, …"""
 
     offsets: NDArray[np.uint64]
@@ -62,7 +62,7 @@ def text_index_path(path: Path) -> Path:
     return path.with_suffix(".idx")
 
 
-def open_index(path: Path, data: NDArray[np.uint8]) -> Index:
+def open_index(path: Path, data: NDArray[np.uint8]) -> RecordIndex:
     """The index of ``path``, whose bytes are ``data``. O(1) where the sidecar exists, else the file is read and it is made.
 
     Raises DataError where the sidecar is not of this file, or the file is damaged; nothing is rebuilt over an existing one.
@@ -79,11 +79,11 @@ def open_index(path: Path, data: NDArray[np.uint8]) -> Index:
     return _from_sidecar(open_sidecar(sidecar_path(path), kind=KIND), path, data)
 
 
-def read_columns(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, NDArray[Any]], Payload]:
+def read_columns(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, NDArray[Any]], PayloadInfo]:
     """Columns of a file made by reading it. Raises DataError at the first damage, with its offset."""
-    records, damage = assemble(data, find_parts(data))
+    records, damage = assemble_records(data, find_parts(data))
     if damage:
-        raise damaged(path, damage[0], len(damage))
+        raise damaged_error(path, damage[0], len(damage))
     keys, order = _text_index(path, records)
     digests = np.fromiter(_digests(data, records), np.uint64, len(records.offsets))
     numbers = {int(number) for number in records.split}
@@ -101,33 +101,31 @@ def read_columns(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, NDArray
     return columns, payload_of(data)
 
 
-def payload_of(data: NDArray[np.uint8]) -> Payload:
+def payload_of(data: NDArray[np.uint8]) -> PayloadInfo:
     """What a sidecar says of the whole file."""
-    return Payload(bytes=len(data), dtype="|u1", xxh3_128=xxhash.xxh3_128(view_of(data)).hexdigest())
+    return PayloadInfo(bytes=len(data), dtype="|u1", xxh3_128=xxhash.xxh3_128(view_of(data)).hexdigest())
 
 
 def write_index(
-    path: Path, payload: Payload, columns: Mapping[str, NDArray[Any]], data: NDArray[np.uint8], *, checksums: str
+    path: Path, payload: PayloadInfo, columns: Mapping[str, NDArray[Any]], data: NDArray[np.uint8], *, checksums: str
 ) -> None:
     """Write the sidecar of ``path``; ``data`` are the file's bytes, of which its two ends are kept to know it again."""
     facts = {"checksums": checksums, "ends": _ends_digest(data)}
     write_sidecar(sidecar_path(path), kind=KIND, payload=payload, columns=columns, facts=facts)
 
 
-def damaged(path: Path, damage: Damage, count: int) -> DataError:
+def damaged_error(path: Path, damage: FramingDamage, count: int) -> DataError:
     """The file's first damage as an error."""
     more = f" (the first of {count} places)" if count > 1 else ""
     return DataError(
-        Problem(
-            given=f"{path}: {damage.what}{more}",
-            rule="every byte of a RecordIO file belongs to a record",
-            consequence=f"bytes {damage.offset} to {damage.end} cannot be read, and nothing of the file is used",
-            nearest=f"unisono data verify {path} lists all damage, unisono data repair {path} NEW saves what is whole",
-        )
+        given=f"{path}: {damage.what}{more}",
+        rule="every byte of a RecordIO file belongs to a record",
+        consequence=f"bytes {damage.offset} to {damage.end} cannot be read, and nothing of the file is used",
+        nearest=f"unisono data verify {path} lists all damage, unisono data repair {path} NEW saves what is whole",
     )
 
 
-def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Index:
+def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> RecordIndex:
     head = sidecar.head
     if head.payload.bytes != len(data):
         raise _stale(path, f"has {len(data)} bytes where its sidecar says {head.payload.bytes}")
@@ -138,8 +136,10 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Inde
     optional = {"key": "<i8"}
     count = len(columns.get("offset", ()))
     for name, column in columns.items():
-        kept = {SIDE: column.dtype.str, ENDS: "<u8"}.get(name[: len(SIDE)], "")
-        free = name == "split" or ENDS + name.removeprefix(SIDE) in columns  # of another length than the records
+        kept = {SIDE_PREFIX: column.dtype.str, ENDS_PREFIX: "<u8"}.get(name[: len(SIDE_PREFIX)], "")
+        free = (
+            name == "split" or ENDS_PREFIX + name.removeprefix(SIDE_PREFIX) in columns
+        )  # of another length than the records
         if column.dtype.str != (expected | optional).get(name, kept) or (not free and len(column) != count):
             raise _stale(
                 path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
@@ -149,14 +149,14 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Inde
     return _index(columns, str(head.facts.get("checksums")), sidecar.digest)
 
 
-def _index(columns: Mapping[str, NDArray[Any]], checksums: str, fingerprint: str) -> Index:
-    return Index(
+def _index(columns: Mapping[str, NDArray[Any]], checksums: str, fingerprint: str) -> RecordIndex:
+    return RecordIndex(
         offsets=columns["offset"],
         lengths=columns["length"],
         digests=columns["digest"],
         split=columns["split"],
         keys=columns.get("key"),
-        side=opened(columns),
+        side=decode_side_columns(columns),
         checksums=checksums,
         fingerprint=fingerprint,
     )
@@ -167,16 +167,16 @@ def _ends_digest(data: NDArray[np.uint8]) -> str:
     return xxhash.xxh3_64(ends).hexdigest()
 
 
-def _digests(data: NDArray[np.uint8], records: Records) -> Iterator[int]:
+def _digests(data: NDArray[np.uint8], records: RecordExtents) -> Iterator[int]:
     view = view_of(data)
     split = set(records.split.tolist())
     digest = xxhash.xxh3_64_intdigest
     rows = zip(records.offsets.tolist(), records.lengths.tolist(), strict=True)
     for number, (offset, length) in enumerate(rows):
-        yield digest(join(view, offset) if number in split else view[offset + 8 : offset + 8 + length])
+        yield digest(join_parts(view, offset) if number in split else view[offset + 8 : offset + 8 + length])
 
 
-def _text_index(path: Path, records: Records) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+def _text_index(path: Path, records: RecordExtents) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
     """Keys and record numbers in the order of ``name.idx``; (None, None) where it is missing or lists all, keys 0, 1, 2, …"""
     source = text_index_path(path)
     if not source.exists():
@@ -207,24 +207,20 @@ def _text_index(path: Path, records: Records) -> tuple[NDArray[np.int64] | None,
 
 def _bad_text_index(path: Path, what: str) -> DataError:
     return DataError(
-        Problem(
-            given=f"{path}: {what}",
-            rule="each line of an .idx file is an integer key, a tab and the offset of a record",
-            consequence="keys would lead to other records, so nothing is used",
-            nearest=f"unisono data reindex {path.with_suffix('.rec')} writes it anew from the records",
-        )
+        given=f"{path}: {what}",
+        rule="each line of an .idx file is an integer key, a tab and the offset of a record",
+        consequence="keys would lead to other records, so nothing is used",
+        nearest=f"unisono data reindex {path.with_suffix('.rec')} writes it anew from the records",
     )
 
 
 def _stale(path: Path, what: str) -> DataError:
     return DataError(
-        Problem(
-            given=f"{path} {what}",
-            rule="a sidecar is of exactly the file beside it",
-            consequence="one of the two was changed or damaged, and nothing of the file is used",
-            nearest=f"unisono data verify {path} tells which records are as written; "
-            f"unisono data reindex {path} trusts the file as it is",
-        )
+        given=f"{path} {what}",
+        rule="a sidecar is of exactly the file beside it",
+        consequence="one of the two was changed or damaged, and nothing of the file is used",
+        nearest=f"unisono data verify {path} tells which records are as written; "
+        f"unisono data reindex {path} trusts the file as it is",
     )
 
 
@@ -235,10 +231,8 @@ def map_file(path: Path) -> NDArray[np.uint8]:
         return map_array(path, "|u1", count=size)
     except OSError as error:
         raise DataError(
-            Problem(
-                given=f"{path}: {error.strerror}",
-                rule="a RecordIO file is a file that can be read",
-                consequence="nothing was opened",
-                nearest="the path of a .rec file",
-            )
+            given=f"{path}: {error.strerror}",
+            rule="a RecordIO file is a file that can be read",
+            consequence="nothing was opened",
+            nearest="the path of a .rec file",
         ) from error

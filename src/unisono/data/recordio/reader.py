@@ -15,14 +15,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.options import default_cache_dir
-from unisono.data.recordio.columns import SideColumn
-from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, join
+from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, join_parts
 from unisono.data.recordio.index import ENDS_BYTES, map_file, open_index, sidecar_path, text_index_path
-from unisono.data.recordio.remote import RemoteFile, is_url
+from unisono.data.recordio.remote_file import RemoteFile, is_url
+from unisono.data.recordio.side_columns import SideColumn
 from unisono.data.sidecar import view_of
-from unisono.errors import DataError, Problem
+from unisono.errors import DataError
 
-Check = Literal["first", "always", "never"]
+ChecksumPolicy = Literal["first", "always", "never"]
 _LOG: Final = logging.getLogger("unisono.data")
 _HEAD: Final = struct.Struct("<II")
 # states of a record: what a read may take for granted
@@ -31,7 +31,7 @@ _STRETCH: Final = 4096  # records whose places are looked up at once when readin
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batch:
+class RecordBatch:
     """Payloads one after the other: record i is ``data[offsets[i]:offsets[i + 1]]``. ``offsets`` [records + 1] int64."""
 
     data: NDArray[np.uint8]
@@ -58,7 +58,7 @@ class RecordFile:
     fit, and, when a record is read that is not as it was written, naming file, record and offset.
     """
 
-    def __init__(self, path: Path | str, *, check: Check = "first", cache_dir: Path | None = None) -> None:
+    def __init__(self, path: Path | str, *, check: ChecksumPolicy = "first", cache_dir: Path | None = None) -> None:
         self._cache_dir = cache_dir
         self._remote: RemoteFile | None = None
         if isinstance(path, str) and is_url(path):
@@ -78,7 +78,7 @@ class RecordFile:
         self._digests = view_of(self._index.digests)
         self._checks_here = self._remote is None and check != "never"
         self._split = frozenset(self._index.split.tolist())
-        self._check: Check = check
+        self._check: ChecksumPolicy = check
         # Written to by any thread without a lock: the worst that happens is that two check the same record.
         self._state = bytearray(len(self._index.offsets))
         self.fingerprint = f"recordio:{self._index.fingerprint}"
@@ -149,24 +149,22 @@ class RecordFile:
             found[position] = self._admit(int(places[position]))
         return found
 
-    def read_many(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> Batch:
+    def read_many(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> RecordBatch:
         """Many payloads copied into one buffer, in the order asked for."""
         found = self.views(numbers)
         offsets = np.zeros(len(found) + 1, np.int64)
         np.cumsum([len(view) for view in found], out=offsets[1:])
-        return Batch(data=np.frombuffer(b"".join(found), np.uint8), offsets=offsets)
+        return RecordBatch(data=np.frombuffer(b"".join(found), np.uint8), offsets=offsets)
 
     def read_key(self, key: int) -> bytes:
         """The payload of the record with this key. Raises DataError where there is none, or several."""
         places = [key] if self._index.keys is None else np.flatnonzero(self._index.keys == key).tolist()
         if len(places) != 1 or not 0 <= places[0] < len(self):
             raise DataError(
-                Problem(
-                    given=f"{self.path}: key {key}, which {len(places) if self._index.keys is not None else 0} records have",
-                    rule="a key names one record",
-                    consequence="it is not clear what to read",
-                    nearest="read(number) takes the record's place instead of its key",
-                )
+                given=f"{self.path}: key {key}, which {len(places) if self._index.keys is not None else 0} records have",
+                rule="a key names one record",
+                consequence="it is not clear what to read",
+                nearest="read(number) takes the record's place instead of its key",
             )
         return self.read(places[0])
 
@@ -233,7 +231,7 @@ class RecordFile:
         split = number in self._split
         if split:
             try:
-                payload = memoryview(join(self._view, offset))
+                payload = memoryview(join_parts(self._view, offset))
             except ValueError as error:
                 raise self._damaged(number, str(error)) from None
         elif end > len(self._view) or _HEAD.unpack_from(self._view, offset) != (MAGIC, length):
@@ -250,13 +248,11 @@ class RecordFile:
 
     def _damaged(self, number: int, what: str) -> DataError:
         return DataError(
-            Problem(
-                given=f"{self.path}: record {number} at offset {self._offsets[number]}: {what}",
-                rule="a record is read as it was written, every byte",
-                consequence="it is not used",
-                nearest=f"unisono data verify {self.path} lists all damage, "
-                f"unisono data repair {self.path} NEW saves what is whole",
-            )
+            given=f"{self.path}: record {number} at offset {self._offsets[number]}: {what}",
+            rule="a record is read as it was written, every byte",
+            consequence="it is not used",
+            nearest=f"unisono data verify {self.path} lists all damage, "
+            f"unisono data repair {self.path} NEW saves what is whole",
         )
 
 
@@ -270,5 +266,5 @@ def _fetch_index(remote: RemoteFile) -> None:
     remote.ensure([0, max(0, remote.size - ENDS_BYTES)], [min(ENDS_BYTES, remote.size), remote.size])
 
 
-def _open(path: Path | str, check: Check, cache_dir: Path | None) -> RecordFile:
+def _open(path: Path | str, check: ChecksumPolicy, cache_dir: Path | None) -> RecordFile:
     return RecordFile(path, check=check, cache_dir=cache_dir)

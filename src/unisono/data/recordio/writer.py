@@ -13,14 +13,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.recordio.columns import stored
-from unisono.data.recordio.framing import frame
+from unisono.data.recordio.framing import frame_payload
 from unisono.data.recordio.index import WRITTEN, map_file, text_index_path, write_index
-from unisono.data.sidecar import Payload
-from unisono.errors import DataError, Problem
-from unisono.files import sync_folder, write_atomically
+from unisono.data.recordio.side_columns import encode_side_columns
+from unisono.data.sidecar import PayloadInfo
+from unisono.errors import DataError
+from unisono.storage.files import sync_folder, write_atomically
 
-Side = float | NDArray[Any]
+SideValues = float | NDArray[Any]
 
 
 class RecordWriter:
@@ -61,7 +61,7 @@ class RecordWriter:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, Side] | None = None) -> int:
+    def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, SideValues] | None = None) -> int:
         """Append a record and return its number. ``key`` is its number if not given; ``side`` are numbers or 1-d arrays kept
         beside it, of the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
         side = side or {}
@@ -70,7 +70,7 @@ class RecordWriter:
                 f"side values {sorted(side)} for record {len(self)}, after {sorted(self._side)}",
                 "a column would have holes, so the record was not written",
             )
-        pieces = frame(payload)
+        pieces = frame_payload(payload)
         number = len(self._offsets)
         block = b"".join(pieces)
         self._file.write(block)
@@ -91,7 +91,7 @@ class RecordWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         keys = np.array(self._keys, np.int64)
-        side = stored(self._side)
+        side = encode_side_columns(self._side)
         columns: dict[str, NDArray[Any]] = {
             "offset": np.array(self._offsets, np.uint64),
             "length": np.array(self._lengths, np.uint32),
@@ -100,7 +100,7 @@ class RecordWriter:
             **({} if (keys == np.arange(len(keys))).all() else {"key": keys}),
             **side,
         }
-        payload = Payload(bytes=self._bytes, dtype="|u1", xxh3_128=self._hash.hexdigest())
+        payload = PayloadInfo(bytes=self._bytes, dtype="|u1", xxh3_128=self._hash.hexdigest())
         write_index(self.path, payload, columns, map_file(self._temporary), checksums=WRITTEN)
         write_text_index(self.path, keys, columns["offset"])
         self._temporary.replace(self.path)
@@ -115,10 +115,8 @@ def write_text_index(path: Path, keys: NDArray[np.int64], offsets: NDArray[np.ui
 
 def _refused(given: str, consequence: str) -> DataError:
     return DataError(
-        Problem(
-            given=given,
-            rule="a file is written once, under a new name ending in .rec, each record with the same side columns",
-            consequence=consequence,
-            nearest="another name, or overwrite=True to take the place of what is there",
-        )
+        given=given,
+        rule="a file is written once, under a new name ending in .rec, each record with the same side columns",
+        consequence=consequence,
+        nearest="another name, or overwrite=True to take the place of what is there",
     )

@@ -8,18 +8,18 @@ import sys
 
 from unisono.dist import job_from_environ
 from unisono.errors import UnisonoError
-from unisono.kvstore.bench.settings import Settings
-from unisono.kvstore.server.beside import end_with_starter
+from unisono.kvstore.bench.settings import BenchSettings
+from unisono.kvstore.server.child_servers import exit_with_parent
 
 
 def main() -> int:
     """The exit code."""
-    settings = Settings.from_json(json.loads(_line()))
-    end_with_starter()
-    from unisono.kvstore.bench.measure import measure_as
+    settings = BenchSettings.from_json(json.loads(_line()))
+    exit_with_parent()
+    from unisono.kvstore.bench.measure import join_and_measure
 
     try:
-        found = measure_as(job_from_environ(os.environ), settings)
+        found = join_and_measure(job_from_environ(os.environ), settings)
     except UnisonoError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -19,18 +19,18 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from unisono.dist import JobSpec, World, join
-from unisono.errors import CommError, Problem
-from unisono.kvstore.bench.settings import CODED, Settings, keys_of, nbytes_of
-from unisono.kvstore.codecs import Codec, PowerSgd, auto_codec, exchange, find_codec
-from unisono.kvstore.codecs.auto import speed_of
-from unisono.kvstore.periodic import Rounds
-from unisono.kvstore.server.agreed import Agreed
-from unisono.kvstore.server.beside import servers_beside
-from unisono.kvstore.server.payload import raw
-from unisono.kvstore.server.updates import Recipe
-from unisono.kvstore.servers import Servers
-from unisono.kvstore.store import KVStore, create
+from unisono.dist import JobSpec, World, join_world
+from unisono.errors import CommError
+from unisono.kvstore.backends.local_sgd import LocalSGDConfig
+from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.bench.settings import CODED_KINDS, BenchSettings, nbytes_of, shapes_of
+from unisono.kvstore.compression import Codec, PowerSGD, auto_codec, compressed_sum, find_codec
+from unisono.kvstore.compression.auto import measure_codec
+from unisono.kvstore.server.child_servers import child_servers
+from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
+from unisono.kvstore.server.chunk_payload import raw_bytes
+from unisono.kvstore.server.run_spec import RunSpec
+from unisono.kvstore.store import KVStore, create_kvstore
 from unisono.kvstore.wire.tls import load_tls
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
@@ -55,9 +55,9 @@ class _Side:
     )  # after the last: all pushes are applied, and ``out`` holds what came of them
 
 
-def measure_as(job: JobSpec, settings: Settings) -> dict[str, Any] | None:
+def join_and_measure(job: JobSpec, settings: BenchSettings) -> dict[str, Any] | None:
     """Join the job and measure; the findings on rank 0, None on others."""
-    world = join(job, device_type="cpu", timeout_s=_TIMEOUT_S)
+    world = join_world(job, device_type="cpu", timeout_s=_TIMEOUT_S)
     try:
         found = measure(world, settings)
         world.barrier()
@@ -66,7 +66,7 @@ def measure_as(job: JobSpec, settings: Settings) -> dict[str, Any] | None:
     return found if world.rank == 0 else None
 
 
-def measure(world: World, settings: Settings) -> dict[str, Any]:
+def measure(world: World, settings: BenchSettings) -> dict[str, Any]:
     """Rows of every kind, codec and size, speeds of the codecs, and what ``auto`` says. A collective.
 
     A row's ``link_bytes_per_s`` is what a worker must send over the median time; ``sent_bytes``, in a round and for a worker,
@@ -76,13 +76,17 @@ def measure(world: World, settings: Settings) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     coded = {codec: None if codec == "none" else find_codec(codec) for codec in settings.codecs}
     for kind in dict.fromkeys(("all_reduce", *settings.kinds)):
-        for name, codec in coded.items() if kind in CODED else (("none", None),):
+        for name, codec in coded.items() if kind in CODED_KINDS else (("none", None),):
             rows += _rows(kind, name, codec, world, settings)
     codecs = {
-        name: {"ratio": speed.ratio, "encode_bytes_per_s": 1 / speed.encode_s_per_byte, "decode_bytes_per_s": 1 / speed.decode_s_per_byte}
+        name: {
+            "ratio": speed.ratio,
+            "encode_bytes_per_s": 1 / speed.encode_s_per_byte,
+            "decode_bytes_per_s": 1 / speed.decode_s_per_byte,
+        }
         for name, codec in coded.items()
-        if codec is not None and not isinstance(codec, PowerSgd)
-        for speed in [speed_of(codec, _CPU)]
+        if codec is not None and not isinstance(codec, PowerSGD)
+        for speed in [measure_codec(codec, _CPU)]
     }
     return {
         "workers": world.world_size,
@@ -94,7 +98,7 @@ def measure(world: World, settings: Settings) -> dict[str, Any]:
 
 
 def _rows(
-    kind: str, name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings
+    kind: str, name: str, codec: Codec | PowerSGD | None, world: World, settings: BenchSettings
 ) -> Iterator[dict[str, Any]]:
     if kind in ("dist_sync_shm", "all_reduce") and world.world_size == 1:
         return
@@ -106,7 +110,7 @@ def _rows(
         for size, make in sides.items():
             with make() as side:
                 row = _timed(side, world, settings.rounds, f"{kind}, {name}, {size}")
-            shapes = keys_of(size)
+            shapes = shapes_of(size)
             facts = {"kind": kind, "codec": name, "size": size, "keys": len(shapes), "bytes": nbytes_of(shapes)}
             yield facts | row
 
@@ -156,16 +160,14 @@ def _check(side: _Side, world: World, rounds: int, what: str) -> None:
     if side.expected is not None:
         expected = side.expected(rounds)
         wrong = [key for key, value in side.out.items() if not torch.equal(value, expected[key])]
-    digests = world.gather_json({key: xxhash.xxh3_64_hexdigest(raw(value)) for key, value in side.out.items()})
+    digests = world.gather_json({key: xxhash.xxh3_64_hexdigest(raw_bytes(value)) for key, value in side.out.items()})
     unlike = [rank for rank, each in enumerate(digests) if each != digests[0]]
     if wrong or unlike:
         raise CommError(
-            Problem(
-                given=f"{what}: " + (f"wrong values of {wrong[0]!r}" if wrong else f"rank {unlike[0]} has other bits"),
-                rule="lossless sums are exact, and all workers end with the same values",
-                consequence="its times mean nothing, and there is no result",
-                nearest="report this, with the processor and the versions of unisono and torch",
-            )
+            given=f"{what}: " + (f"wrong values of {wrong[0]!r}" if wrong else f"rank {unlike[0]} has other bits"),
+            rule="lossless sums are exact, and all workers end with the same values",
+            consequence="its times mean nothing, and there is no result",
+            nearest="report this, with the processor and the versions of unisono and torch",
         )
 
 
@@ -176,7 +178,7 @@ def _pushed(size: str, rank: int) -> dict[str, Tensor]:
     """What a worker pushes: by element a small integer, plus the rank."""
     return {
         key: (torch.arange(torch.Size(shape).numel()) % _PERIOD + rank).to(torch.float32).view(shape)
-        for key, shape in keys_of(size).items()
+        for key, shape in shapes_of(size).items()
     }
 
 
@@ -228,20 +230,20 @@ def _stored(size: str, world: World, store: KVStore, theory_bytes: float, *, exa
 def _local(size: str, codec: object, world: World) -> Generator[_Side]:
     """Every worker by itself."""
     alone = World(JobSpec(), timeout_s=_TIMEOUT_S)
-    with _stored(size, alone, create("local", alone), 0.0) as side:
+    with _stored(size, alone, create_kvstore("local", alone), 0.0) as side:
         yield side
 
 
 @contextmanager
-def _dist_sync(size: str, codec: Codec | PowerSgd | None, world: World) -> Generator[_Side]:
+def _dist_sync(size: str, codec: Codec | PowerSGD | None, world: World) -> Generator[_Side]:
     if codec is None or world.group is None:
-        store = create("dist_sync", world, shared_memory=False)
-        with _stored(size, world, store, _ring(world, nbytes_of(keys_of(size)))) as side:
+        store = create_kvstore("dist_sync", world, shared_memory=False)
+        with _stored(size, world, store, _ring(world, nbytes_of(shapes_of(size)))) as side:
             yield side
         return
     values = _pushed(size, world.rank)
     out = {key: value.clone() for key, value in values.items()}
-    sums = exchange(codec, out, world.group)
+    sums = compressed_sum(codec, out, world.group)
 
     def go() -> None:
         sums.launch(out).wait()
@@ -255,22 +257,22 @@ def _dist_sync(size: str, codec: Codec | PowerSgd | None, world: World) -> Gener
     go()
     code = sum(each["bytes_out"] for each in sums.stats().values())
     whole = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
-    summable = isinstance(codec, PowerSgd) or codec.summable is not None
+    summable = isinstance(codec, PowerSGD) or codec.summable is not None
     theory_bytes = _ring(world, code + whole) if summable else (world.world_size - 1) * code
     yield _Side(go=go, ready=ready, out=out, expected=None, theory_bytes=theory_bytes)
 
 
 @contextmanager
 def _dist_sync_shm(size: str, codec: object, world: World) -> Generator[_Side]:
-    with _stored(size, world, create("dist_sync", world, shared_memory=True), 0.0) as side:
+    with _stored(size, world, create_kvstore("dist_sync", world, shared_memory=True), 0.0) as side:
         yield side
 
 
 @contextmanager
 def _dist_local(size: str, codec: object, world: World) -> Generator[_Side]:
     """The round in which copies are averaged; the others send nothing."""
-    store = create("dist_local", world, rounds=Rounds(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
-    with _stored(size, world, store, _ring(world, nbytes_of(keys_of(size))), exact=False) as side:
+    store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
+    with _stored(size, world, store, _ring(world, nbytes_of(shapes_of(size))), exact=False) as side:
         yield side
 
 
@@ -285,21 +287,23 @@ _MAKERS: Mapping[str, Any] = {
 
 @contextmanager
 def _served(
-    name: str, codec: Codec | PowerSgd | None, world: World, settings: Settings, *, shared_memory: bool
+    name: str, codec: Codec | PowerSGD | None, world: World, settings: BenchSettings, *, shared_memory: bool
 ) -> Generator[dict[str, Callable[[], Any]]]:
     """All sizes are keys of one run, on servers that serve this codec. Plain SGD with a rate of 1."""
-    assert not isinstance(codec, PowerSgd)  # Settings has seen to it
+    assert not isinstance(codec, PowerSGD)  # Settings has seen to it
     plain: Codec | None = codec
-    tables = {size: {f"{size}/{key}": shape for key, shape in keys_of(size).items()} for size in settings.sizes}
+    tables = {size: {f"{size}/{key}": shape for key, shape in shapes_of(size).items()} for size in settings.sizes}
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
-    agreed = Agreed(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
+    agreed = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     tls = load_tls(Path(settings.tls)) if settings.tls else None
-    with servers_beside(world, settings.servers, tls=settings.tls) as (addresses, secret):
-        mine = Servers(addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls)
+    with child_servers(world, settings.servers, tls=settings.tls) as (addresses, secret):
+        mine = ServerClient(
+            addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls
+        )
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
-            mine.set_optimizer(Recipe(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))
+            mine.set_optimizer(ServerOptimizerSpec(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))
             yield {size: lambda size=size: _dist_async(size, mine, plain, world, shared_memory) for size in tables}
             world.barrier()
         finally:
@@ -307,7 +311,9 @@ def _served(
 
 
 @contextmanager
-def _dist_async(size: str, mine: Servers, codec: Codec | None, world: World, shared_memory: bool) -> Generator[_Side]:
+def _dist_async(
+    size: str, mine: ServerClient, codec: Codec | None, world: World, shared_memory: bool
+) -> Generator[_Side]:
     values = {f"{size}/{key}": value for key, value in _pushed(size, world.rank).items()}
     out = {key: torch.zeros_like(value) for key, value in values.items()}
     sums = {f"{size}/{key}": value for key, value in _sums(size, world.world_size).items()}

@@ -17,14 +17,14 @@ from dataclasses import asdict
 from typing import Any
 
 from unisono.dist import JobSpec
-from unisono.errors import CommError, Problem
-from unisono.kvstore.bench.settings import Settings
-from unisono.kvstore.server.beside import end, environ_of_a_child
+from unisono.errors import CommError
+from unisono.kvstore.bench.settings import BenchSettings
+from unisono.kvstore.server.child_servers import child_environ, kill_process
 
 _MODULE = "unisono.kvstore.bench"
 
 
-def measure_here(settings: Settings, workers: int, *, timeout_s: float = 3600.0) -> dict[str, Any]:
+def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: float = 3600.0) -> dict[str, Any]:
     """Measure with ``workers`` processes on this host; what ``measure`` gives rank 0. Raises CommError where one fails."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -43,14 +43,14 @@ def measure_here(settings: Settings, workers: int, *, timeout_s: float = 3600.0)
             )
             process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, "worker"],
-                env=environ_of_a_child() | spec.environ(),
+                env=child_environ() | spec.environ(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=logs[rank],
                 text=True,
                 pass_fds=[listener.fileno()] if rank == 0 else [],
             )
-            stack.callback(end, process)
+            stack.callback(kill_process, process)
             assert process.stdin is not None
             process.stdin.write(json.dumps(asdict(settings)) + "\n")
             process.stdin.flush()
@@ -71,10 +71,8 @@ def measure_here(settings: Settings, workers: int, *, timeout_s: float = 3600.0)
 
 def _failed(given: str) -> CommError:
     return CommError(
-        Problem(
-            given=given,
-            rule="every worker measures to the end",
-            consequence="there is no result",
-            nearest="see what that worker said",
-        )
+        given=given,
+        rule="every worker measures to the end",
+        consequence="there is no result",
+        nearest="see what that worker said",
     )

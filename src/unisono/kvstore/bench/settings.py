@@ -16,7 +16,7 @@ from unisono.errors import ConfigError, Problem, nearest_name
 
 # in the order of the table; "all_reduce" is torch's, of one flat tensor; "_shm" is with memory that processes of a host share
 KINDS = ("all_reduce", "local", "dist_sync", "dist_sync_shm", "dist_local", "dist_async", "dist_async_shm")
-CODED = ("dist_sync", "dist_async")
+CODED_KINDS = ("dist_sync", "dist_async")
 ITEM_BYTES = 4  # everything is float32
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -26,7 +26,7 @@ _MOST_BYTES = 8 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class BenchSettings:
     """``rounds`` of push and pull are timed of every kind, codec and size; values are float32.
 
     ``sizes`` are single keys such as ``"100MB"``, or ``"resnet50"`` and ``"bert-base"``. ``codecs`` as ``find_codec`` takes
@@ -54,16 +54,16 @@ class Settings:
         ]
         for size in self.sizes:
             try:
-                keys_of(size)
+                shapes_of(size)
             except ConfigError as error:
                 problems += error.problems
         coded = [codec for codec in self.codecs if codec != "none"]
         problems += _unknown(coded)
-        if coded and not set(self.kinds) & set(CODED):
+        if coded and not set(self.kinds) & set(CODED_KINDS):
             problems.append(
                 Problem(
                     given=f"codecs {', '.join(self.codecs)} for {', '.join(self.kinds)}",
-                    rule=f"codecs are for {' and '.join(CODED)}",
+                    rule=f"codecs are for {' and '.join(CODED_KINDS)}",
                     consequence="they would have no effect, so nothing was measured",
                     nearest="--kind dist_async, or no --codec",
                 )
@@ -92,7 +92,7 @@ class Settings:
             raise ConfigError(*problems)
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Settings:
+    def from_json(cls, given: Mapping[str, Any]) -> BenchSettings:
         """From JSON, which knows no tuples."""
         listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
         return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])
@@ -100,7 +100,7 @@ class Settings:
 
 def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:
     if codecs:
-        from unisono.kvstore.codecs import find_codec  # imports torch
+        from unisono.kvstore.compression import find_codec  # imports torch
 
         for codec in codecs:
             try:
@@ -109,21 +109,19 @@ def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:
                 yield from error.problems
 
 
-def keys_of(size: str) -> Shapes:
+def shapes_of(size: str) -> Shapes:
     """Shapes by key. Raises ConfigError for what is neither a size up to 8 GiB nor a known set."""
-    if size in SETS:
-        return SETS[size]()
+    if size in KEY_SETS:
+        return KEY_SETS[size]()
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", size)
     unit = _UNITS.get(found[2].upper()) if found else None
     nbytes = float(found[1]) * unit if found and unit else 0.0
     if not ITEM_BYTES <= nbytes <= _MOST_BYTES:
         raise ConfigError(
-            Problem(
-                given=f"size {size!r}",
-                rule=f"it is 4B to 8GiB, or one of {', '.join(SETS)}",
-                consequence="nothing was measured",
-                nearest=nearest_name(size, [*SETS, "1KB", "10MB", "100MB"]),
-            )
+            given=f"size {size!r}",
+            rule=f"it is 4B to 8GiB, or one of {', '.join(KEY_SETS)}",
+            consequence="nothing was measured",
+            nearest=nearest_name(size, [*KEY_SETS, "1KB", "10MB", "100MB"]),
         )
     return {"value": (int(nbytes) // ITEM_BYTES,)}
 
@@ -163,7 +161,7 @@ def bert_base() -> Shapes:
     return shapes | dict(_linear("pooler", dim, dim))
 
 
-SETS = {"resnet50": resnet50, "bert-base": bert_base}
+KEY_SETS = {"resnet50": resnet50, "bert-base": bert_base}
 
 
 def _convolution(name: str, into: int, of: int, side: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -179,6 +177,6 @@ def _linear(name: str, into: int, of: int) -> Shapes:
     return {f"{name}.weight": (into, of), f"{name}.bias": (into,)}
 
 
-def several(texts: Sequence[str]) -> tuple[str, ...]:
+def split_repeated(texts: Sequence[str]) -> tuple[str, ...]:
     """Options that were repeated, or given with commas between, each once and in order."""
     return tuple(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))

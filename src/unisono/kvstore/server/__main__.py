@@ -11,15 +11,15 @@ from collections.abc import Callable
 
 import torch
 
-from unisono.errors import LaunchError, Problem, UnisonoError
-from unisono.kvstore.server.process import Seat, run, seat_from_environ
-from unisono.kvstore.server.replica import Replica
-from unisono.kvstore.server.service import Service
+from unisono.errors import LaunchError, UnisonoError
+from unisono.kvstore.server.parameter_server import ParameterServer
+from unisono.kvstore.server.process import ServerSettings, run_until_stopped, server_settings
+from unisono.kvstore.server.replication import ReplicaClient
 from unisono.kvstore.wire.auth import require_private
-from unisono.kvstore.wire.frame import LARGE
+from unisono.kvstore.wire.frame import PEER_LIMITS
+from unisono.kvstore.wire.frame_server import Admission, FrameServer, listen
 from unisono.kvstore.wire.secret import read_secret
-from unisono.kvstore.wire.serving import Admission, Server, listen
-from unisono.kvstore.wire.tls import Tls, read_tls
+from unisono.kvstore.wire.tls import TLSContexts, read_tls
 
 _OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
 
@@ -28,10 +28,10 @@ def main(listening: Callable[[], None] = lambda: None) -> int:
     """Serve until told to stop; the exit code. ``listening`` is called once the socket answers."""
     try:
         allow_files(Admission().max_connections + _OTHER_FILES)
-        seat, secret, tls = seat_from_environ(os.environ), read_secret(os.environ), read_tls(os.environ)
+        seat, secret, tls = server_settings(os.environ), read_secret(os.environ), read_tls(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
-        replica = Replica(seat, secret, tls) if seat.num_copies > 1 else None
-        service = Service(
+        replica = ReplicaClient(seat, secret, tls) if seat.num_copies > 1 else None
+        service = ParameterServer(
             seat.server_index,
             forward=replica.forward if replica is not None else None,
             held=replica is not None,
@@ -41,7 +41,7 @@ def main(listening: Callable[[], None] = lambda: None) -> int:
             say=say,
         )
         warm_up()
-        run(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls, listening))
+        run_until_stopped(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls, listening))
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -62,25 +62,23 @@ def allow_files(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise LaunchError(
-            Problem(
-                given=f"a process may have {hard} open files here",
-                rule=f"a server has room for {count}: its connections, and files of its own",
-                consequence="the server was not started",
-                nearest=f"ulimit -n {count}, or LimitNOFILE of the service",
-            )
+            given=f"a process may have {hard} open files here",
+            rule=f"a server has room for {count}: its connections, and files of its own",
+            consequence="the server was not started",
+            nearest=f"ulimit -n {count}, or LimitNOFILE of the service",
         )
     if soft != resource.RLIM_INFINITY and soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def serve(
-    seat: Seat,
-    service: Service,
+    seat: ServerSettings,
+    service: ParameterServer,
     secret: bytes,
-    replica: Replica | None,
-    tls: Tls | None,
+    replica: ReplicaClient | None,
+    tls: TLSContexts | None,
     listening: Callable[[], None],
-) -> Server:
+) -> FrameServer:
     """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody.
 
     Workers are let in when what a replica keeps was taken over. Servers are let in before, as they may all be starting.
@@ -91,18 +89,20 @@ def serve(
         require_private(str(listener.getsockname()[0]), tls=tls is not None)
     else:
         listener = listen(*seat.addresses[seat.server_index], tls=tls is not None)
-    serving = Server(
+    serving = FrameServer(
         [listener],
         service,
         secret,
-        LARGE,
+        PEER_LIMITS,
         epoch=seat.server_restart_count,
         on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.server_restart_count}"),
         tls=tls,
     )
     host, port = serving.addresses[0]
     how = " under TLS" if tls is not None else ""
-    say(f"server {seat.server_index} of {len(seat.addresses)}, epoch {seat.server_restart_count}, listens at {host}:{port}{how}")
+    say(
+        f"server {seat.server_index} of {len(seat.addresses)}, epoch {seat.server_restart_count}, listens at {host}:{port}{how}"
+    )
     listening()
     if replica is not None:
         replica.restore(service)

@@ -150,12 +150,10 @@ class Clocks:
     def _running(self) -> None:
         if self._closed:
             raise CommError(
-                Problem(
-                    given="the server is stopping",
-                    rule="a worker waits while its servers run",
-                    consequence="the wait has ended without an answer",
-                    nearest="connect again: the launcher starts the server from its last snapshot",
-                )
+                given="the server is stopping",
+                rule="a worker waits while its servers run",
+                consequence="the wait has ended without an answer",
+                nearest="connect again: the launcher starts the server from its last snapshot",
             )
 
     def _alive(self, worker: int, incarnation: int) -> _Member:
@@ -163,12 +161,10 @@ class Clocks:
         member = self._members.get(worker)
         if member is None:
             raise CommError(
-                Problem(
-                    given=f"worker {worker}, whose lease has ended",
-                    rule=f"a worker gives a sign of life every {LEASE_S:g} s; a lost connection comes back in {GRACE_S:g} s",
-                    consequence="the others no longer wait for it, and its units of work were dealt to them",
-                    nearest="say hello again: it joins at the clock of the slowest",
-                )
+                given=f"worker {worker}, whose lease has ended",
+                rule=f"a worker gives a sign of life every {LEASE_S:g} s; a lost connection comes back in {GRACE_S:g} s",
+                consequence="the others no longer wait for it, and its units of work were dealt to them",
+                nearest="say hello again: it joins at the clock of the slowest",
             )
         if member.incarnation != incarnation:
             raise CommError(_fenced(worker, incarnation, member.incarnation))

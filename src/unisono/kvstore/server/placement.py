@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.errors import ConfigError, Problem, nearest_name
+from unisono.errors import ConfigError, nearest_name
 
 CHUNK_BYTES = 4 << 20
 BLOCK_ELEMENTS = 1024  # what codecs quantise together
@@ -25,7 +25,7 @@ BLOCK_ELEMENTS = 1024  # what codecs quantise together
 _MOST_CHUNK_BYTES = (1 << 32) - 1
 _MOST_ENTRIES = 4096
 
-Table = Mapping[str, tuple[Sequence[int], torch.dtype]]
+ShapeTable = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class ChunkPlacement:
     """Where every element of every key lies. ``chunks[n]`` has number n; ``hash`` is equal where the placement is."""
 
     num_servers: int
@@ -86,28 +86,26 @@ class Placement:
     def _known(self, key: str) -> None:
         if key not in self.shapes:
             raise ConfigError(
-                Problem(
-                    given=f"key {key!r}",
-                    rule="keys are those of the table that the store started with",
-                    consequence="nothing was sent",
-                    nearest=nearest_name(key, self.shapes),
-                )
+                given=f"key {key!r}",
+                rule="keys are those of the table that the store started with",
+                consequence="nothing was sent",
+                nearest=nearest_name(key, self.shapes),
             )
 
 
-def place(table: Table, servers: int, chunk_bytes: int = CHUNK_BYTES, whole: Collection[str] = ()) -> Placement:
+def place_chunks(
+    table: ShapeTable, servers: int, chunk_bytes: int = CHUNK_BYTES, whole: Collection[str] = ()
+) -> ChunkPlacement:
     """Spread ``table`` (key to shape and dtype) over ``servers``. Keys in ``whole`` stay one chunk: LAMB and LARS need norms.
 
     Raises ConfigError for a chunk of 4 GiB or more, and where there is no server.
     """
     if servers < 1 or chunk_bytes < 8 * BLOCK_ELEMENTS:
         raise ConfigError(
-            Problem(
-                given=f"{servers} servers, chunks of {chunk_bytes} bytes",
-                rule=f"there is at least one server, and a chunk holds at least a block of {BLOCK_ELEMENTS} elements",
-                consequence="there is no place for the parameters",
-                nearest=f"servers = 1, chunks of {CHUNK_BYTES} bytes",
-            )
+            given=f"{servers} servers, chunks of {chunk_bytes} bytes",
+            rule=f"there is at least one server, and a chunk holds at least a block of {BLOCK_ELEMENTS} elements",
+            consequence="there is no place for the parameters",
+            nearest=f"servers = 1, chunks of {CHUNK_BYTES} bytes",
         )
     pieces = [
         (key, start, elements, dtype, row)
@@ -124,8 +122,8 @@ def place(table: Table, servers: int, chunk_bytes: int = CHUNK_BYTES, whole: Col
         Chunk(number=n, key=key, start=start, num_elements=elements, dtype=dtype, row_elements=row, server=home[n])
         for n, (key, start, elements, dtype, row) in enumerate(pieces)
     )
-    facts = [servers, [[c.key, c.start, c.num_elements, str(c.dtype), c.server] for c in chunks], described(table)]
-    return Placement(
+    facts = [servers, [[c.key, c.start, c.num_elements, str(c.dtype), c.server] for c in chunks], describe_table(table)]
+    return ChunkPlacement(
         num_servers=servers,
         chunk_bytes=chunk_bytes,
         chunks=chunks,
@@ -134,7 +132,7 @@ def place(table: Table, servers: int, chunk_bytes: int = CHUNK_BYTES, whole: Col
     )
 
 
-def described(table: Table) -> dict[str, str]:
+def describe_table(table: ShapeTable) -> dict[str, str]:
     """The table as text, to compare and to print: ``{"w": "[4, 8] torch.float32"}``."""
     return {key: f"{list(shape)} {dtype}" for key, (shape, dtype) in sorted(table.items())}
 
@@ -151,12 +149,10 @@ def _cuts(
     size = total if whole or total <= most else most // unit * unit
     if size * dtype.itemsize > _MOST_CHUNK_BYTES:
         raise ConfigError(
-            Problem(
-                given=f"key {key!r} has {total * dtype.itemsize} bytes and stays whole",
-                rule="a chunk has less than 4 GiB",
-                consequence="it would not fit a frame",
-                nearest="an optimizer without layer-wise norms (adamw, sgd), so that keys can be cut",
-            )
+            given=f"key {key!r} has {total * dtype.itemsize} bytes and stays whole",
+            rule="a chunk has less than 4 GiB",
+            consequence="it would not fit a frame",
+            nearest="an optimizer without layer-wise norms (adamw, sgd), so that keys can be cut",
         )
     in_rows = row if by_rows or size == total else 0
     return [(start, min(size, total - start), in_rows) for start in range(0, total, size)] if total else []

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Protocol
 
 from unisono.dist import StopNotice
-from unisono.errors import LaunchError, Problem
-from unisono.kvstore.server.service import Service
+from unisono.errors import LaunchError
+from unisono.kvstore.server.parameter_server import ParameterServer
 
 _LOOK_S = 1.0
 _DRAIN_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seat:
+class ServerSettings:
     """The place of one server among ``addresses``; ``snapshots`` is this server's own folder."""
 
     server_index: int
@@ -50,7 +50,7 @@ class Seat:
         return self.addresses[(self.server_index + 1) % len(self.addresses)]
 
 
-class Serving(Protocol):
+class RunningServer(Protocol):
     """What brings requests to a service."""
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class Serving(Protocol):
         ...
 
 
-def seat_from_environ(environ: Mapping[str, str]) -> Seat:
+def server_settings(environ: Mapping[str, str]) -> ServerSettings:
     """The seat that ``environ`` describes. Raises LaunchError naming the variable that is missing or wrong."""
     server = _whole(environ, "UNISONO_SERVER")
     addresses = server_addresses(environ)
@@ -70,7 +70,7 @@ def seat_from_environ(environ: Mapping[str, str]) -> Seat:
         rule = "it is 1, or 2 where there are two servers or more"
         raise _wrong("UNISONO_REPLICAS", f"{replicas} with {len(addresses)} servers", rule)
     folder = environ.get("UNISONO_SNAPSHOTS")
-    return Seat(
+    return ServerSettings(
         server_index=server,
         addresses=addresses,
         server_restart_count=_whole(environ, "UNISONO_EPOCH"),
@@ -90,7 +90,9 @@ def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     return tuple(_address(each) for each in text.split(","))
 
 
-def run(seat: Seat, service: Service, serve: Callable[[Seat, Service], Serving]) -> None:
+def run_until_stopped(
+    seat: ServerSettings, service: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
+) -> None:
     """Serve until a stop signal; then save, so that nothing acknowledged is lost. Call it on the main thread."""
     with StopNotice() as notice:
         serving = serve(seat, service)
@@ -133,10 +135,8 @@ def _address(text: str) -> tuple[str, int]:
 
 def _wrong(name: str, value: str, rule: str) -> LaunchError:
     return LaunchError(
-        Problem(
-            given=f"{name} is {value}",
-            rule=rule,
-            consequence="the server was not started",
-            nearest="start servers with unisono launch, which sets their environment",
-        )
+        given=f"{name} is {value}",
+        rule=rule,
+        consequence="the server was not started",
+        nearest="start servers with unisono launch, which sets their environment",
     )

@@ -25,8 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unisono.errors import CommError, Problem
-from unisono.files import sync_folder, write_atomically
+from unisono.errors import CommError
+from unisono.storage.files import sync_folder, write_atomically
 
 KEEP = 2
 _FACTS, _TENSORS = "state.json", "state.safetensors"
@@ -36,7 +36,7 @@ _READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
+class ServerSnapshot:
     """What was read. ``set_aside``: newer ones that did not hold, and why."""
 
     number: int
@@ -45,15 +45,15 @@ class Snapshot:
     set_aside: list[str]
 
 
-def write(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], *, after: int) -> int:
+def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], *, after: int) -> int:
     """Commit a snapshot and delete all but the newest two; returns its number. Only its user can read it.
 
     ``after``: the newest that this server knows, 0 for none. Raises CommError where there is a newer one: another server has
     taken this one's place, and what this one knows is out of date. OSError where the disk does not take it.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if (newer := latest(folder)) > after:
-        raise overtaken(folder, newer, after)
+    if (newer := latest_snapshot_number(folder)) > after:
+        raise newer_snapshot_error(folder, newer, after)
     for entry in folder.iterdir():
         if _LEFTOVER.fullmatch(entry.name):
             entry.unlink() if entry.is_symlink() else shutil.rmtree(entry)
@@ -76,7 +76,7 @@ def write(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor],
     return number
 
 
-def newest(folder: Path) -> Snapshot | None:
+def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
     """The newest snapshot that holds; None where there never was one.
 
     Raises CommError where there were some and none holds: starting from nothing would throw the run's work away.
@@ -91,33 +91,29 @@ def newest(folder: Path) -> Snapshot | None:
             _quarantine(path, reason)
             set_aside.append(reason)
         else:
-            return Snapshot(number=number, facts=facts, tensors=tensors, set_aside=set_aside)
+            return ServerSnapshot(number=number, facts=facts, tensors=tensors, set_aside=set_aside)
     if not set_aside:
         return None
     raise CommError(
-        Problem(
-            given=f"none of the {len(set_aside)} snapshots in {folder} holds: {'; '.join(set_aside)}",
-            rule="a server that starts again takes its newest snapshot whose files are as they were written",
-            consequence="it has not started, and nothing was begun over the old run",
-            nearest=f"look into {folder / 'quarantine'}; to go on from a checkpoint, choose an empty folder",
-        )
+        given=f"none of the {len(set_aside)} snapshots in {folder} holds: {'; '.join(set_aside)}",
+        rule="a server that starts again takes its newest snapshot whose files are as they were written",
+        consequence="it has not started, and nothing was begun over the old run",
+        nearest=f"look into {folder / 'quarantine'}; to go on from a checkpoint, choose an empty folder",
     )
 
 
-def latest(folder: Path) -> int:
+def latest_snapshot_number(folder: Path) -> int:
     """The number of the newest committed snapshot; 0 for none."""
     return max(_numbers(folder), default=0)
 
 
-def overtaken(folder: Path, newer: int, known: int) -> CommError:
+def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
     """Another server writes here."""
     return CommError(
-        Problem(
-            given=f"snapshot {newer} in {folder}, which this server has not written (its last one is {known})",
-            rule="one server at a time writes there: another one has taken this one's place",
-            consequence="this server saves nothing more",
-            nearest="end this old server process",
-        )
+        given=f"snapshot {newer} in {folder}, which this server has not written (its last one is {known})",
+        rule="one server at a time writes there: another one has taken this one's place",
+        consequence="this server saves nothing more",
+        nearest="end this old server process",
     )
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import CommError, ConfigError, Problem
-from unisono.kvstore.wire.channel import Channel, Lost
+from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Limits, Op
 from unisono.kvstore.wire.message import error_frame, json_frame, read_error, read_json
 
@@ -49,14 +49,14 @@ class AuthError(CommError):
     exit_code = 2
 
 
-def strangers(limits: Limits) -> Limits:
+def preauth_limits(limits: Limits) -> Limits:
     """What is accepted of somebody who has proved nothing."""
     return Limits(
         max_payload_bytes=_STRANGER_BYTES, max_entries=0, message_s=limits.handshake_s, handshake_s=limits.handshake_s
     )
 
 
-def welcome(channel: Channel, secret: bytes, epoch: int, address: str, limits: Limits) -> tuple[Peer, int]:
+def server_handshake(channel: Channel, secret: bytes, epoch: int, address: str, limits: Limits) -> tuple[Peer, int]:
     """The server's part: who this is, and the highest server epoch it has seen. Raises AuthError or Lost."""
     mine = secrets.token_hex(32)
     channel.send(json_frame(Op.HELLO, {"nonce": mine, "epoch": epoch}))
@@ -68,12 +68,10 @@ def welcome(channel: Channel, secret: bytes, epoch: int, address: str, limits: L
     bound = [mine, theirs, role, *numbers, epoch]
     if not good or not hmac.compare_digest(str(proof), _proof(secret, "client", bound)):
         refusal = AuthError(
-            Problem(
-                given=f"the proof that came from {address} is wrong",
-                rule="a peer shows with every connection that it holds the job's secret",
-                consequence="the connection is closed",
-                nearest="start both sides with the same UNISONO_SECRET_FILE, or with unisono launch",
-            )
+            given=f"the proof that came from {address} is wrong",
+            rule="a peer shows with every connection that it holds the job's secret",
+            consequence="the connection is closed",
+            nearest="start both sides with the same UNISONO_SECRET_FILE, or with unisono launch",
         )
         channel.send(error_frame(refusal))
         raise refusal
@@ -82,7 +80,7 @@ def welcome(channel: Channel, secret: bytes, epoch: int, address: str, limits: L
     return Peer(str(role), worker, incarnation, job, address), seen
 
 
-def introduce(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limits) -> int:
+def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limits) -> int:
     """The client's part: prove, check the server's proof, return its epoch. ``seen`` is the highest known so far.
 
     Raises AuthError when a proof is wrong, on either side, Lost when the connection ends or the server is an old one.
@@ -99,15 +97,13 @@ def introduce(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limi
     proof = _hello(channel, limits).get("proof")
     if not _is_nonce(proof) or not hmac.compare_digest(str(proof), _proof(secret, "server", bound)):
         raise AuthError(
-            Problem(
-                given=f"the server at {me.address} gave a wrong proof",
-                rule="a server shows with every connection that it holds the job's secret",
-                consequence="nothing was sent to it",
-                nearest="see what else listens at that address; start both sides with the same secret",
-            )
+            given=f"the server at {me.address} gave a wrong proof",
+            rule="a server shows with every connection that it holds the job's secret",
+            consequence="nothing was sent to it",
+            nearest="see what else listens at that address; start both sides with the same secret",
         )
     if epoch < seen:
-        raise Lost(
+        raise ConnectionLost(
             Problem(
                 given=f"the server at {me.address} is of epoch {epoch}, and epoch {seen} has been seen",
                 rule="a server that was replaced takes no more requests",
@@ -124,19 +120,17 @@ def require_private(host: str, *, tls: bool) -> None:
     if tls or (address.is_private and not address.is_unspecified):
         return
     raise ConfigError(
-        Problem(
-            given=f"the address {host} is not a private one, and no TLS is set up",
-            rule="gradients and values travel in the clear only over loopback and private networks",
-            consequence="no connection was made and no port opened",
-            nearest="launch.tls=FOLDER (or unisono launch --tls FOLDER) with certificates, or a private address",
-        )
+        given=f"the address {host} is not a private one, and no TLS is set up",
+        rule="gradients and values travel in the clear only over loopback and private networks",
+        consequence="no connection was made and no port opened",
+        nearest="launch.tls=FOLDER (or unisono launch --tls FOLDER) with certificates, or a private address",
     )
 
 
 def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:
     try:
         frame = channel.receive(wait_s=limits.handshake_s)
-    except Lost as error:
+    except ConnectionLost as error:
         if channel.received_bytes or error.__cause__ is not None:
             raise
         frame = None
@@ -158,8 +152,8 @@ def _is_nonce(text: object) -> bool:
     return isinstance(text, str) and _NONCE.fullmatch(text) is not None
 
 
-def _silent() -> Lost:
-    return Lost(
+def _silent() -> ConnectionLost:
+    return ConnectionLost(
         Problem(
             given="the other side gave no sign of itself: it has no time, has ended, or waits for TLS",
             rule="a server says hello first, unless it is under TLS",
@@ -169,8 +163,8 @@ def _silent() -> Lost:
     )
 
 
-def _nonsense(who: str) -> Lost:
-    return Lost(
+def _nonsense(who: str) -> ConnectionLost:
+    return ConnectionLost(
         Problem(
             given=f"{who} did not say hello as it should, or not in time",
             rule="a connection begins with the exchange of proofs",

@@ -19,18 +19,29 @@ import numpy as np
 import xxhash
 
 from unisono.errors import CommError, Problem
-from unisono.kvstore.wire.frame import HEADER_BYTES, Announced, Frame, Limits, Op, Slot, buffers, damaged, pack, unpack
-from unisono.kvstore.wire.memory import Memory, put, take
+from unisono.kvstore.wire.frame import (
+    HEADER_BYTES,
+    Frame,
+    FrameHeader,
+    Limits,
+    Op,
+    Slot,
+    digest_mismatch,
+    pack,
+    payload_views,
+    unpack,
+)
+from unisono.kvstore.wire.shared_slots import SharedSlots, copy_from_slot, copy_into_slot
 
 # a piece is digested while it is still in the cache
 _PIECE_BYTES = 1 << 20
 _BUFFERS_PER_CALL = 512
 
 # Where a payload goes: buffers, first to last, that hold exactly the announced bytes; None for fresh memory.
-Place = Callable[[Announced], Sequence[memoryview] | None]
+ReceiveBuffers = Callable[[FrameHeader], Sequence[memoryview] | None]
 
 
-class Lost(CommError):
+class ConnectionLost(CommError):
     """The connection is of no further use: closed, cut off, or out of step."""
 
 
@@ -53,7 +64,7 @@ class Channel:
         self._sock, self.limits = sock, limits
         # nothing is waited for beyond this time
         self.deadline = until
-        self.shared_slots = Memory()
+        self.shared_slots = SharedSlots()
         self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
@@ -64,14 +75,14 @@ class Channel:
     def send(self, frame: Frame) -> None:
         """Send all of it, through its slot where that is large enough. Raises Lost when the peer is gone or does not take it
         in time."""
-        parts = buffers(frame)
+        parts = payload_views(frame)
         if frame.slot is not None and sum(part.nbytes for part in parts) > frame.slot.view.nbytes:
             frame = replace(frame, slot=None)
         pending = [memoryview(pack(frame, parts))]
         if frame.slot is None:
             pending += parts
         else:
-            put(frame.slot, parts)
+            copy_into_slot(frame.slot, parts)
             self.shared_sent_bytes += sum(part.nbytes for part in parts)
         left = sum(part.nbytes for part in pending)
         with self._sending:
@@ -95,7 +106,7 @@ class Channel:
             finally:
                 self._sending.release()
 
-    def receive(self, place: Place | None = None, *, wait_s: float | None = None) -> Frame | None:
+    def receive(self, place: ReceiveBuffers | None = None, *, wait_s: float | None = None) -> Frame | None:
         """The next frame; None when none has begun after ``wait_s`` seconds.
 
         ``place`` is asked where the payload goes, after its header was found good; the frame's payload is then the first
@@ -110,7 +121,7 @@ class Channel:
             announced = unpack(head, self.limits)
             slot = self._slot(announced)
         except CommError as error:
-            raise Lost(*error.problems) from None
+            raise ConnectionLost(*error.problems) from None
         if slot is not None:
             self.shared_received_bytes += announced.nbytes
         found = xxhash.xxh3_64(seed=announced.seed)
@@ -121,17 +132,17 @@ class Channel:
             given = [np.empty(announced.nbytes, np.uint8).data] if announced.nbytes else []
         deadline = time.monotonic() + self.limits.time_for(announced.nbytes)
         if slot is not None and place is not None:
-            take(slot.view, given)
+            copy_from_slot(slot.view, given)
         for buffer in given if slot is None else ():
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
                 self._fill(piece, deadline)
                 found.update(piece)
         if found.intdigest() != announced.digest:
-            raise Lost(*damaged(announced, found.intdigest()).problems)
+            raise ConnectionLost(*digest_mismatch(announced, found.intdigest()).problems)
         return replace(announced.frame, payload=given[0] if given else b"", slot=slot if place is None else None)
 
-    def _slot(self, announced: Announced) -> Slot | None:
+    def _slot(self, announced: FrameHeader) -> Slot | None:
         if not announced.slot_number:
             return None
         return self.shared_slots.slot(announced.slot_number, announced.nbytes)
@@ -197,13 +208,13 @@ class Channel:
 
     def close(self) -> None:
         """Give the descriptor and the memory back."""
-        self.shared_slots = Memory()
+        self.shared_slots = SharedSlots()
         self.shutdown()
         self._sock.close()
 
 
-def _lost(given: str, how: str) -> Lost:
-    return Lost(
+def _lost(given: str, how: str) -> ConnectionLost:
+    return ConnectionLost(
         Problem(
             given=given,
             rule=f"a message arrives {how}, or not at all",

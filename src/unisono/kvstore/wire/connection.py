@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.errors import CommError, Problem, UnisonoError
-from unisono.kvstore.wire.auth import AuthError, Peer, introduce, require_private, strangers
-from unisono.kvstore.wire.channel import Channel, Lost
-from unisono.kvstore.wire.frame import Announced, Frame, Limits, Op, Slot, buffers
-from unisono.kvstore.wire.memory import make, mapped, whereabouts
+from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits, require_private
+from unisono.kvstore.wire.channel import Channel, ConnectionLost
+from unisono.kvstore.wire.frame import Frame, FrameHeader, Limits, Op, Slot, payload_views
 from unisono.kvstore.wire.message import json_frame, read_error, read_json
-from unisono.kvstore.wire.tls import Tls, refusal
+from unisono.kvstore.wire.shared_slots import create_shared_slots, map_slots, sharing_scope
+from unisono.kvstore.wire.tls import TLSContexts, permanent_tls_error
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _LOOK_S = 0.5
@@ -90,7 +90,7 @@ class Connection:
         silence_s: float = 6.0,
         slot_bytes: int = 0,
         on_reconnect: Callable[[dict[str, Any]], None] = lambda hello: None,
-        tls: Tls | None = None,
+        tls: TLSContexts | None = None,
     ) -> None:
         self._address, self._secret, self._facts, self._limits = address, secret, dict(facts), limits
         self._me = replace(me, address=f"{address[0]}:{address[1]}")
@@ -126,15 +126,13 @@ class Connection:
         future run in the receiving thread and must not close the connection. Raises CommError when the
         payload is too large, or the connection was closed or given up.
         """
-        size = sum(part.nbytes for part in buffers(frame))
+        size = sum(part.nbytes for part in payload_views(frame))
         if size > self._limits.max_payload_bytes:
             raise CommError(
-                Problem(
-                    given=f"{frame.op.name} with {size} bytes",
-                    rule=f"a frame carries at most {self._limits.max_payload_bytes}",
-                    consequence="it was not sent",
-                    nearest="send chunks",
-                )
+                given=f"{frame.op.name} with {size} bytes",
+                rule=f"a frame carries at most {self._limits.max_payload_bytes}",
+                consequence="it was not sent",
+                nearest="send chunks",
             )
         parts = [into] if isinstance(into, memoryview) else list(into or ())
         request = _Request(frame, [part.cast("B") for part in parts], Future())
@@ -185,7 +183,7 @@ class Connection:
         while True:
             try:
                 return self._attempt()
-            except (Lost, AuthError, OSError) as error:
+            except (ConnectionLost, AuthError, OSError) as error:
                 if first and isinstance(error, AuthError):
                     raise
                 self._last = error
@@ -206,8 +204,8 @@ class Connection:
             require_private(host, tls=self._tls is not None)
             if self._tls:
                 sock = self._tls.client.wrap_socket(sock, server_hostname=self._address[0])
-            channel = Channel(sock, strangers(self._limits), until=time.monotonic() + self._limits.handshake_s)
-            epoch = introduce(channel, self._secret, self._me, self._epoch, self._limits)
+            channel = Channel(sock, preauth_limits(self._limits), until=time.monotonic() + self._limits.handshake_s)
+            epoch = client_handshake(channel, self._secret, self._me, self._epoch, self._limits)
             channel.limits, channel.deadline = self._limits, None
             channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, epoch))
             content = read_json(self._reply(channel))
@@ -217,7 +215,9 @@ class Connection:
         except BaseException as error:
             sock.close()
             # the server's alert about this side's certificate comes in place of its hello
-            if refused := refusal(error if isinstance(error, ssl.SSLError) else error.__cause__, self._me.address):
+            if refused := permanent_tls_error(
+                error if isinstance(error, ssl.SSLError) else error.__cause__, self._me.address
+            ):
                 raise refused from error
             raise
         return channel
@@ -236,17 +236,17 @@ class Connection:
         """Offer memory; why there is none, or nothing."""
         if not self._slot_bytes:
             return "none was asked for"
-        if not host or host != whereabouts():
+        if not host or host != sharing_scope():
             return "worker and server do not run on one Linux host, in one process table, as one user"
         try:
-            fd, offer = make(self._credits, self._slot_bytes)
+            fd, offer = create_shared_slots(self._credits, self._slot_bytes)
         except OSError as error:
             return f"this host gave no memory ({error.strerror})"
         try:
             channel.send(self._stamped(json_frame(Op.MEMORY, offer), 0, self._epoch))
             self._reply(channel)
-            channel.shared_slots = mapped(fd, self._credits, self._slot_bytes)
-        except (Lost, AuthError):
+            channel.shared_slots = map_slots(fd, self._credits, self._slot_bytes)
+        except (ConnectionLost, AuthError):
             raise
         except CommError as refusal:
             return refusal.problems[0].given
@@ -256,7 +256,9 @@ class Connection:
 
     def _stamped(self, frame: Frame, ticket: int, epoch: int) -> Frame:
         me = self._me
-        return replace(frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.index, incarnation=me.worker_restart_count)
+        return replace(
+            frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.index, incarnation=me.worker_restart_count
+        )
 
     # --- the sending thread
 
@@ -294,7 +296,7 @@ class Connection:
                 request.slot = self._free.pop() if self._free else None
             try:
                 channel.send(replace(self._stamped(request.frame, ticket, self._epoch), slot=request.slot))
-            except Lost as error:
+            except ConnectionLost as error:
                 self._note(channel, error)
 
     def _may_send(self) -> bool:
@@ -332,10 +334,10 @@ class Connection:
                     self._settle(reply)
                 elif self._flying and time.monotonic() - channel.last_activity_s > self._silence_s:
                     raise TimeoutError(f"no sign of life for {self._silence_s:g} s")
-        except (Lost, TimeoutError) as error:
+        except (ConnectionLost, TimeoutError) as error:
             self._note(channel, error)
 
-    def _place(self, announced: Announced) -> Sequence[memoryview] | None:
+    def _place(self, announced: FrameHeader) -> Sequence[memoryview] | None:
         request = self._flying.get(announced.frame.ticket)
         slot = request.slot.number if request is not None and request.slot is not None else 0
         if announced.slot_number not in (0, slot):
@@ -387,48 +389,40 @@ class Connection:
 
     def _gave_up(self, waited_s: float) -> CommError:
         return CommError(
-            Problem(
-                given=f"the server at {self._me.address} has not answered for {waited_s:.1f} s ({_brief(self._last)})",
-                rule=f"a server that is lost is back within {self._deadline_s:g} s",
-                consequence="what was sent to it and not answered may have been applied or not",
-                nearest="see why that server ended, or why it cannot be reached from here",
-            )
+            given=f"the server at {self._me.address} has not answered for {waited_s:.1f} s ({_brief(self._last)})",
+            rule=f"a server that is lost is back within {self._deadline_s:g} s",
+            consequence="what was sent to it and not answered may have been applied or not",
+            nearest="see why that server ended, or why it cannot be reached from here",
         )
 
     def _ended(self) -> CommError:
         return CommError(
-            Problem(
-                given=f"the connection to the server at {self._me.address} was closed by this process",
-                rule="requests are made while it is open, and their answers waited for before it is closed",
-                consequence="what was not answered may have been applied or not",
-                nearest="wait for the futures, then close",
-            )
+            given=f"the connection to the server at {self._me.address} was closed by this process",
+            rule="requests are made while it is open, and their answers waited for before it is closed",
+            consequence="what was not answered may have been applied or not",
+            nearest="wait for the futures, then close",
         )
 
     def _broken(self, error: BaseException) -> CommError:
         return CommError(
-            Problem(
-                given=f"sending to {self._me.address} failed with {type(error).__name__}: {error}",
-                rule="on_reconnect does not raise, and payloads stay readable until they are answered",
-                consequence="the connection has ended",
-                nearest="see the traceback of the thread unisono-wire-send",
-            )
+            given=f"sending to {self._me.address} failed with {type(error).__name__}: {error}",
+            rule="on_reconnect does not raise, and payloads stay readable until they are answered",
+            consequence="the connection has ended",
+            nearest="see the traceback of the thread unisono-wire-send",
         )
 
     def _misfit(self, request: _Request) -> CommError:
         wanted = sum(part.nbytes for part in request.into)
         return CommError(
-            Problem(
-                given=f"{request.frame.op.name} was answered with {request.misfit} bytes for {wanted} bytes of memory",
-                rule="data fill the memory they were asked for, with nothing but their table before them",
-                consequence="the memory was not written to",
-                nearest="ask for exactly the chunks the memory is for",
-            )
+            given=f"{request.frame.op.name} was answered with {request.misfit} bytes for {wanted} bytes of memory",
+            rule="data fill the memory they were asked for, with nothing but their table before them",
+            consequence="the memory was not written to",
+            nearest="ask for exactly the chunks the memory is for",
         )
 
 
-def _elsewhere(found: int, own: int) -> Lost:
-    return Lost(
+def _elsewhere(found: int, own: int) -> ConnectionLost:
+    return ConnectionLost(
         Problem(
             given=f"an answer in slot {found} to a request in slot {own}",
             rule="an answer lies in the slot of its request, or follows its header",

@@ -19,7 +19,7 @@ from enum import IntEnum
 
 import xxhash
 
-from unisono.errors import CommError, Problem
+from unisono.errors import CommError
 
 HEADER_BYTES = 64
 MAGIC = 0x4F53_4E55
@@ -129,11 +129,11 @@ class Limits:
 
 
 # between peers that have proved themselves: a key that stays whole is one chunk
-LARGE = Limits(max_payload_bytes=1 << 30)
+PEER_LIMITS = Limits(max_payload_bytes=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
+class FrameHeader:
     """A header that was read: the frame without its payload, how long that is, and what its digest must be.
 
     ``slot``: where it lies, 0 where it follows.
@@ -146,7 +146,7 @@ class Announced:
     seed: int
 
 
-def buffers(frame: Frame) -> list[memoryview]:
+def payload_views(frame: Frame) -> list[memoryview]:
     """The payload as flat views of bytes, empty ones left out."""
     parts = [frame.payload] if isinstance(frame.payload, (bytes, memoryview)) else frame.payload
     views = [memoryview(part) for part in parts]
@@ -184,7 +184,7 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
     return header + _DIGEST.pack(digest.intdigest())
 
 
-def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> Announced:
+def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeader:
     """Read 64 bytes. Raises CommError naming the first field that is out of bounds."""
     (
         magic,
@@ -217,15 +217,17 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> Announced:
     if dtype >= len(DTYPES):
         raise _refused("dtype", str(dtype), f"dtypes are below {len(DTYPES)}", "use one release on both sides")
     if entries > limits.max_entries:
-        raise _refused("entries", str(entries), f"at most {limits.max_entries} are taken", "send fewer chunks in a frame")
+        raise _refused(
+            "entries", str(entries), f"at most {limits.max_entries} are taken", "send fewer chunks in a frame"
+        )
     if nbytes > limits.max_payload_bytes:
         rule = f"at most {limits.max_payload_bytes} bytes are taken"
         raise _refused("payload", f"{nbytes} bytes", rule, "send smaller chunks")
     frame = Frame(Op(op), codec, dtype, flags, entries, epoch, job, worker, incarnation, seq, clock, ticket=ticket)
-    return Announced(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
+    return FrameHeader(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
 
 
-def damaged(announced: Announced, found: int) -> CommError:
+def digest_mismatch(announced: FrameHeader, found: int) -> CommError:
     """What to raise where the digest of what arrived is another one."""
     return _refused(
         "digest",
@@ -237,10 +239,8 @@ def damaged(announced: Announced, found: int) -> CommError:
 
 def _refused(field: str, value: str, rule: str, nearest: str) -> CommError:
     return CommError(
-        Problem(
-            given=f"a frame whose {field} is {value}",
-            rule=rule,
-            consequence="the frame was not taken, and the connection it came on is closed",
-            nearest=nearest,
-        )
+        given=f"a frame whose {field} is {value}",
+        rule=rule,
+        consequence="the frame was not taken, and the connection it came on is closed",
+        nearest=nearest,
     )

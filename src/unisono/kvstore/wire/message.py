@@ -17,7 +17,7 @@ from unisono.errors import (
     Problem,
     UnisonoError,
 )
-from unisono.kvstore.wire.frame import Frame, Op, buffers
+from unisono.kvstore.wire.frame import Frame, Op, payload_views
 
 _KINDS: dict[str, type[UnisonoError]] = {
     kind.__name__: kind for kind in (ConfigError, CommError, LaunchError, PlanError, DataError, CheckpointError)
@@ -33,18 +33,16 @@ def json_frame(op: Op, content: Mapping[str, Any]) -> Frame:
 def read_json(frame: Frame) -> dict[str, Any]:
     """The object a frame carries. Raises CommError when its payload is anything else."""
     try:
-        content = json.loads(b"".join(buffers(frame)))
+        content = json.loads(b"".join(payload_views(frame)))
     except (ValueError, RecursionError) as error:
         content = error
     if isinstance(content, dict):
         return content
     raise CommError(
-        Problem(
-            given=f"{frame.op.name} with a payload that is not a JSON object ({type(content).__name__})",
-            rule="control messages carry one JSON object",
-            consequence="the message was not used",
-            nearest="use the same release of unisono on both sides",
-        )
+        given=f"{frame.op.name} with a payload that is not a JSON object ({type(content).__name__})",
+        rule="control messages carry one JSON object",
+        consequence="the message was not used",
+        nearest="use the same release of unisono on both sides",
     )
 
 

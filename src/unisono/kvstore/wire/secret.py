@@ -14,7 +14,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from unisono.errors import LaunchError, Problem
+from unisono.errors import LaunchError
 from unisono.launch.secret import SECRET_BYTES, new_secret
 
 
@@ -120,4 +120,4 @@ def _checked(found: bytes, where: str, nearest: str) -> bytes:
 
 def _refused(given: str, rule: str, nearest: str) -> LaunchError:
     consequence = "this process cannot prove that it belongs to the job and has not connected"
-    return LaunchError(Problem(given=given, rule=rule, consequence=consequence, nearest=nearest))
+    return LaunchError(given=given, rule=rule, consequence=consequence, nearest=nearest)

@@ -14,30 +14,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.errors import ConfigError, Problem
+from unisono.errors import ConfigError
 from unisono.kvstore.wire.auth import AuthError
 
-VARIABLE = "UNISONO_TLS"
+TLS_VARIABLE = "UNISONO_TLS"
 _FILES = _CERTIFICATE, _KEY, _AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
 _RULE = "a folder for TLS has certificate.pem, key.pem and the authority.pem that signed all certificates of the job, in PEM"
 _NOTHING = "no connection was made and no port opened"
 
 
 @dataclass(frozen=True, slots=True)
-class Tls:
+class TLSContexts:
     """What one process needs to serve and to connect."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
-def read_tls(environ: Mapping[str, str]) -> Tls | None:
+def read_tls(environ: Mapping[str, str]) -> TLSContexts | None:
     """From the folder that UNISONO_TLS names; None where it is unset. Raises as ``load_tls``."""
-    folder = environ.get(VARIABLE)
+    folder = environ.get(TLS_VARIABLE)
     return load_tls(Path(folder)) if folder else None
 
 
-def load_tls(folder: Path) -> Tls:
+def load_tls(folder: Path) -> TLSContexts:
     """The files of ``folder``, read once, and tried on each other.
 
     Raises ConfigError where one is missing, others can read the key, or the certificate is not one that the folder's authority
@@ -52,7 +52,7 @@ def load_tls(folder: Path) -> Tls:
         given = f"{folder / _KEY} has mode {mode:04o}, so others than its owner can read it"
         raise _wrong(given, f"chmod 600 {folder / _KEY}")
     try:
-        made = Tls(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
+        made = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
         trial = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
         trial.check_hostname = False  # which of its names somebody will use is not known here
         _shake_hands(trial, made.server)
@@ -62,7 +62,7 @@ def load_tls(folder: Path) -> Tls:
     return made
 
 
-def refusal(error: BaseException | None, address: str) -> AuthError | None:
+def permanent_tls_error(error: BaseException | None, address: str) -> AuthError | None:
     """Why a connection to ``address`` cannot be had however often it is tried; None where ``error`` says nothing of that kind."""
     if isinstance(error, ssl.SSLCertVerificationError):
         given = f"the certificate of the server at {address} is not accepted here: {error.verify_message}"
@@ -76,7 +76,7 @@ def refusal(error: BaseException | None, address: str) -> AuthError | None:
     else:
         return None
     rule = "with TLS both sides show a certificate that the job's authority signed"
-    return AuthError(Problem(given=given, rule=rule, consequence="nothing was sent to it", nearest=nearest))
+    return AuthError(given=given, rule=rule, consequence="nothing was sent to it", nearest=nearest)
 
 
 def _context(folder: Path, protocol: int) -> ssl.SSLContext:
@@ -111,4 +111,4 @@ def _reason(error: BaseException) -> str:
 
 
 def _wrong(given: str, nearest: str) -> ConfigError:
-    return ConfigError(Problem(given=given, rule=_RULE, consequence=_NOTHING, nearest=nearest))
+    return ConfigError(given=given, rule=_RULE, consequence=_NOTHING, nearest=nearest)

@@ -1,0 +1,11 @@
+from .checkpointer import Checkpointer as Checkpointer
+from .conversion import convert as convert
+from .folder import CheckpointEntry as CheckpointEntry
+from .folder import list_checkpoints as list_checkpoints
+from .folder import quarantine_after as quarantine_after
+from .integrity import find_latest as find_latest
+from .integrity import verify as verify
+from .options import CheckpointOptions as CheckpointOptions
+from .reader import CheckpointReader as CheckpointReader
+from .reader import TensorSpec as TensorSpec
+from .reader import open_checkpoint as open_checkpoint

@@ -1,0 +1,309 @@
+"""Saves checkpoints beside the training, one at a time.
+
+``save`` snapshots and returns; a thread of low priority does the rest, and where the training must wait for it after
+all, the waiting thread takes the work over at its own priority. Whatever fails on any rank fails the save on all of
+them: an event says so, earlier checkpoints are untouched and training goes on, until ``max_failures`` saves in a row
+have failed. What a save consists of is ``writer``; reading is ``reader``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.commit import problems_of
+from unisono.checkpoint.folder import step_name
+from unisono.checkpoint.host_snapshot import HostBuffer, HostSnapshot
+from unisono.checkpoint.options import CheckpointOptions
+from unisono.checkpoint.safetensors_format import dtype_code
+from unisono.checkpoint.shard_assignment import ShardContents, lay_out_shards
+from unisono.checkpoint.writer import SaveRequest, SaveWriter
+from unisono.dist import World
+from unisono.errors import CheckpointError, Problem
+from unisono.parallel.sharding import TensorShard
+
+# Background work takes what the step leaves idle, and one or two percent of a busy core (see sched(7)).
+_NICE = 19
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run under ``root``. All methods are called by all ranks alike; ``poll`` at any time.
+
+    ``attempt`` numbers the processes that worked on this run; ``emit(kind, **fields)`` records events; ``fault(point)``
+    is called at the named points of a save. ``committed_step`` is the newest step this object committed.
+
+    Raises CheckpointError when ``root`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        world: World,
+        options: CheckpointOptions,
+        attempt: int,
+        emit: Callable[..., None],
+        fault: Callable[[str], None] | None = None,
+    ) -> None:
+        self.root = root
+        self.committed_step: int | None = None
+        self._options = options
+        self._emit = emit
+        self._rank, self._world = world.rank, world.world_size
+        self._buffer = HostBuffer()
+        self._layout: tuple[Any, ShardContents] | None = None
+        self._failed: list[list[Problem]] = []
+        self._running: _Running | None = None
+        self._group = world.new_group("checkpoint")
+        self._writer = SaveWriter(root, group=self._group, options=options, attempt=attempt, fault=fault or _no_fault)
+        try:
+            self._writer.start_up()
+        except BaseException:
+            self._group.close()
+            raise
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way) if options.asynchronous else None
+
+    def save(
+        self,
+        step: int,
+        replicated: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        *,
+        parts: Mapping[str, TensorShard] | None = None,
+        score: float | None = None,
+    ) -> float:
+        """Begin to save ``step``; returns the seconds the caller was kept.
+
+        ``replicated`` are equal on all ranks and are shared out; ``own`` are this rank's, under names no other rank uses;
+        ``meta`` is JSON and rank 0's counts. ``parts`` are this rank's blocks of tensors that are spread over ranks: every
+        rank passes every name, be its block empty or a replica; blocks that do not tile the whole fail the save on all
+        ranks. Everything is free to change on return. ``score``: lower is better, for ``keep_best``. A save still under
+        way is waited for.
+
+        Raises CheckpointError for what can never be saved, and after ``max_failures`` failed saves in a row.
+        """
+        called_s = time.monotonic()
+        self.wait()
+        began_s = time.monotonic()
+        parts = parts or {}
+        shard = self._shard(replicated, own, parts)
+        blocks = {name: part.tensor for name, part in parts.items()}
+        save = SaveRequest(
+            step=step,
+            shard=shard,
+            image=HostSnapshot(shard, {**replicated, **own, **blocks}, self._buffer),
+            meta=_as_json(meta),
+            score=score if score is not None and math.isfinite(score) else None,
+            began_s=began_s,
+        )
+        self._running = _Running(save, self._writer)
+        if self._thread is not None:
+            self._running.start(self._thread)
+        save.stall_s = time.monotonic() - began_s
+        if self._thread is None:
+            self.wait()
+        return time.monotonic() - called_s
+
+    def poll(self) -> None:
+        """Report a save that has ended since. With one process only, raises as ``wait`` does.
+
+        Several ranks see the end of a save at different steps; one that raised at once would leave the others inside a
+        collective, so they all raise in their next ``save`` or ``wait``.
+        """
+        if self._running is not None and self._running.save.ended:
+            self._settle()
+            if self._world == 1:
+                self._stop_if_hopeless()
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises CheckpointError if ``max_failures`` in a row have failed."""
+        self._finish()
+        self._stop_if_hopeless()
+
+    def close(self) -> None:
+        """Finish a save under way, report it, and leave the group. Calling it twice is fine."""
+        self._finish()
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._group.close()
+
+    def _finish(self) -> None:
+        if self._running is not None:
+            began_s = time.monotonic()
+            self._running.finish()
+            self._running.save.stall_s += time.monotonic() - began_s
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._running is None:
+            return
+        save, self._running = self._running.save, None
+        if save.problems:
+            self._failed.append(save.problems)
+            self._emit(
+                "checkpoint_failed",
+                step=save.step,
+                error=str(CheckpointError(*save.problems)),
+                failures=len(self._failed),
+                max_failures=self._options.max_failures,
+            )
+            return
+        self._failed = []
+        self.committed_step = save.step
+        fields: dict[str, Any] = {"score": save.score} if save.score is not None else {}
+        if save.retention_problem:
+            fields["retention_problem"] = save.retention_problem
+        self._emit(
+            "checkpoint_saved",
+            step=save.step,
+            path=str(self.root / step_name(save.step)),
+            bytes=save.num_bytes,
+            stall_s=save.stall_s,
+            save_s=save.took_s,
+            **fields,
+        )
+
+    def _stop_if_hopeless(self) -> None:
+        if len(self._failed) < self._options.max_failures:
+            return
+        newest = f"step {self.committed_step}" if self.committed_step is not None else "what was there before"
+        raise CheckpointError(
+            Problem(
+                given=f"{len(self._failed)} checkpoints in a row could not be written",
+                rule=f"checkpoint.max_failures = {self._options.max_failures}",
+                consequence=f"the run stops; its newest checkpoint is {newest}",
+                nearest="mend what the last failure names, then start the run again",
+            ),
+            *self._failed[-1],
+        )
+
+    def _shard(
+        self, replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, TensorShard]
+    ) -> ShardContents:
+        """The layout, made again only if a name, shape, dtype or place is another one than in the save before."""
+        wholes = [
+            [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in each.items()]
+            for each in (replicated, own)
+        ]
+        blocks = [
+            (
+                name,
+                part.global_shape,
+                part.offset,
+                part.replica,
+                part.runs,
+                part.tensor.shape,
+                part.tensor.dtype,
+                part.tensor.layout,
+            )
+            for name, part in parts.items()
+        ]
+        if self._layout is None or self._layout[0] != (wholes, blocks):
+            _check(replicated, own, parts)
+            shared, mine = (
+                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in each.items()}
+                for each in (replicated, own)
+            )
+            self._layout = (wholes, blocks), lay_out_shards(shared, mine, parts, rank=self._rank, world=self._world)
+        return self._layout[1]
+
+
+class _Running:
+    """A save under way: begun by a background thread, finished by whoever has to wait for it."""
+
+    def __init__(self, save: SaveRequest, writer: SaveWriter) -> None:
+        self.save = save
+        self._writer = writer
+        self._work: Iterator[None] = writer.work(save)
+        self._future: Future[None] | None = None
+        self._handed_over = False
+
+    def start(self, thread: ThreadPoolExecutor) -> None:
+        self._future = thread.submit(self._advance, lambda: self._handed_over)
+
+    def finish(self) -> None:
+        """Take the work over, at the priority of the calling thread, and do the rest of it."""
+        self._handed_over = True
+        if self._future is not None:
+            self._future.result()
+        self._advance(lambda: False)
+
+    def _advance(self, is_over: Callable[[], bool]) -> None:
+        if self.save.ended:
+            return
+        try:
+            for _ in self._work:
+                if is_over():
+                    return
+        except BaseException as error:
+            # on the background thread there is nobody to catch it: poll reports it
+            self.save.problems = problems_of(error, f"saving step {self.save.step} to {self._writer.root}")
+            self._writer.discard(self.save)
+            if not isinstance(error, Exception):
+                self.save.ended = True
+                raise
+        self.save.ended = True
+
+
+def _check(replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, TensorShard]) -> None:
+    tensors = [*replicated.items(), *own.items(), *((name, part.tensor) for name, part in parts.items())]
+    problems = [
+        Problem(
+            given=f"tensor {name!r} is passed {'twice' if count == 2 else f'{count} times'}",
+            rule="a name is either replicated, a rank's own or a part",
+            consequence="nothing was saved",
+            nearest="rename one of them",
+        )
+        for name, count in Counter(name for name, _ in tensors).items()
+        if count > 1
+    ]
+    for name, tensor in tensors:
+        if dtype_code(tensor.dtype) is None or tensor.layout != torch.strided or name in ("", "__metadata__"):
+            problems.append(
+                Problem(
+                    given=f"tensor {name!r} is {tensor.dtype}, {tensor.layout}",
+                    rule="checkpoints hold dense tensors of the dtypes safetensors has, under names of their own",
+                    consequence="nothing was saved",
+                    nearest="convert it before saving",
+                )
+            )
+    if problems:
+        raise CheckpointError(*problems)
+
+
+def _as_json(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``meta`` as it will be read back."""
+    try:
+        return json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            given=f"meta is no JSON: {error}",
+            rule="meta holds strings, finite numbers, booleans, None, lists and string-keyed dicts",
+            consequence="nothing was saved",
+            nearest="convert such values to strings, or pass them as tensors",
+        ) from error
+
+
+def _give_way() -> None:
+    """Lower the priority of the calling thread only; on Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _no_fault(point: str) -> None:
+    """No test is listening."""

@@ -1,0 +1,159 @@
+"""The last part of a save, on rank 0: from shards in a temporary directory to one committed checkpoint.
+
+manifest written and synced, directory synced, renamed, parent synced, COMMIT written and synced. Killed anywhere before
+COMMIT, the directory is no checkpoint; where renaming is not atomic, COMMIT alone decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unisono.checkpoint.folder import is_committed, os_reason, remove, step_name, sync_folder, write_file
+from unisono.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    encode,
+    encode_commit_marker,
+    pieces_fault,
+    shard_name,
+)
+from unisono.checkpoint.safetensors_format import dtype_code
+from unisono.checkpoint.shard_assignment import ShardContents, Table
+from unisono.errors import CheckpointError, Problem, UnisonoError
+
+# Free space asked for, as a multiple of the checkpoint's size.
+_HEADROOM = 1.2
+
+
+def describe(shard: ShardContents) -> list[list[Any]]:
+    """The pieces of one shard as JSON: ``[name, shape, dtype, key, offset, extent]`` each."""
+    return [
+        [piece.name, piece.shape, dtype_code(piece.dtype), piece.key, piece.offset, piece.extent]
+        for piece in shard.pieces
+    ]
+
+
+def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> dict[str, TensorEntry]:
+    """Every rank's ``describe`` put together, by name; ``spread`` are the tensors that come in blocks of several ranks.
+
+    Raises CheckpointError where ranks contradict each other or a tensor's blocks do not make it up.
+    """
+    found: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
+        name: (shape, str(dtype_code(dtype)), []) for name, (shape, dtype) in spread.items()
+    }
+    for rank, pieces in enumerate(shards):
+        file = shard_name(rank, len(shards))
+        for name, shape, dtype, key, offset, extent in pieces:
+            entry = PieceEntry(file=file, key=key, offset=tuple(offset), shape=tuple(extent))
+            known_shape, known_dtype, parts = found.setdefault(name, (tuple(shape), dtype, []))
+            again = (known_shape, known_dtype) != (tuple(shape), dtype) or entry.shape == known_shape
+            if parts and again and name not in spread:
+                raise CheckpointError(
+                    given=f"tensor {name!r} comes from {parts[0].file} and from {file}",
+                    rule="a rank's own tensors have names no other rank uses",
+                    consequence="the checkpoint was not written",
+                    nearest=f"put the rank into the name, such as '{name}/rank-{rank:05d}'",
+                )
+            parts.append(entry)
+    table = {
+        name: TensorEntry(shape=shape, dtype=dtype, pieces=tuple(parts))
+        for name, (shape, dtype, parts) in sorted(found.items())
+    }
+    for name, entry in table.items():
+        fault = pieces_fault(entry)
+        if fault:
+            raise CheckpointError(
+                given=f"tensor {name!r}: {fault}",
+                rule="the blocks with replica 0 on all ranks hold each element of a tensor once, and no others",
+                consequence="the checkpoint was not written",
+                nearest="compare shape, offset and replica of this part on all ranks",
+            )
+    return table
+
+
+def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
+    """Make the temporary directory, once there is room and the step is free.
+
+    Raises CheckpointError: too little space, or step ``step`` is already there.
+    """
+    final = root / step_name(step)
+    if final.is_symlink() or is_committed(final):
+        raise CheckpointError(
+            given=f"{final} exists already",
+            rule="a committed checkpoint is never overwritten",
+            consequence=f"step {step} was not saved again",
+            nearest="resume from the newest checkpoint, move the later ones away first, or use another run.dir",
+        )
+    space = os.statvfs(root)
+    free = space.f_bavail * space.f_frsize
+    # some network file systems report no sizes at all
+    if space.f_blocks and free < _HEADROOM * need_bytes:
+        raise CheckpointError(
+            given=f"{root} has {_gib(free)} free, a checkpoint of step {step} takes {_gib(need_bytes)}",
+            rule=f"{_HEADROOM} times its size is free before a checkpoint is begun",
+            consequence=f"step {step} was not saved; earlier checkpoints are untouched",
+            nearest=f"free {_gib(_HEADROOM * need_bytes - free)} there, or keep fewer with checkpoint.keep_last",
+        )
+    if final.exists():
+        remove(final)  # renamed, but never committed: an earlier attempt died in between
+    temporary.mkdir(mode=0o700)
+
+
+def publish(
+    temporary: Path,
+    final: Path,
+    *,
+    manifest: Manifest,
+    fault: Callable[[str], None],
+) -> None:
+    """Turn the temporary directory with all its shards into the committed checkpoint ``final``."""
+    data = encode(manifest)
+    fault("before_manifest")
+    write_file(temporary / MANIFEST, data)
+    sync_folder(temporary)
+    fault("before_rename")
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    fault("before_commit")
+    write_file(final / f"{COMMIT}.tmp", encode_commit_marker(data, manifest.step))
+    os.rename(final / f"{COMMIT}.tmp", final / COMMIT)
+    sync_folder(final)
+    fault("after_commit")
+
+
+def problems_of(error: BaseException, what: str) -> list[Problem]:
+    """Why ``what`` failed, for people."""
+    if isinstance(error, UnisonoError):
+        return list(error.problems)
+    reason = os_reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return [
+        Problem(
+            given=f"{what}: {reason}",
+            rule="a checkpoint counts only when every rank has written all of it",
+            consequence="nothing was committed; earlier checkpoints are untouched",
+            nearest="free space or mend the storage; the next save tries again",
+        )
+    ]
+
+
+def shard_entries(reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
+    """File entries of all ranks from what each reported: ``{"bytes", "digest"}``."""
+    return {
+        shard_name(rank, len(reports)): msgspec.convert(
+            {"bytes": report["bytes"], "digest": report["digest"]}, type=FileEntry
+        )
+        for rank, report in enumerate(reports)
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,105 @@
+"""A committed checkpoint written again: in another number of files, without optimizer state, with the averages as weights.
+
+Any checkpoint loads under any plan as it is; this is for handing one on, or for storage that likes other files. A block of
+rows is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import xxhash
+
+from unisono.checkpoint.commit import describe, prepare, problems_of, publish, shard_entries, tensor_table
+from unisono.checkpoint.folder import open_root, step_name
+from unisono.checkpoint.host_snapshot import BLOCK_BYTES
+from unisono.checkpoint.integrity import verify
+from unisono.checkpoint.manifest import shard_name, versions
+from unisono.checkpoint.reader import CheckpointReader, open_checkpoint
+from unisono.checkpoint.safetensors_format import num_bytes
+from unisono.checkpoint.shard_assignment import ShardContents, TensorPiece, lay_out_shards
+from unisono.errors import CheckpointError
+
+
+def convert(source: Path, root: Path, *, files: int, keep_optimizer: bool = True, average: bool = False) -> Path:
+    """Write the checkpoint ``source`` to ``root/step-…`` in ``files`` files, and return that folder.
+
+    Without ``keep_optimizer`` only the model's tensors and their averages stay: it can be evaluated and exported, and no
+    run resumes from it. ``average`` puts the averages in place of the weights, and drops optimizer state too.
+
+    Raises CheckpointError: damaged, there already, no room, no averages.
+    """
+    if problems := verify(source):
+        raise CheckpointError(*problems)
+    snapshot = open_checkpoint(source)
+    names = _chosen(snapshot, keep_optimizer=keep_optimizer, average=average)
+    table = {name: ((spec := snapshot.spec(inner)).shape, spec.dtype) for name, inner in names.items()}
+    shards = [lay_out_shards(table, {}, {}, rank=number, world=files) for number in range(files)]
+    open_root(root)
+    final = root / step_name(snapshot.step)
+    temporary = final.with_name(f"{final.name}.tmp-0")
+    shutil.rmtree(temporary, ignore_errors=True)
+    prepare(root, snapshot.step, temporary, shards[0].total_bytes)
+    try:
+        reports = [
+            _write(snapshot, names, shard, temporary / shard_name(number, files)) for number, shard in enumerate(shards)
+        ]
+        manifest = replace(
+            snapshot.manifest,
+            versions=versions(),
+            files=shard_entries(reports),
+            tensors=tensor_table([describe(shard) for shard in shards], {}),
+        )
+        publish(temporary, final, manifest=manifest, fault=lambda _point: None)
+    except OSError as error:
+        raise CheckpointError(*problems_of(error, f"converting {source} to {root}")) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return final
+
+
+def _chosen(snapshot: CheckpointReader, *, keep_optimizer: bool, average: bool) -> dict[str, str]:
+    """New name -> the name it has in the snapshot."""
+    names = snapshot.names()
+    averages = {name for name in names if name.startswith("ema/")}
+    if average:
+        if not averages:
+            raise CheckpointError(
+                given=f"the checkpoint {snapshot.path} has no averaged weights",
+                rule="they are kept by a run with train.ema_decay above 0",
+                consequence="nothing was written",
+                nearest="leave --average out",
+            )
+        weights = [name for name in names if name.startswith("model/")]
+        return {name: ema if (ema := name.replace("model/", "ema/", 1)) in averages else name for name in weights}
+    kept = [name for name in names if keep_optimizer or name.startswith(("model/", "ema/"))]
+    return {name: name for name in kept}
+
+
+def _write(snapshot: CheckpointReader, names: dict[str, str], shard: ShardContents, path: Path) -> dict[str, Any]:
+    running = xxhash.xxh3_128(shard.header)
+    with path.open("xb") as file:
+        file.write(shard.header)
+        for piece in shard.pieces:
+            for block in _blocks(snapshot, names[piece.name], piece):
+                running.update(block)
+                file.write(block)
+    return {"bytes": shard.size, "digest": running.hexdigest()}
+
+
+def _blocks(snapshot: CheckpointReader, name: str, piece: TensorPiece) -> Iterator[memoryview]:
+    """The bytes of a piece, some rows at a time."""
+    if 0 in piece.extent:
+        return
+    rows, row_shape = (piece.extent[0], piece.extent[1:]) if piece.extent else (1, ())
+    step = max(1, BLOCK_BYTES // num_bytes(piece.dtype, row_shape))
+    for begin in range(0, rows, step):
+        out = torch.empty((min(step, rows - begin), *row_shape) if piece.extent else (), dtype=piece.dtype)
+        offset = (piece.offset[0] + begin, *piece.offset[1:]) if piece.extent else ()
+        snapshot.read_part(name, out, offset)
+        yield cast(Any, out.reshape(-1).view(torch.uint8).numpy()).data

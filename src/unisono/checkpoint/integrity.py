@@ -1,0 +1,118 @@
+"""Is a checkpoint what was written? Digests of every file, headers against the manifest; the newest one that holds.
+
+Damage is never repaired or skipped in silence: a checkpoint that does not hold is moved into ``quarantine/`` with the
+reason, an event says so, and the one before is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from unisono.checkpoint.direct_io import file_digest
+from unisono.checkpoint.folder import list_checkpoints, os_reason, quarantine
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.reader import CheckpointDamage, damage_text, read_header, sealed_manifest
+from unisono.checkpoint.safetensors_format import dtype_from_code
+from unisono.dist import World
+from unisono.errors import CheckpointError, Problem
+
+
+def verify(path: Path) -> list[Problem]:
+    """All that is wrong with a checkpoint; empty if every byte is as it was written. Reads all of it.
+
+    Raises CheckpointError when a newer unisono wrote it.
+    """
+    try:
+        manifest = sealed_manifest(path)
+    except (OSError, CheckpointDamage) as error:
+        return [_problem(path, damage_text(error))]
+    return [_problem(path, text) for text in _faults(path, manifest, manifest.files)]
+
+
+def find_latest(
+    root: Path, world: World, *, digests: bool = True, emit: Callable[..., None] | None = None
+) -> Path | None:
+    """The newest committed checkpoint that holds, or None if none was ever committed. A collective of ``world``.
+
+    Every rank digests its share of the files, and all ranks get the same answer. One that does not hold goes into
+    quarantine, with an event ``checkpoint_quarantined``. ``digests=False`` checks seal, names and sizes only.
+
+    Raises CheckpointError when there were committed checkpoints and none holds, or a newer unisono wrote the newest.
+    """
+    mine = [entry.step for entry in list_checkpoints(root) if entry.state == "committed"] if world.rank == 0 else None
+    steps: list[int] = world.broadcast_json(mine)
+    paths = {entry.step: entry.path for entry in list_checkpoints(root) if entry.state == "committed"}
+    bad: list[str] = []
+    for step in reversed(steps):
+        path = paths.get(step)
+        found = _share_of_faults(path, world, digests) if path else [f"rank {world.rank} does not see it"]
+        faults: list[str] = sorted({text for texts in world.gather_json(found) for text in texts})
+        if not faults:
+            return path
+        reason = "; ".join(faults)
+        bad.append(f"step {step}: {reason}")
+        moved: str = world.broadcast_json(_quarantine(path, reason) if world.rank == 0 and path else None)
+        if emit is not None:
+            emit("checkpoint_quarantined", step=step, path=moved, reason=reason)
+    if not bad:
+        return None
+    raise CheckpointError(
+        given=f"none of the {len(bad)} checkpoints in {root} holds: {'; '.join(bad)}",
+        rule="a run resumes from the newest checkpoint whose files are as they were written",
+        consequence="nothing was loaded, and no new run was begun over the old one",
+        nearest=f'look into {root / "quarantine"}; to start over, choose another run.dir or resume = "never"',
+    )
+
+
+def _share_of_faults(path: Path, world: World, digests: bool) -> list[str]:
+    try:
+        manifest = sealed_manifest(path)
+    except (OSError, CheckpointDamage) as error:
+        return [damage_text(error)]
+    names = sorted(manifest.files)[world.rank :: world.world_size] if digests else []
+    return _faults(path, manifest, names)
+
+
+def _faults(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with the files ``names``."""
+    found: list[str] = []
+    for name in names:
+        try:
+            if file_digest(path / name) != manifest.files[name].digest:
+                found.append(f"{name} has another digest than when it was written")
+            else:
+                found += _disagreements(path, manifest, name)
+        except (OSError, CheckpointDamage) as error:
+            found.append(damage_text(error))
+    return found
+
+
+def _disagreements(path: Path, manifest: Manifest, name: str) -> list[str]:
+    extents = read_header(path, name, manifest.files[name])
+    found: list[str] = []
+    for tensor in manifest.tensors.values():
+        dtype = dtype_from_code(tensor.dtype)
+        for piece in tensor.pieces:
+            if piece.file != name:
+                continue
+            extent = extents.get(piece.key)
+            if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
+                found.append(f"{name} does not hold {piece.key!r} as the manifest says")
+    return found
+
+
+def _quarantine(path: Path, reason: str) -> str:
+    try:
+        return str(quarantine(path, reason))
+    except OSError as error:
+        return f"{path} (left in place: {os_reason(error)})"
+
+
+def _problem(path: Path, text: str) -> Problem:
+    return Problem(
+        given=f"{path}: {text}",
+        rule="every file of a checkpoint has the size and digest its manifest says, and COMMIT seals the manifest",
+        consequence="it will not be resumed from",
+        nearest='resume = "auto" moves it into quarantine and takes the one before',
+    )

@@ -1,0 +1,185 @@
+"""What a checkpoint says about itself: ``manifest.json`` describes all files and tensors, ``COMMIT`` seals it.
+
+Both are plain JSON, decoded into typed records; a checkpoint of a newer schema is an error, never a guess. The digests
+find accidents, not attackers: xxh3-128 is no signature.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import dataclass, field, fields
+from importlib import metadata
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from unisono.checkpoint.coverage_check import MOST_DIMS, first_coverage_error
+from unisono.checkpoint.safetensors_format import dtype_from_code
+from unisono.errors import CheckpointError
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+COMMIT = "COMMIT"
+# Control data: more than this in one file is refused before it is read.
+MAX_JSON_BYTES = 256 * 2**20
+
+_SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors")
+
+
+def shard_name(rank: int, world: int) -> str:
+    """``shard-00000-of-00002.safetensors``."""
+    return f"shard-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def digest(data: bytes) -> str:
+    """xxh3-128 as 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileEntry:
+    """Size and xxh3-128 digest of a shard file."""
+
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceEntry:
+    """A block of a tensor: ``key`` in ``file`` holds the ``shape`` elements from ``offset`` on."""
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A tensor of the training state: global shape, dtype by its safetensors name, and its pieces."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[PieceEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Everything about one checkpoint but the tensors' bytes. ``score``: lower is better, None where none is known."""
+
+    schema: int = SCHEMA
+    step: int
+    world: int
+    attempt: int
+    score: float | None = None
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    meta: dict[str, Any] = field(default_factory=dict[str, Any])
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all shard files."""
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def versions() -> dict[str, str]:
+    """Versions of what wrote the checkpoint."""
+    try:
+        own = metadata.version("unisono")
+    except metadata.PackageNotFoundError:
+        own = "source tree"
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "unisono": own}
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of ``manifest.json``: a line for each file and tensor, so that people can read it."""
+    lines: list[str] = []
+    for name in (each.name for each in fields(manifest)):
+        value: Any = getattr(manifest, name)
+        if name in ("files", "tensors"):
+            entries = (f"  {_json(key)}: {_json(entry)}" for key, entry in value.items())
+            lines.append(f" {_json(name)}: {{\n" + ",\n".join(entries) + "\n }")
+        else:
+            lines.append(f" {_json(name)}: {_json(value)}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def encode_commit_marker(manifest: bytes, step: int) -> bytes:
+    """The bytes of ``COMMIT``: they follow from the manifest's, so any other content is damage."""
+    return msgspec.json.encode({"schema": SCHEMA, "step": step, "manifest": digest(manifest)}) + b"\n"
+
+
+def decode(data: bytes) -> Manifest:
+    """A manifest whose numbers make sense.
+
+    Raises ValueError when it is damaged, CheckpointError when a newer unisono wrote it.
+    """
+    try:
+        schema = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema")
+        number = msgspec.json.decode(schema, type=int) if schema is not None else 0
+        if number > SCHEMA:
+            raise _too_new(number)
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+    for name in manifest.files:
+        if not _SHARD.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a shard file")
+    for name, tensor in manifest.tensors.items():
+        fault = _fault(tensor, manifest)
+        if fault:
+            raise ValueError(f"tensor {name!r}: {fault}")
+    return manifest
+
+
+def _fault(tensor: TensorEntry, manifest: Manifest) -> str:
+    try:
+        dtype_from_code(tensor.dtype)
+    except ValueError as error:
+        return str(error)
+    for piece in tensor.pieces:
+        if piece.file not in manifest.files:
+            return f"its file {piece.file!r} is not listed"
+    return pieces_fault(tensor)
+
+
+def pieces_fault(tensor: TensorEntry) -> str:
+    """What is wrong with the pieces of ``tensor``, or an empty string: they hold each of its elements once, and no others.
+
+    A tensor without elements has one piece all the same.
+    """
+    shape, count = tensor.shape, len(tensor.pieces)
+    for piece in tensor.pieces:
+        if not len(piece.offset) == len(piece.shape) == len(shape):
+            return f"piece {piece.key!r} of {piece.file} has another number of dims than {list(shape)}"
+        for offset, size, extent in zip(piece.offset, piece.shape, shape, strict=True):
+            if offset < 0 or size < 0 or offset + size > extent:
+                return (
+                    f"piece {piece.key!r} of {piece.file}, from {list(piece.offset)} on, lies outside of {list(shape)}"
+                )
+    if count == 1 and (tensor.pieces[0].shape == shape or 0 in shape):
+        return ""
+    wrong = f"its {count} pieces do not make up {list(shape)}"
+    if count == 0 or 0 in shape:
+        return wrong
+    if len(shape) > MOST_DIMS:
+        return f"{wrong}: a tensor in pieces has at most {MOST_DIMS} dims"
+    found = first_coverage_error(shape, ((piece.offset, piece.shape) for piece in tensor.pieces))
+    return f"{wrong}: element {found[0]} is in {found[1] or 'none'} of them" if found else ""
+
+
+def _too_new(schema: int) -> CheckpointError:
+    return CheckpointError(
+        given=f"a checkpoint of schema {schema}",
+        rule=f"this unisono reads schema {SCHEMA}",
+        consequence="it was not loaded, and left as it is",
+        nearest="install the unisono that wrote it, or a newer one",
+    )

@@ -1,0 +1,300 @@
+"""Read a checkpoint: its manifest at once, each tensor when asked for, put together from all ranks' pieces.
+
+Only JSON and raw bytes are read, links are never followed, and every size is checked before memory is taken for it.
+Whether the bytes are the ones that were written is for ``integrity``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.folder import os_reason, step_of
+from unisono.checkpoint.host_snapshot import BLOCK_BYTES, Bytes
+from unisono.checkpoint.manifest import (
+    COMMIT,
+    MANIFEST,
+    MAX_JSON_BYTES,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    decode,
+    encode_commit_marker,
+)
+from unisono.checkpoint.safetensors_format import TensorExtent, dtype_from_code, header_length, num_bytes, parse_header
+from unisono.errors import CheckpointError, nearest_name
+
+
+class CheckpointDamage(ValueError):
+    """The files of a checkpoint contradict each other; the text says which and how."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """Global shape and dtype of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointReader:
+    """A committed checkpoint, open for reading. Holds no file open; tensors are read when asked for."""
+
+    path: Path
+    manifest: Manifest
+    _headers: dict[str, dict[str, TensorExtent]] = field(default_factory=dict[str, dict[str, TensorExtent]])
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer updates."""
+        return self.manifest.step
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved it."""
+        return self.manifest.world
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The JSON that was saved along."""
+        return self.manifest.meta
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self.manifest.tensors)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Shape and dtype of a tensor, without reading it. Raises CheckpointError for an unknown name."""
+        entry = self._entry(name)
+        return TensorSpec(shape=entry.shape, dtype=dtype_from_code(entry.dtype))
+
+    def tensor(self, name: str) -> Tensor:
+        """The whole tensor, on the host. Raises CheckpointError: unknown name, file damaged or gone."""
+        spec = self.spec(name)
+        out = torch.empty(spec.shape, dtype=spec.dtype)
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Overwrite ``out``, of the tensor's shape and dtype, on any device, without a second copy on the host.
+
+        Raises CheckpointError: unknown name, other shape or dtype, file damaged or gone.
+        """
+        spec = self.spec(name)
+        if (tuple(out.shape), out.dtype) != (spec.shape, spec.dtype):
+            raise CheckpointError(
+                given=f"{name!r} is {list(spec.shape)} {spec.dtype} in {self.path}, "
+                f"and {list(out.shape)} {out.dtype} here",
+                rule="a tensor is loaded into one of the same shape and dtype",
+                consequence="it was not loaded",
+                nearest="use the configuration the checkpoint was saved with",
+            )
+        self._read_box(name, out, [0] * out.dim())
+
+    def read_part(self, name: str, out: Tensor, offset: Sequence[int]) -> None:
+        """Overwrite ``out``, of the tensor's dtype, on any device, with its elements from ``offset`` on.
+
+        Of each piece only the rows that are needed are read, in place where they lie in ``out`` as in the file. An empty
+        ``out`` reads nothing, wherever it would be.
+
+        Raises CheckpointError: unknown name, other dtype, elements the tensor does not have, file damaged or gone.
+        """
+        spec = self.spec(name)
+        if out.dtype != spec.dtype:
+            raise CheckpointError(
+                given=f"{name!r} is {spec.dtype} in {self.path}, and {out.dtype} here",
+                rule="a part is loaded into a tensor of the same dtype",
+                consequence="it was not loaded",
+                nearest="use the configuration the checkpoint was saved with",
+            )
+        if out.numel() and not (
+            len(offset) == out.dim() == len(spec.shape)
+            and all(0 <= at <= n - m for at, m, n in zip(offset, out.shape, spec.shape, strict=True))
+        ):
+            raise CheckpointError(
+                given=f"{name!r} is {list(spec.shape)} in {self.path}, and {list(out.shape)} from {list(offset)} on "
+                "were asked for",
+                rule="a part lies inside of the saved tensor and has as many dims",
+                consequence="it was not loaded",
+                nearest="use the configuration the checkpoint was saved with, or other offsets",
+            )
+        self._read_box(name, out, offset)
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(
+                given=f"the checkpoint {self.path} has no tensor {name!r}",
+                rule="only what was saved can be loaded",
+                consequence="it was not loaded",
+                nearest=nearest_name(name, self.manifest.tensors),
+            )
+        return entry
+
+    def _read_box(self, name: str, out: Tensor, offset: Sequence[int]) -> None:
+        """Overwrite ``out`` with the elements from ``offset`` on, which the tensor has."""
+        if not out.numel():
+            return
+        out = out.detach()
+        if not out.dim():
+            out, offset = out.unsqueeze(0), (0,)
+        try:
+            for piece in self._entry(name).pieces:
+                self._read_piece(piece, out, offset)
+        except (OSError, CheckpointDamage) as error:
+            raise unreadable_error(self.path, error) from error
+
+    def _read_piece(self, piece: PieceEntry, out: Tensor, offset: Sequence[int]) -> None:
+        """Overwrite those elements of ``out``, from ``offset`` on, that the piece holds; what has no dims is one row."""
+        origin, shape = piece.offset or (0,), piece.shape or (1,)
+        boxes = list(zip(origin, shape, offset, out.shape, strict=True))
+        begins = [max(mine, wanted) for mine, _, wanted, _ in boxes]
+        ends = [min(mine + size, wanted + extent) for mine, size, wanted, extent in boxes]
+        if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+            return
+        window = out
+        for dim, (begin, end, zero) in enumerate(zip(begins, ends, offset, strict=True)):
+            window = window.narrow(dim, begin - zero, end - begin)
+        row_bytes = num_bytes(out.dtype, shape[1:])
+        position = self._begin(piece, out.dtype) + (begins[0] - origin[0]) * row_bytes
+        path = self.path / piece.file
+        if window.shape[1:] == shape[1:] and _lies_as_in_a_file(window):
+            _read_exactly(path, position, window)
+            return
+        inside = [slice(begin - zero, end - zero) for begin, end, zero in zip(begins, ends, origin, strict=True)]
+        rows = max(1, BLOCK_BYTES // row_bytes)
+        buffer = torch.empty((min(rows, len(window)), *shape[1:]), dtype=out.dtype)
+        for target in window.split(rows):
+            block = buffer[: len(target)]
+            _read_exactly(path, position, block)
+            target.copy_(block[(slice(None), *inside[1:])])
+            position += len(target) * row_bytes
+
+    def _begin(self, piece: PieceEntry, dtype: torch.dtype) -> int:
+        """The position of a piece in its file, whose header says what the manifest says. Raises Damage or OSError."""
+        extents = self._headers.get(piece.file)
+        if extents is None:
+            extents = read_header(self.path, piece.file, self.manifest.files[piece.file])
+            self._headers[piece.file] = extents
+        extent = extents.get(piece.key)
+        if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
+            raise CheckpointDamage(f"{piece.file} does not hold {piece.key!r} as {MANIFEST} says")
+        return extent.begin
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """Open a committed checkpoint after checking its seal and the sizes of its files.
+
+    Raises CheckpointError: no checkpoint, not committed, damaged, or of a newer schema.
+    """
+    return CheckpointReader(path=path, manifest=read_manifest(path))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a committed checkpoint; as ``open_checkpoint``."""
+    try:
+        return sealed_manifest(path)
+    except (OSError, CheckpointDamage) as error:
+        raise unreadable_error(path, error) from error
+
+
+def sealed_manifest(path: Path) -> Manifest:
+    """The manifest under ``path``, once COMMIT seals it and every file has the size it says.
+
+    Raises Damage or OSError for anything that does not hold, CheckpointError for a newer schema.
+    """
+    if path.is_symlink() or step_of(path.name) is None:
+        given = "a link" if path.is_symlink() else repr(path.name)
+        raise CheckpointDamage(f"{given} is no checkpoint; those are directories called like step-00000120")
+    mark = _small_file(path / COMMIT)
+    data = _small_file(path / MANIFEST)
+    try:
+        manifest = decode(data)
+    except ValueError as error:
+        raise CheckpointDamage(f"{MANIFEST}: {error}") from error
+    if mark != encode_commit_marker(data, manifest.step):
+        raise CheckpointDamage(f"{COMMIT} does not seal this {MANIFEST}")
+    if step_of(path.name) != manifest.step:
+        raise CheckpointDamage(f"{MANIFEST} is of step {manifest.step}")
+    for name, entry in manifest.files.items():
+        found = (path / name).lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointDamage(f"{name} is no regular file")
+        if found.st_size != entry.bytes:
+            raise CheckpointDamage(f"{name} has {found.st_size} bytes instead of {entry.bytes}")
+    return manifest
+
+
+def read_header(path: Path, name: str, entry: FileEntry) -> dict[str, TensorExtent]:
+    """The tensors of a shard file. Raises Damage or OSError."""
+    fd = _open(path / name)
+    try:
+        length = header_length(os.pread(fd, 8, 0), entry.bytes)
+        return parse_header(os.pread(fd, length, 8), entry.bytes)
+    except ValueError as error:
+        raise CheckpointDamage(f"{name}: {error}") from error
+    finally:
+        os.close(fd)
+
+
+def unreadable_error(path: Path, error: OSError | CheckpointDamage) -> CheckpointError:
+    """The error for a checkpoint that cannot be loaded."""
+    return CheckpointError(
+        given=f"{path}: {damage_text(error)}",
+        rule="a checkpoint is loaded only if it is committed and whole",
+        consequence="nothing was loaded from it",
+        nearest="'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest that holds",
+    )
+
+
+def damage_text(error: OSError | CheckpointDamage) -> str:
+    """What is wrong, in one line, with the file's name and without its folder."""
+    if isinstance(error, CheckpointDamage):
+        return str(error)
+    name = os.path.basename(os.fsdecode(error.filename)) if error.filename else "a file"
+    if error.errno == errno.ENOENT:
+        return f"{name} is missing"
+    if error.errno == errno.ELOOP:
+        return f"{name} is a link"
+    return f"{name}: {os_reason(error)}"
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _small_file(path: Path) -> bytes:
+    fd = _open(path)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
+            raise CheckpointDamage(f"{path.name} is no regular file of at most {MAX_JSON_BYTES} bytes")
+        return file.read(MAX_JSON_BYTES)
+
+
+def _lies_as_in_a_file(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _read_exactly(path: Path, position: int, target: Tensor) -> None:
+    """Fill the contiguous host tensor ``target`` from the file."""
+    fd = _open(path)
+    try:
+        view = cast(Bytes, target.reshape(-1).view(torch.uint8).numpy()).data
+        while view:
+            count = os.preadv(fd, [view], position)
+            if count == 0:
+                raise CheckpointDamage(f"{path.name} ends at byte {position}")
+            view, position = view[count:], position + count
+    finally:
+        os.close(fd)

@@ -1,0 +1,201 @@
+"""The work of one save on every rank, from the temporary directory to the commit and the deletion of old checkpoints.
+
+It comes in small steps, so that it can move from a background thread to one that waits for it. In between the ranks
+agree three times - ready, written, committed - over a group of their own: what fails on one fails on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from unisono.checkpoint.commit import describe, prepare, problems_of, publish, shard_entries, tensor_table
+from unisono.checkpoint.direct_io import write_blocks
+from unisono.checkpoint.folder import (
+    is_committed,
+    list_checkpoints,
+    open_root,
+    os_reason,
+    remove,
+    remove_leftovers,
+    step_name,
+)
+from unisono.checkpoint.host_snapshot import HostSnapshot
+from unisono.checkpoint.manifest import Manifest, shard_name, versions
+from unisono.checkpoint.options import CheckpointOptions
+from unisono.checkpoint.reader import read_manifest
+from unisono.checkpoint.retention import expired_checkpoints
+from unisono.checkpoint.shard_assignment import ShardContents
+from unisono.dist import World
+from unisono.errors import CheckpointError, Problem, UnisonoError
+
+
+@dataclass(kw_only=True, slots=True)
+class SaveRequest:
+    """One save from its snapshot to its end. It was committed if it ``ended`` without ``problems``."""
+
+    step: int
+    shard: ShardContents
+    image: HostSnapshot
+    meta: dict[str, Any]
+    score: float | None
+    began_s: float
+    stall_s: float = 0.0
+    took_s: float = 0.0
+    num_bytes: int = 0
+    ended: bool = False
+    problems: list[Problem] = field(default_factory=list[Problem])
+    retention_problem: str = ""
+
+
+class SaveWriter:
+    """Writes this rank's part of checkpoints under ``root``; rank 0 also makes, commits and deletes directories."""
+
+    def __init__(
+        self, root: Path, *, group: World, options: CheckpointOptions, attempt: int, fault: Callable[[str], None]
+    ) -> None:
+        self.root = root
+        self._group = group
+        self._options = options
+        self._attempt = attempt
+        self._fault = fault
+        self._scores: dict[int, float | None] = {}
+
+    def start_up(self) -> None:
+        """Make the folder and clear it of what earlier attempts left behind. Raises CheckpointError on all ranks."""
+
+        def open_and_clear() -> None:
+            if self._group.rank == 0:
+                open_root(self.root)
+                remove_leftovers(self.root)
+
+        self._together(open_and_clear, f"opening {self.root}")
+
+    def work(self, save: SaveRequest) -> Iterator[None]:
+        """Does the save, yielding often; raises for whatever goes wrong, on all ranks that can still be told."""
+        what = f"saving step {save.step} to {self.root}"
+        temporary, final = self._paths(save)
+        tables = self._together(lambda: self._prepare(save), what)
+        self._check_agreement(save, tables)
+        yield
+        running = xxhash.xxh3_128()
+
+        def halfway() -> None:
+            self._fault("mid_shard")
+
+        path = temporary / shard_name(self._group.rank, self._group.world_size)
+        writing = write_blocks(path, save.image.blocks(running), save.image.size, halfway=halfway)
+        error: Exception | None = None
+        try:
+            self._fault("before_shard")
+            yield from writing
+        except Exception as caught:
+            error = caught
+
+        def report() -> dict[str, Any]:
+            if error is not None:
+                raise error
+            return {"bytes": save.image.size, "digest": running.hexdigest(), "pieces": describe(save.shard)}
+
+        reports = self._together(report, what)
+        yield
+
+        def commit() -> None:
+            if self._group.rank == 0:
+                publish(temporary, final, manifest=self._manifest(save, reports), fault=self._fault)
+
+        self._together(commit, what)
+        save.num_bytes = sum(each["bytes"] for each in reports)
+        save.took_s = time.monotonic() - save.began_s
+        yield
+        if self._group.rank == 0:
+            self._scores[save.step] = save.score
+            try:
+                self._prune(save.step)
+            except (OSError, UnisonoError) as caught:
+                save.retention_problem = os_reason(caught) if isinstance(caught, OSError) else str(caught)
+
+    def discard(self, save: SaveRequest) -> None:
+        """Remove what a failed save left; what cannot be removed now goes when the next attempt starts."""
+        if self._group.rank != 0:
+            return
+        temporary, final = self._paths(save)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(temporary)
+        with contextlib.suppress(OSError):
+            if final.is_dir() and not final.is_symlink() and not is_committed(final):
+                remove(final)
+
+    def _paths(self, save: SaveRequest) -> tuple[Path, Path]:
+        final = self.root / step_name(save.step)
+        return final.with_name(f"{final.name}.tmp-{self._attempt}"), final
+
+    def _prepare(self, save: SaveRequest) -> list[Any]:
+        if self._group.rank == 0:
+            temporary, _ = self._paths(save)
+            if temporary.exists():
+                shutil.rmtree(temporary)
+            prepare(self.root, save.step, temporary, save.shard.total_bytes)
+        return [save.step, save.shard.fingerprint]
+
+    def _check_agreement(self, save: SaveRequest, tables: list[list[Any]]) -> None:
+        odd = next((rank for rank, table in enumerate(tables) if table != tables[0]), None)
+        if odd is not None:
+            raise CheckpointError(
+                given=f"rank {odd} saves other tensors or another step than rank 0",
+                rule="replicated tensors, and those in parts, have the same names, whole shapes and dtypes on all ranks",
+                consequence=f"step {save.step} was not saved; earlier checkpoints are untouched",
+                nearest="pass what only one rank has as its own tensors",
+            )
+
+    def _manifest(self, save: SaveRequest, reports: list[dict[str, Any]]) -> Manifest:
+        return Manifest(
+            step=save.step,
+            world=self._group.world_size,
+            attempt=self._attempt,
+            score=save.score,
+            versions=versions(),
+            meta=save.meta,
+            files=shard_entries(reports),
+            tensors=tensor_table([report["pieces"] for report in reports], save.shard.spread),
+        )
+
+    def _together(self, work: Callable[[], Any], what: str) -> list[Any]:
+        """Do ``work`` on every rank; what it returned on each, or one CheckpointError with all that went wrong."""
+        try:
+            report: dict[str, Any] = {"value": work()}
+        except Exception as error:
+            report = {"problems": [asdict(problem) for problem in problems_of(error, what)]}
+        reports = self._group.gather_json(report)
+        found = dict.fromkeys(Problem(**each) for one in reports for each in one.get("problems", ()))
+        if found:
+            raise CheckpointError(*found)
+        return [one["value"] for one in reports]
+
+    def _prune(self, newest: int) -> None:
+        """Delete what retention no longer wants, and older directories that were never committed."""
+        read_manifest(self.root / step_name(newest))  # nothing goes before the newest is seen to be whole
+        entries = [entry for entry in list_checkpoints(self.root) if entry.state != "quarantined"]
+        committed = {entry.step: entry.path for entry in entries if entry.state == "committed"}
+        for step, path in committed.items():
+            if step not in self._scores:
+                self._scores[step] = _score(path)
+        doomed = expired_checkpoints({step: self._scores[step] for step in committed}, self._options)
+        paths = [committed[step] for step in doomed]
+        paths += [entry.path for entry in entries if entry.state == "uncommitted" and entry.step < newest]
+        for path in paths:
+            remove(path)
+
+
+def _score(path: Path) -> float | None:
+    try:
+        return read_manifest(path).score
+    except (CheckpointError, OSError):
+        return None

@@ -1,0 +1,126 @@
+"""From sources to one checked configuration: merge the layers, judge every value, report every problem at once.
+
+Later layers win: defaults, ``planned``, files in the order given (each after its base), environment, ``--set``. Every
+value is judged where it stands, also one that a later layer replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+from unisono.config.fields import OptionTree, join, option_tree
+from unisono.config.resolved import Resolved, resolve
+from unisono.config.sources import (
+    SourceEntry,
+    environment_entries,
+    override_entries,
+    planned_entries,
+    read_files,
+)
+from unisono.config.toml_file import KeyPath
+from unisono.config.validate import checked_value, not_a_section, one_value, unknown_key
+from unisono.errors import ConfigError, Problem
+
+T = TypeVar("T")
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """An options class with rules across its fields: pairs of field name, relative to the section, and problem."""
+
+    def problems(self) -> Iterable[tuple[str, Problem]]: ...
+
+
+def load_config(
+    cls: type[T],
+    sources: Sequence[str | Path] = (),
+    *,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = _NOTHING,
+    planned: Mapping[str, Any] = _NOTHING,
+) -> Resolved[T]:
+    """Build ``cls`` from ``.toml`` and ``.py`` files, ``UNISONO__SECTION__FIELD`` variables, ``key=value`` overrides.
+
+    ``planned`` (dotted key to value) fills what nobody set. A ``.toml`` file may name the layer beneath it with a
+    top-level ``base``; a ``.py`` file gives every value and must be the lowest layer. Only what differs from the
+    default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it. Raises ConfigError with all
+    problems.
+    """
+    layout = option_tree(cls)
+    reading = read_files(sources, layout)
+    walk = _Walk(layout=layout, problems=reading.problems, unread=bool(reading.problems))
+    overridden = override_entries(overrides, walk.problems)
+    walk.defaults()
+    for entry in [*planned_entries(planned), *reading.entries, *environment_entries(environ), *overridden]:
+        walk.assign(entry, entry.path[:1], entry.nested())
+    value = walk.build()
+    if walk.problems:
+        raise ConfigError(*walk.problems) from reading.cause
+    return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Walk:
+    """The state of one ``load``: what is known of each leaf so far, and everything wrong so far."""
+
+    layout: OptionTree
+    problems: list[Problem]
+    unread: bool  # a source could not be read: values are missing, so rules across fields have nothing to go by
+    values: dict[str, Any] = field(default_factory=dict[str, Any])
+    origins: dict[str, str] = field(default_factory=dict[str, str])
+    faulty: set[str] = field(default_factory=set[str])  # keys with a problem; the same holds for the sections around
+
+    def defaults(self) -> None:
+        for key, leaf in self.layout.leaves.items():
+            self.values[key], self.origins[key] = leaf.default, "default"
+            with self._gather(key):
+                self.values[key] = checked_value(leaf, leaf.default, "default", None)
+
+    def assign(self, entry: SourceEntry, path: KeyPath, raw: Any) -> None:
+        """Set the leaf at ``path``, or everything below it."""
+        key, origin = ".".join(path), entry.origin(path)
+        with self._gather(key):
+            # by name, not by key: the one quoted name "optim.lr" at the top level is not lr in [optim]
+            if path[-1] not in self.layout.members(".".join(path[:-1])):
+                raise unknown_key(self.layout, path, raw, origin)
+            if key in self.layout.leaves:
+                if len(path) < len(entry.path):
+                    raise one_value(self.layout, key, ".".join(entry.path), origin)
+                self.values[key] = checked_value(self.layout.leaves[key], raw, origin, self.values[key])
+                self.origins[key] = origin
+            elif not isinstance(raw, dict):
+                raise not_a_section(self.layout, key, raw, origin)
+            else:
+                for name, item in cast("dict[str, Any]", raw).items():
+                    self.assign(entry, (*path, name), item)
+
+    def build(self, section: str = "") -> object:
+        """The options object of a section, from the inside out, and the problems across its fields."""
+        parts: dict[str, Any] = {}
+        for name in self.layout.members(section):
+            key = join(section, name)
+            parts[name] = self.build(key) if key in self.layout.sections else self.values[key]
+        options = self.layout.sections[section](**parts)
+        around = f"{section}." if section else ""
+        sound = not self.unread and not any(f"{key}.".startswith(around) for key in self.faulty)
+        if sound and isinstance(options, Checked):
+            for name, problem in options.problems():
+                key = join(section, name)
+                place = f"{self.origins[key]}: {key}" if key in self.origins else key
+                self.problems.append(replace(problem, given=f"{place}: {problem.given}"))
+        return options
+
+    @contextmanager
+    def _gather(self, key: str) -> Generator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.extend(error.problems)
+            self.faulty.add(key)

@@ -1,0 +1,202 @@
+"""One TOML file: its values and the line on which each key stands.
+
+``tomllib`` decides what is valid and gives the values; it keeps no line numbers, so ``key_lines`` goes over the same
+text a second time and looks at nothing but keys and line ends. It may rely on the text being valid, since ``tomllib``
+has accepted it.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import ConfigError, Problem
+
+KeyPath = tuple[str, ...]
+
+NOTHING_STARTED = "nothing was started"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TomlFile:
+    """Values of one file as nested dicts; ``lines`` holds the line of every key and of every prefix of one."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[KeyPath, int]
+
+    def where(self, key: KeyPath) -> str:
+        """``path:line`` of the key."""
+        return f"{self.path}:{self.lines[key]}"
+
+
+def read_toml(path: Path) -> TomlFile:
+    """Read a file, or raise a ConfigError that shows the line at fault."""
+    text = _text(path)
+    try:
+        values = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, and int() on thousands of digits
+        raise ConfigError(_syntax_problem(path, text, str(error))) from None
+    except RecursionError:
+        raise ConfigError(
+            given=f"{path}: arrays or tables nested hundreds deep",
+            rule="a configuration nests as deep as its sections",
+            consequence=NOTHING_STARTED,
+            nearest="write the file anew; this is no configuration",
+        ) from None
+    return TomlFile(path=path, values=values, lines=key_lines(text))
+
+
+def cut(text: str) -> str:
+    """At most 80 characters of it."""
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _text(path: Path) -> str:
+    raw = path.read_bytes()
+    fault: tuple[str, str, str] | None = None
+    if raw.startswith(b"\xef\xbb\xbf"):
+        fault = ("starts with a byte order mark", "TOML is UTF-8 without a byte order mark", "without the mark")
+    elif not raw.strip():
+        fault = ("the file is empty", "a configuration file has at least a comment", "with one line: # all defaults")
+    else:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+            at = f"byte 0x{raw[error.start]:02x} on line {line} is not UTF-8"
+            fault = (at, "TOML is UTF-8", "as UTF-8")
+    given, rule, how = fault
+    raise ConfigError(given=f"{path}: {given}", rule=rule, consequence=NOTHING_STARTED, nearest=f"save the file {how}")
+
+
+def _syntax_problem(path: Path, text: str, message: str) -> Problem:
+    """tomllib names the place inside its message, and calls the last line ``end of document``."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    reason, _, place = message.partition(" (at ")
+    found = re.match(r"line (\d+), column (\d+)", place)
+    row = int(found[1]) if found else len(text.rstrip().split("\n"))
+    given = f"{path}:{row}: {cut(lines[row - 1].strip())}"
+    if re.match("Cannot (overwrite|declare|mutate)|Duplicate", reason):
+        rule, nearest = "a key or a table is set once in a file", "keep one of the two"
+        first = _first_of_twice("\n".join(lines[:row]))
+        if first and first != row:
+            nearest = f"keep this one or the one on line {first}"
+    else:
+        column = f" (column {found[2]})" if found else " (at the end of the file)"
+        rule, nearest = f"TOML: {reason}{column}", 'write key = value, with text in "quotes"'
+    return Problem(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=nearest)
+
+
+def _first_of_twice(text: str) -> int | None:
+    """Where the last key of ``text`` was set before; None where that is not plain to see."""
+    try:
+        *earlier, (last, _) = _keys(text)
+    except ValueError:
+        return None
+    same = (line for key, line in earlier if key == last)
+    around = (line for key, line in earlier if key[: len(last)] == last or last[: len(key)] == key)
+    return next(same, next(around, None))
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_STRING = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"\\\n])*"' r"|'[^'\n]*'",
+    re.DOTALL,
+)
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_DOT = re.compile(r"[ \t]*\.[ \t]*")
+_BARE_VALUE = re.compile(r"[^,\]}#\n]+")
+
+
+def key_lines(text: str) -> dict[KeyPath, int]:
+    """The first line (from 1) on which each key path of a valid TOML text, or a prefix of it, appears."""
+    lines: dict[KeyPath, int] = {}
+    for key, line in _keys(text):
+        for length in range(1, len(key) + 1):
+            lines.setdefault(key[:length], line)
+    return lines
+
+
+def _keys(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """Every key and table header in order of appearance."""
+    cursor = _Cursor(text)
+    table: KeyPath = ()
+    while cursor.skip_blank():
+        if cursor.at("["):
+            cursor.position += 2 if cursor.at("[[") else 1
+            table, line = cursor.key()
+            cursor.position = text.index("]", cursor.position) + 1
+            if cursor.at("]"):
+                cursor.position += 1
+            yield table, line
+        else:
+            yield from cursor.pair(table)
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """A position in TOML text that moves over one token at a time."""
+
+    text: str
+    position: int = 0
+    line_ends: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.line_ends = [found.end() for found in re.finditer("\n", self.text)]
+
+    def at(self, token: str) -> bool:
+        return self.text.startswith(token, self.position)
+
+    def skip_blank(self) -> bool:
+        """Go over spaces, line ends and comments; False at the end of the text."""
+        self.take(_BLANK)
+        return self.position < len(self.text)
+
+    def take(self, pattern: re.Pattern[str]) -> str | None:
+        found = pattern.match(self.text, self.position)
+        if found is None:
+            return None
+        self.position = found.end()
+        return found[0]
+
+    def key(self) -> tuple[KeyPath, int]:
+        """A dotted key, and its line."""
+        self.skip_blank()
+        line = bisect_right(self.line_ends, self.position) + 1
+        parts: list[str] = []
+        while True:
+            quoted = self.take(_STRING)
+            bare = self.take(_BARE_KEY) if quoted is None else None
+            parts.append(bare or str(tomllib.loads(f"key = {quoted}")["key"]))
+            if self.take(_DOT) is None:
+                return tuple(parts), line
+
+    def pair(self, table: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+        """``key = value`` inside ``table``."""
+        key, line = self.key()
+        yield table + key, line
+        self.position = self.text.index("=", self.position) + 1
+        yield from self.value(table + key)
+
+    def value(self, key: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+        """Go over one value; only inline tables hold further keys."""
+        self.skip_blank()
+        if self.at("[") or self.at("{"):
+            table = self.at("{")
+            self.position += 1
+            while self.skip_blank() and not (self.at("]") or self.at("}")):
+                if self.at(","):
+                    self.position += 1
+                else:
+                    yield from self.pair(key) if table else self.value(key)
+            self.position += 1
+        elif self.take(_STRING) is None:
+            self.take(_BARE_VALUE)

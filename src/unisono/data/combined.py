@@ -1,0 +1,167 @@
+"""Data sets made of data sets, each with an order of its own: mixtures, weights, batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch, Dataset, MapStyle, as_dataset, collate
+from unisono.data.loading.batch_builder import PerSampleDataset
+from unisono.data.order.permutation import Permutation
+from unisono.data.order.samplers import BucketedOrder, MixtureOrder, SampleOrder, ShuffledOrder, WeightedOrder
+from unisono.errors import DataError, Problem
+
+Ids = NDArray[np.int64]
+
+
+@runtime_checkable
+class OrderedDataset(Protocol):
+    """A data set that says itself which of its samples comes when."""
+
+    def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder: ...
+
+
+def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) -> Dataset:
+    """Samples of several data sets, ``weights[i]`` of them from ``datasets[i]``, in any stretch of the run (rounded to 1/4096).
+
+    Each source is shuffled by itself; a small one is repeated, a large one not used up when ``len``, the sum of the lengths, is.
+    Samples of one batch must have the same names and shapes. Raises DataError for impossible weights.
+    """
+    parts = [as_dataset(dataset) for dataset in datasets]
+    MixtureOrder([len(part) for part in parts], weights, seed=0)  # raises now what it would raise later
+    return _MixtureDataset(parts, list(weights))
+
+
+def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.float64]) -> Dataset:
+    """``dataset`` with each sample coming as often as its weight says, relative to the others; 8 bytes of memory per sample.
+
+    ``1 / count of the sample's class`` balances classes (``balancing_weights``). Raises DataError for impossible weights.
+    """
+    base = as_dataset(dataset)
+    given = np.asarray(weights, np.float64)
+    if len(given) != len(base):
+        raise DataError(_unequal(len(given), "weights", len(base)))
+    WeightedOrder(given, seed=0)
+    return _ReorderedDataset(
+        base,
+        f"weighted:{xxhash.xxh3_64_hexdigest(given.tobytes())}",
+        lambda seed, global_batch: WeightedOrder(given, seed=seed),
+    )
+
+
+def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
+    """Weights [n] under which each class that occurs in ``labels`` [n] comes equally often."""
+    _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
+    return 1.0 / counts[classes]
+
+
+def bucketed(
+    dataset: Dataset | MapStyle, lengths: Sequence[int] | NDArray[np.int64], *, window_batches: int = 64
+) -> Dataset:
+    """``dataset`` in batches of about equal ``lengths`` [n]: less padding. Each epoch is shuffled as always, then every
+    ``window_batches`` global batches are regrouped by length; still each sample once per epoch."""
+    base = as_dataset(dataset)
+    given = np.asarray(lengths, np.int64)
+    if len(given) != len(base):
+        raise DataError(_unequal(len(given), "lengths", len(base)))
+    size = len(base)
+
+    def draws(seed: int, global_batch: int) -> SampleOrder:
+        whole = ShuffledOrder(Permutation(size, seed=seed))
+        return BucketedOrder(whole, given, size=size, batch=global_batch, window_batches=window_batches, seed=seed)
+
+    return _ReorderedDataset(base, f"bucketed:{window_batches}:{xxhash.xxh3_64_hexdigest(given.tobytes())}", draws)
+
+
+def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> Dataset:
+    """``dataset`` with ``function`` done to each sample, always alike: decoding, say. What is random belongs into the loader's
+    ``transform``; around this, ``cached`` keeps what the function made."""
+    return _MappedDataset(as_dataset(dataset), function)
+
+
+class _MappedDataset:
+    def __init__(self, base: Dataset, function: Callable[[Batch], Batch]) -> None:
+        self._base, self._function = base, function
+        # a value object says with what it works; a function is known by its name only
+        name = (
+            repr(function) if is_dataclass(function) else getattr(function, "__qualname__", type(function).__qualname__)
+        )
+        self.fingerprint = f"{function.__module__}.{name}:{base.fingerprint}"
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def read(self, indices: Ids) -> Batch:
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        return [self._function(sample) for sample in read_samples(self._base, indices)]
+
+
+class _MixtureDataset:
+    def __init__(self, parts: list[Dataset], weights: list[float]) -> None:
+        self._parts, self._weights = parts, weights
+        self._starts = np.cumsum([0, *(len(part) for part in parts)])
+        self.fingerprint = f"mixture:{weights}:[{', '.join(part.fingerprint for part in parts)}]"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
+        return MixtureOrder([len(part) for part in self._parts], self._weights, seed=seed)
+
+    def read(self, indices: Ids) -> Batch:
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        found: dict[int, Batch] = {}
+        homes = np.searchsorted(self._starts, indices, side="right") - 1
+        for home in np.unique(homes).tolist():
+            rows = np.flatnonzero(homes == home)
+            samples = read_samples(self._parts[home], indices[rows] - self._starts[home])
+            found |= dict(zip(rows.tolist(), samples, strict=True))
+        return [found[row] for row in range(len(indices))]
+
+
+class _ReorderedDataset:
+    def __init__(self, base: Dataset, how: str, draws: _OrderFactory) -> None:
+        self._base, self._draws = base, draws
+        self.fingerprint = f"{how}:{base.fingerprint}"
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder:
+        return self._draws(seed, global_batch)
+
+    def read(self, indices: Ids) -> Batch:
+        return self._base.read(indices)
+
+    def samples(self, indices: Ids) -> list[Batch]:
+        return read_samples(self._base, indices)
+
+
+class _OrderFactory(Protocol):
+    def __call__(self, seed: int, global_batch: int, /) -> SampleOrder: ...
+
+
+def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
+    """Samples one by one, from any data set."""
+    if isinstance(dataset, PerSampleDataset):
+        return dataset.samples(indices)
+    batch = dataset.read(indices)
+    return [{name: array[row] for name, array in batch.items()} for row in range(len(indices))]
+
+
+def _unequal(given: int, what: str, samples: int) -> Problem:
+    return Problem(
+        given=f"{given} {what} for {samples} samples",
+        rule=f"there is one of the {what} for each sample, in the data set's order",
+        consequence="they cannot be matched",
+        nearest="make them from the same list as the data set",
+    )

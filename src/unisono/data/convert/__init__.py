@@ -1,0 +1,1 @@
+"""Conversion between file formats, and packing of files into records."""

@@ -1,0 +1,84 @@
+"""A file read front to back in exact sizes, gzip undone on the way: never more memory than its bytes account for."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, unreadable_error
+
+MAX_EXPANSION: Final = 200  # bytes out of gzip for one byte in: real data stays far below, bombs come near 1,000
+_FREE_BYTES: Final = 16 << 20  # what a small file may expand to in any case
+_PIECE_BYTES: Final = 1 << 20
+
+
+class ByteSource:
+    """One open file; ``offset`` is what has been read of it, behind its gzip where the name ends in ``.gz``.
+
+    Raises DataError with the offset where it ends early, where its gzip is damaged, and where it expands more than
+    ``MAX_EXPANSION`` times.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset = path, 0
+        try:
+            self._raw = path.open("rb")
+        except OSError as error:
+            raise unreadable_error(
+                f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
+            ) from error
+        self._unpacked = gzip.GzipFile(fileobj=self._raw) if path.name.endswith(".gz") else None
+        # bytes of the whole; None: only the end of the gzip tells
+        self.size = None if self._unpacked else os.fstat(self._raw.fileno()).st_size
+
+    def __enter__(self) -> ByteSource:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._raw.close()
+
+    def read(self, count: int, what: str, *, record: int | None = None) -> bytes:
+        """The next ``count`` bytes, which are ``what``."""
+        if count > MAX_RECORD_BYTES:
+            said = f"{what} of {count:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+            raise damaged_error(self.path, self.offset, said, record=record)
+        content = self.read_up_to(count)
+        if len(content) < count:
+            said = f"the file ends {count - len(content)} bytes before the end of {what}"
+            raise damaged_error(self.path, self.offset, said, record=record)
+        return content
+
+    def read_up_to(self, count: int) -> bytes:
+        """The next ``count`` bytes, fewer where the file ends."""
+        pieces: list[bytes] = []
+        while count and (piece := self._piece(min(count, _PIECE_BYTES))):
+            pieces.append(piece)
+            self.offset += len(piece)
+            count -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def end(self, what: str) -> None:
+        """Nothing is left; reading so far also makes gzip compare its checksum."""
+        if self.read_up_to(1):
+            raise damaged_error(self.path, self.offset - 1, f"there is more behind the end of {what}")
+
+    def _piece(self, count: int) -> bytes:
+        if self._unpacked is None:
+            return self._raw.read(count)
+        try:
+            piece = self._unpacked.read(count)
+        except (OSError, EOFError, zlib.error) as error:
+            raise damaged_error(self.path, self.offset, f"its gzip is damaged or cut: {error}") from error
+        if self.offset + len(piece) > _FREE_BYTES + MAX_EXPANSION * self._raw.tell():
+            raise unreadable_error(
+                f"{self.path}: {self._raw.tell():,} bytes of gzip, which are more than {self.offset:,} bytes unpacked",
+                f"a file expands {MAX_EXPANSION} times at most, or to {_FREE_BYTES >> 20} MiB",
+                "gunzip by hand, if that is what it should hold",
+            )
+        return piece

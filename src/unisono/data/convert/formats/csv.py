@@ -1,0 +1,212 @@
+"""``.csv`` after RFC 4180: UTF-8, commas, a header line, double quotes doubled inside quotes. Nothing is repaired.
+
+What stands in quotes is a string. A column of unquoted integers in int64 is int64, one of unquoted numbers, ``nan`` or ``inf``
+is float64, any other is string: the whole file is read once to know. A number has no zeros in front, and an integer among floats
+is one that float64 holds, so that neither codes nor long ids change. Bytes are base64 in the columns that are said to be.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.data.convert.formats.table import (
+    MAX_RECORD_BYTES,
+    Row,
+    Table,
+    check_rows,
+    damaged_error,
+    infer_schema,
+    shorten,
+    unreadable_error,
+    unwritable_error,
+)
+from unisono.data.mindrecord import FieldType
+from unisono.storage.files import new_file
+
+_CELL: Final = re.compile(r'(?:"((?:[^"]++|"")*+)"|([^",\r\n]*+))(,|\Z)')
+_PLAIN: Final = re.compile(r"[^\",\r\n\ufeff]+")
+_INT: Final = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_FLOAT: Final = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,5})?")
+_MAX_NUMBER: Final = 400  # characters: more than any float64 needs
+_WORDS: Final = ("nan", "inf", "-inf")
+_BOM: Final = b"\xef\xbb\xbf"
+_Cell = tuple[str, bool]  # the text, and whether it stood in quotes
+
+
+def read(path: Path, binary: Collection[str] = ()) -> Table:
+    """The lines behind the header as rows; columns named in ``binary`` are base64. Raises DataError naming line and offset."""
+    names, kinds = _types(path, frozenset(binary))
+    return Table(rows=_rows(path, names, kinds), schema={name: FieldType(type=kinds[name]) for name in names})
+
+
+def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
+    """The rows under a header line, strings in quotes; bytes of fields named in ``binary`` as base64. Returns how many."""
+    schema, rows = infer_schema(table)
+    for name, field in schema.items():
+        if field.type == "bytes" and name not in binary:
+            raise unwritable_error(
+                f"field {name!r}, which is bytes, as CSV",
+                "CSV is text: bytes are written as base64 in the fields that are said to be, here and for reading",
+                f"--base64 {name}; a .jsonl, .parquet or .mindrecord file holds bytes",
+            )
+        if field.shape is not None or field.type == "bool":
+            raise unwritable_error(
+                f"field {name!r}, {'a bool' if field.shape is None else 'an array'}, as CSV",
+                "a column is of ints, floats, strings or base64",
+                "a .jsonl or .parquet file holds such rows",
+            )
+    if unknown := [name for name in binary if schema.get(name, FieldType(type="")).type != "bytes"]:
+        raise unwritable_error(f"base64 for {unknown[0]!r}", "base64 is for fields of bytes", "leave it out")
+    count = 0
+    with new_file(path) as file:
+        file.write((",".join(name if _PLAIN.fullmatch(name) else _quoted(name) for name in schema) + "\n").encode())
+        for row in check_rows(rows, schema, "CSV"):
+            try:
+                file.write((",".join(_text(row[name], count, name) for name in schema) + "\n").encode())
+            except UnicodeEncodeError as error:
+                raise unwritable_error(
+                    f"row {count}: {error.reason}", "CSV is UTF-8 here", "bytes in place of a str"
+                ) from error
+            count += 1
+    return count
+
+
+def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str]]:
+    """The names of the columns and the type of each, from all of the file."""
+    records = _records(path)
+    _, _, header = next(records, (1, 0, []))
+    names = [text for text, _ in header]
+    if not all(names) or len(set(names)) != len(names) or not names:
+        raise damaged_error(path, 0, f"a header line with the names {names}, where each column has one of its own")
+    if unknown := sorted(binary - set(names)):
+        raise unreadable_error(
+            f"{path}: base64 for {unknown[0]!r}", f"columns are {', '.join(names)}", "one of these, or leave it out"
+        )
+    left: dict[int, tuple[str, ...]] = {
+        place: ("int64", "float64") for place, name in enumerate(names) if name not in binary
+    }
+    empty = True
+    for number, offset, cells in records:
+        empty = False
+        _same_width(path, number, offset, cells, names)
+        for place, possible in list(left.items()):
+            text, quoted = cells[place]
+            left[place] = () if quoted else tuple(kind for kind in possible if _IS[kind](text))
+            if not left[place]:
+                del left[place]
+    kinds = dict.fromkeys(names, "string") | dict.fromkeys(binary, "bytes")
+    if not empty:
+        kinds |= {names[place]: possible[0] for place, possible in left.items()}
+    return names, kinds
+
+
+def _rows(path: Path, names: list[str], kinds: dict[str, str]) -> Iterator[Row]:
+    records = _records(path)
+    next(records, None)
+    for number, offset, cells in records:
+        _same_width(path, number, offset, cells, names)
+        try:
+            yield {name: _value(text, kinds[name]) for name, (text, _) in zip(names, cells, strict=True)}
+        except ValueError as error:
+            raise damaged_error(path, offset, f"line {number}: {error}") from error
+
+
+def _value(text: str, kind: str) -> Any:
+    if kind == "string":
+        return text
+    if kind == "bytes":
+        try:
+            return base64.b64decode(text, validate=True)
+        except (ValueError, binascii.Error) as error:
+            raise ValueError(f"{text[:40]!r} is no base64: {error}") from error
+    return int(text) if kind == "int64" else float(text)
+
+
+def _is_int(text: str) -> bool:
+    return _INT.fullmatch(text) is not None and -(1 << 63) <= int(text) < 1 << 63
+
+
+def _is_float(text: str) -> bool:
+    if len(text) > _MAX_NUMBER or not _FLOAT.fullmatch(text):
+        return text in _WORDS
+    return int(text) == float(text) if text.lstrip("-").isdigit() else math.isfinite(float(text))
+
+
+_IS: Final = {"int64": _is_int, "float64": _is_float}
+
+
+def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names: list[str]) -> None:
+    if len(cells) != len(names):
+        raise damaged_error(path, offset, f"line {number} has {len(cells)} fields, and the header {len(names)}")
+
+
+def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
+    """Number and offset of the line where a record begins, and its cells."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise unreadable_error(
+            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
+        ) from error
+    with file:
+        offset, number = len(_BOM), 1
+        if file.read(len(_BOM)) != _BOM:
+            offset = file.seek(0)
+        while line := file.readline(MAX_RECORD_BYTES + 1):
+            lines = [line]
+            quotes, size = line.count(b'"'), len(line)
+            while quotes % 2 and size <= MAX_RECORD_BYTES and (more := file.readline(MAX_RECORD_BYTES + 1)):
+                lines.append(more)
+                quotes, size = quotes + more.count(b'"'), size + len(more)
+            if size > MAX_RECORD_BYTES:
+                raise damaged_error(path, offset, f"line {number} has more than {MAX_RECORD_BYTES:,} bytes")
+            if quotes % 2:
+                raise damaged_error(path, offset, f"line {number} has a quote that nothing closes")
+            record = b"".join(lines)
+            if not record.endswith(b"\n"):
+                raise damaged_error(
+                    path, offset, f"line {number} does not end: a cut file looks so, a line ends with \\n"
+                )
+            try:
+                yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r"))
+            except ValueError as error:
+                raise damaged_error(path, offset, f"line {number}: {error}") from error
+            offset, number = offset + size, number + len(lines)
+
+
+def _cells(record: str) -> list[_Cell]:
+    if '"' not in record and "\r" not in record:
+        return [(text, False) for text in record.split(",")]
+    found: list[_Cell] = []
+    at = 0
+    while True:
+        match = _CELL.match(record, at)
+        if match is None:
+            raise ValueError(f"field {len(found) + 1} has a quote or a line end where none can be")
+        inside, plain, end = match.groups()
+        found.append((plain, False) if inside is None else (inside.replace('""', '"'), True))
+        if not end:
+            return found
+        at = match.end()
+
+
+def _text(value: Any, number: int, name: str) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise unwritable_error(
+            f"row {number}, field {name!r}: {shorten(value)}", "an integer column is int64", "a .jsonl file holds it"
+        )
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'

@@ -1,0 +1,120 @@
+"""``.jsonl``: an object a line; bytes as ``{"base64": "…"}``, arrays as lists (read back as bool, int64 or float64)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from unisono.data.convert.formats.table import MAX_RECORD_BYTES, Row, Table, unreadable_error, unwritable_error
+from unisono.storage.files import new_file
+
+
+def read(path: Path) -> Table:
+    """The lines as rows."""
+    return Table(rows=_rows(path))
+
+
+def write(path: Path, table: Table) -> int:
+    """The rows as lines; returns how many."""
+    count = 0
+    with new_file(path) as file:
+        for row in table.rows:
+            try:
+                file.write((to_line(row) + "\n").encode())
+            except UnicodeEncodeError as error:
+                raise unwritable_error(
+                    f"row {count}: {error.reason}", "JSON is UTF-8", "bytes in place of a str"
+                ) from error
+            except ValueError as error:
+                raise unwritable_error(
+                    f"row {count}: {error}",
+                    "JSON has finite numbers only",
+                    "a .mindrecord or .parquet file holds such rows",
+                ) from error
+            count += 1
+    return count
+
+
+def to_line(row: Row) -> str:
+    """A row as its line. Raises ValueError for a number that is not finite."""
+    return json.dumps(row, default=_to_json, ensure_ascii=False, allow_nan=False)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise unreadable_error(
+            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
+        ) from error
+    with file:
+        offset = number = 0
+        while line := file.readline(MAX_RECORD_BYTES + 1):
+            number += 1
+            try:
+                if len(line) > MAX_RECORD_BYTES:
+                    raise ValueError(f"it has more than {MAX_RECORD_BYTES:,} bytes")
+                row: Any = json.loads(line, object_pairs_hook=_object)
+                if not isinstance(row, dict):
+                    raise ValueError("it is no object")
+                yield {name: _from_json(value) for name, value in cast("dict[str, Any]", row).items()}
+            except (ValueError, RecursionError) as error:
+                raise unreadable_error(
+                    f"{path}: line {number} at offset {offset}: {error}",
+                    'a line is one JSON object of numbers, strings, lists of numbers, and bytes as {"base64": …}',
+                    "mend or remove that line",
+                ) from error
+            offset += len(line)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        found = cast("dict[str, Any]", value)
+        if found.keys() != {"base64"} or not isinstance(found["base64"], str):
+            raise ValueError('an object inside a row is {"base64": "…"}')
+        try:
+            return base64.b64decode(found["base64"], validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"base64: {error}") from error
+    if isinstance(value, list):
+        return _array(cast("list[Any]", value))
+    if value is None:
+        raise ValueError("null is no number, string, list or bytes")
+    return value
+
+
+def _array(values: list[Any]) -> Any:
+    kinds = _kinds(values)
+    if kinds <= {bool} or kinds <= {int, float}:
+        array = np.array(values)  # a ragged list is a ValueError
+        # among floats an int may be rounded, and one beyond int64 would be an unsigned one
+        if array.dtype.kind in "bi" or (array.dtype.kind == "f" and (int not in kinds or abs(array).max() < 1 << 53)):
+            return array
+    raise ValueError("a list inside a row is of numbers: ints within int64, floats, or true and false")
+
+
+def _kinds(values: list[Any]) -> set[type]:
+    found = set(map(type, values))
+    if list in found:
+        found.discard(list)
+        found.update(*(_kinds(cast("list[Any]", each)) for each in values if isinstance(each, list)))
+    return found
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    return value.tolist()

@@ -1,0 +1,24 @@
+"""``.mindrecord``: int32, int64, float32, float64, string, bytes and arrays of the numbers; a picture as PNG bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unisono.data.convert.formats.png import encode_image_column
+from unisono.data.convert.formats.table import Table, infer_schema
+from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
+
+
+def read(path: Path) -> Table:
+    """The rows of the file and of all files of its set."""
+    file = MindRecordFile(path)
+    return Table(rows=file, schema=file.schema)
+
+
+def write(path: Path, table: Table) -> int:
+    """The rows as one file and its index; returns how many."""
+    schema, rows = infer_schema(encode_image_column(table))
+    with MindRecordWriter(path, schema, overwrite=True) as writer:
+        for row in rows:
+            writer.write(row)
+    return len(writer)

@@ -1,0 +1,238 @@
+"""``.parquet``: columns of numbers, booleans, strings and bytes, and lists of numbers as arrays, through pyarrow.
+
+An array of shape [-1, 3] is a ``list`` of ``fixed_size_list``\\ s of 3, so all dtypes and dims come back. Pages are written with
+checksums, and compared where a file has them; Parquet has none for its footer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.convert.formats.table import (
+    Row,
+    Table,
+    check_columns,
+    check_rows,
+    infer_schema,
+    unreadable_error,
+    unwritable_error,
+)
+from unisono.data.mindrecord import FieldType
+from unisono.errors import missing_extra
+from unisono.storage.files import new_file
+
+_READ_ROWS: Final = 256  # in memory at once, besides the pages they are in
+_BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it all of a row group's column is
+_GROUP_ROWS: Final = 1 << 12
+_GROUP_BYTES: Final = 32 << 20
+_MAX_NAME_BYTES: Final = 64 << 20  # of any text in the footer; pyarrow's own limit is 100 MB
+_MAX_ENTRIES: Final = 1 << 20  # of any list in the footer
+_NAMES: Final = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}
+_TEXTS: Final = ("string", "large_string", "string_view")
+_BYTES: Final = ("binary", "large_binary", "binary_view")
+
+
+def read(path: Path, columns: Sequence[str] | None = None) -> Table:
+    """The rows, of these columns only where they are named. Raises DataError for columns and cells that no row can hold."""
+    pa, pq = _pyarrow()
+    try:
+        file = pq.ParquetFile(
+            path,
+            thrift_string_size_limit=_MAX_NAME_BYTES,
+            thrift_container_size_limit=_MAX_ENTRIES,
+            page_checksum_verification=True,
+            pre_buffer=False,
+            buffer_size=_BUFFER_BYTES,
+        )
+        arrow = file.schema_arrow
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+    if len(set(arrow.names)) != len(arrow.names):
+        raise unreadable_error(
+            f"{path}, two of whose columns have one name", "a field has a name of its own", "another name"
+        )
+    if columns is not None:
+        check_columns(columns, arrow.names, f"{path}")
+    schema = {name: _field(path, name, arrow.field(name).type) for name in columns or arrow.names}
+    return Table(rows=_rows(path, file, schema, pa), schema=schema)
+
+
+def _rows(path: Path, file: Any, schema: dict[str, FieldType], pa: Any) -> Iterator[Row]:
+    at = 0
+    batches = file.iter_batches(batch_size=_READ_ROWS, columns=list(schema), use_threads=False)
+    while True:
+        try:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            batch.validate(full=True)
+            cells = [_cells(path, at, name, batch.column(name), field) for name, field in schema.items()]
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise _damaged(path, error) from error
+        for values in zip(*cells, strict=True) if cells else [()] * batch.num_rows:
+            yield dict(zip(schema, values, strict=True))
+        at += batch.num_rows
+    if at != file.metadata.num_rows:
+        raise _damaged(path, f"it holds {at} rows, and its footer says {file.metadata.num_rows}")
+
+
+def write(path: Path, table: Table) -> int:
+    """The rows as row groups of at most 4,096 rows or about 32 MiB; returns how many rows."""
+    pa, pq = _pyarrow()
+    fields, rows = infer_schema(table)
+    arrow = pa.schema([pa.field(name, _type(pa, name, field), nullable=False) for name, field in fields.items()])
+    rows, count = check_rows(rows, fields, "Parquet"), 0
+    with new_file(path) as file, _writer(pq, file, arrow) as writer:
+        while group := list(_group(rows)):
+            columns = [_column(pa, [row[name] for row in group], field, count) for name, field in fields.items()]
+            writer.write_table(pa.Table.from_arrays(columns, schema=arrow))
+            count += len(group)
+    return count
+
+
+def _writer(pq: Any, file: Any, arrow: Any) -> Any:
+    # the size of a page is looked at once in so many values: with the default of 1,024 a page of images is 100 MB
+    return pq.ParquetWriter(file, arrow, write_page_checksum=True, write_batch_size=64)
+
+
+def _group(rows: Iterator[Row]) -> Iterator[Row]:
+    size = 0
+    for row in islice(rows, _GROUP_ROWS):
+        yield row
+        size += sum(_bytes_of(value) for value in row.values())
+        if size >= _GROUP_BYTES:
+            return
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return cast("NDArray[Any]", value).nbytes
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _field(path: Path, name: str, kind: Any) -> FieldType:
+    """The field that a column of an arrow type is."""
+    dims: list[int] = []
+    inner = kind
+    while hasattr(inner, "value_field"):
+        dims.append(getattr(inner, "list_size", -1))
+        inner = inner.value_type
+    text = str(inner)
+    number = _NAMES.get(text, text)
+    if number in ("bool", "float16", "float32", "float64") or (text.lstrip("u").startswith("int")):
+        return FieldType(type=number, shape=tuple(dims) or None)
+    if not dims and text.startswith("dictionary<values=string,"):
+        return FieldType(type="string")
+    if not dims and (text in _TEXTS or text in _BYTES or text.startswith("fixed_size_binary[")):
+        return FieldType(type="string" if text in _TEXTS else "bytes")
+    raise unreadable_error(
+        f"{path}: column {name!r} of type {kind}",
+        "a field is a number, a boolean, a string, bytes, or lists of numbers or booleans",
+        "choose other columns, or cast this one before it is written",
+    )
+
+
+def _type(pa: Any, name: str, field: FieldType) -> Any:
+    """The arrow type of a field."""
+    if field.type == "bytes":
+        return pa.large_binary()
+    try:
+        kind = pa.string() if field.type == "string" else pa.from_numpy_dtype(np.dtype(field.type))
+    except (TypeError, pa.ArrowException) as error:
+        raise unwritable_error(
+            f"field {name!r} of type {field.type}", f"Parquet has no such numbers: {error}", "a smaller type"
+        ) from error
+    for dim in reversed(field.shape or ()):
+        kind = pa.large_list(kind) if dim == -1 else pa.list_(kind, dim)
+    return kind
+
+
+def _column(pa: Any, values: list[Any], field: FieldType, at: int) -> Any:
+    """Values of one field as an arrow array, arrays by way of their flat values."""
+    shape = field.shape
+    if shape is None:
+        try:
+            return pa.array(values, pa.large_binary() if field.type == "bytes" else _type(pa, "", field))
+        except (UnicodeEncodeError, pa.ArrowException) as error:
+            raise unwritable_error(
+                f"rows {at} to {at + len(values) - 1}: {error}", "a string is UTF-8", "bytes in place of str"
+            ) from error
+    shapes = np.array([value.shape for value in values], np.int64)  # [rows, dims]
+    column = pa.array(np.concatenate([value.reshape(-1) for value in values]))
+    # from the innermost dim outwards: of dim k a row has as many lists as its dims before k multiply to
+    for dim in reversed(range(len(shape))):
+        lists = shapes[:, :dim].prod(axis=1)
+        if shape[dim] == -1:
+            offsets = np.zeros(lists.sum() + 1, np.int64)
+            np.cumsum(np.repeat(shapes[:, dim], lists), out=offsets[1:])
+            column = pa.LargeListArray.from_arrays(pa.array(offsets), column)
+        else:
+            column = pa.FixedSizeListArray.from_arrays(column, shape[dim])
+    return column
+
+
+def _cells(path: Path, at: int, name: str, column: Any, field: FieldType) -> list[Any]:
+    """The values of a column, in Python's types or as arrays."""
+    _no_nulls(path, at, name, column)
+    if field.shape is None:
+        return column.to_pylist()
+    rows = len(column)
+    bounds = np.arange(rows + 1)  # [rows + 1] where each row's lists begin among all lists of the dim
+    shapes = np.zeros((rows, len(field.shape)), np.int64)
+    for dim, size in enumerate(field.shape):
+        if size != -1:
+            offsets = np.arange(len(column) + 1) * size
+        else:
+            offsets = column.offsets.to_numpy()
+            offsets = (offsets - offsets[0]).astype(np.int64)
+        column = column.flatten()
+        _no_nulls(path, at, name, column)
+        sizes, counts = np.diff(offsets), np.diff(bounds)
+        if size != -1:
+            shapes[:, dim] = size
+        elif sizes.size:
+            shapes[:, dim] = np.where(counts > 0, sizes[np.minimum(bounds[:-1], sizes.size - 1)], 0)
+        ragged = np.repeat(np.arange(rows), counts)[sizes != np.repeat(shapes[:, dim], counts)]
+        if ragged.size:
+            raise unreadable_error(
+                f"{path}: row {at + int(ragged[0])}, column {name!r}: lists of different lengths inside a list",
+                "lists of lists are arrays: as long as each other",
+                "choose other columns",
+            )
+        bounds = offsets[bounds]
+    flat = column.to_numpy(zero_copy_only=False)
+    return [
+        flat[begin:end].reshape(shape)
+        for begin, end, shape in zip(bounds[:-1].tolist(), bounds[1:].tolist(), shapes.tolist(), strict=True)
+    ]
+
+
+def _no_nulls(path: Path, at: int, name: str, column: Any) -> None:
+    if column.null_count:
+        first = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise unreadable_error(
+            f"{path}: column {name!r} with a null, at row {at + first} or inside the lists behind it",
+            "a row has a value in each field",
+            "choose other columns, or put a value in the place of nulls",
+        )
+
+
+def _damaged(path: Path, error: object) -> Exception:
+    what = str(error).strip().replace("\n", "; ")
+    return unreadable_error(
+        f"{path}: {what}", "pyarrow can read the file, every page of it", "a whole copy of the file"
+    )
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ModuleNotFoundError as error:
+        raise missing_extra("parquet", "pyarrow", "a .parquet file") from error

@@ -1,0 +1,121 @@
+"""``.rec``: one bytes field is the payload, numbers and arrays of one dim are side columns, an int ``key`` is the record's key.
+
+A table with a picture becomes what im2rec writes: MXNet's image header with the labels (all other fields), and a PNG behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.convert.formats.png import encode_image_column
+from unisono.data.convert.formats.table import Row, Table, shorten, unreadable_error, unwritable_error
+from unisono.data.mindrecord import FieldType
+from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
+from unisono.data.recordio.side_columns import RaggedColumn, SideColumn
+
+_ARRAYS: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")  # what a sidecar keeps
+
+
+def read(path: Path) -> Table:
+    """The records as rows of ``data`` and the side columns, ``key`` where the records have keys of their own."""
+    file = RecordFile(path)
+    columns = dict(file.side)
+    if not isinstance(file.keys, range):
+        columns["key"] = np.asarray(file.keys)
+    if "data" in columns or ("key" in columns and "key" in file.side):
+        raise unreadable_error(
+            f"{path} with side columns {sorted(file.side)}",
+            "a row has the payload as 'data' and the record's own key as 'key'",
+            "the file by RecordFile, which has them apart",
+        )
+
+    def rows() -> Iterator[Row]:
+        for number, payload in enumerate(file):
+            yield {"data": payload, **{name: _value(column, number) for name, column in columns.items()}}
+
+    # of arrays only a record tells the type
+    known = len(file) > 0 or not any(isinstance(column, RaggedColumn) for column in columns.values())
+    kinds = {name: _kind(column) for name, column in columns.items()} if known else {}
+    return Table(rows=rows(), schema={"data": FieldType(type="bytes"), **kinds} if known else None)
+
+
+def _value(column: SideColumn, number: int) -> Any:
+    return column[number] if isinstance(column, RaggedColumn) else column[number].item()
+
+
+def _kind(column: SideColumn) -> FieldType:
+    if isinstance(column, RaggedColumn):
+        return FieldType(type=column[0].dtype.name, shape=(-1,))
+    return FieldType(type="float64" if column.dtype.kind == "f" else "int64")
+
+
+def write(path: Path, table: Table) -> int:
+    """The rows as records; returns how many."""
+    kinds: dict[str, str] = {}
+    with RecordWriter(path, overwrite=True) as writer:
+        for number, row in enumerate(encode_image_column(table).rows):
+            payload, key, side = _parts(row, number)
+            if table.image is not None:
+                if not side:
+                    raise unwritable_error(
+                        f"row {number} without a label as an image record",
+                        "MXNet's image header, which comes before a picture, has its labels",
+                        "the column of the label, besides the picture",
+                    )
+                labels = np.array(list(side.values()), np.float32)
+                label = float(labels[0]) if len(labels) == 1 else labels
+                payload = pack_header(ImageHeader(label=label, id=number), payload)
+            for name, value in side.items():
+                # the column would have floats in the place of ints, or refuse without a row at the very end
+                kind = value.dtype.str if isinstance(value, np.ndarray) else type(value).__name__
+                if kinds.setdefault(name, kind) != kind:
+                    raise unwritable_error(
+                        f"row {number}, field {name!r}: {shorten(value)}",
+                        "a side column is of ints, of floats, or of arrays of one type, in all rows",
+                        "a .jsonl file holds fields of any type",
+                    )
+            writer.write(payload, key=key, side=side)
+    return len(writer)
+
+
+def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
+    """Payload, key and side values of a row."""
+    payloads = {name: value for name, value in row.items() if isinstance(value, bytes)}
+    numbers = {name: value for name, value in row.items() if type(value) in (int, float) or _is_list(value)}
+    others = sorted(row.keys() - payloads.keys() - numbers.keys())
+    if len(payloads) != 1 or others:
+        said = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
+        raise unwritable_error(
+            f"row {number} with {said or 'no bytes'} as a RecordIO record",
+            "a record is one payload of bytes; what else belongs to it are numbers, or short arrays of one dim",
+            "a .mindrecord, .parquet or .jsonl file holds such rows, or choose columns that are a record",
+        )
+    for name, value in numbers.items():
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise unwritable_error(
+                f"row {number}, field {name!r}: {shorten(value)}",
+                "a number beside a record is an int64 or a float64",
+                "a .jsonl file holds such numbers",
+            )
+    if "data" in numbers:
+        raise unwritable_error(
+            f"row {number}, field 'data': {shorten(row['data'])}",
+            "'data' is the payload",
+            "another name for this field",
+        )
+    key = numbers.pop("key", None)
+    if key is not None and not isinstance(key, int):
+        raise unwritable_error(f"row {number} with key {key}", "a key is an integer", "another name for this field")
+    return next(iter(payloads.values())), key, numbers
+
+
+def _is_list(value: Any) -> bool:
+    if not isinstance(value, np.ndarray):
+        return False
+    array = cast("NDArray[Any]", value)
+    return array.ndim == 1 and array.dtype.newbyteorder("<").str in _ARRAYS

@@ -1,0 +1,160 @@
+"""What all formats share: rows, what is known of their types, and the errors that name row and field.
+
+A row is named values: bool, int, float, str, bytes, or a NumPy array of numbers. A field's type is the name of a NumPy dtype,
+``string`` or ``bytes``; an array has a shape besides, in which −1 is any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+
+from unisono.data.mindrecord import FieldType
+from unisono.errors import DataError, nearest_name
+
+Row = Mapping[str, Any]
+MAX_RECORD_BYTES: Final = 1 << 28  # of one record, line, member or array: what a length may ask for
+_SCALARS: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "bytes"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows and what is known before the first one is read. The rows are read once.
+
+    ``schema``: type and shape of each field, None where only the rows tell. ``image``: the field that is a picture, uint8
+    [H, W] or [H, W, 3]; a format without such arrays holds it as PNG, which loses nothing.
+    """
+
+    rows: Iterable[Row]
+    schema: dict[str, FieldType] | None = None
+    image: str | None = None
+
+
+def unwritable_error(given: str, rule: str, nearest: str) -> DataError:
+    """The target cannot hold what is given."""
+    return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
+
+
+def unreadable_error(given: str, rule: str, nearest: str) -> DataError:
+    """The source is not what its format says, or holds what no row can."""
+    return DataError(given=given, rule=rule, consequence="nothing from there on was read", nearest=nearest)
+
+
+def damaged_error(path: Path, offset: int, what: str, *, record: int | None = None) -> DataError:
+    """A file that is not as it was written."""
+    place = f"offset {offset}" if record is None else f"record {record} at offset {offset}"
+    return unreadable_error(
+        f"{path}: {place}: {what}", "a file is read as its format says, every byte of it", "a whole copy of the file"
+    )
+
+
+def select_columns(table: Table, columns: Sequence[str]) -> Table:
+    """The table with these fields only, in this order. Raises DataError for a name that is no field."""
+
+    def rows() -> Iterator[Row]:
+        for number, row in enumerate(table.rows):
+            check_columns(columns, row, f"row {number}")
+            yield {name: row[name] for name in columns}
+
+    schema = table.schema
+    if schema is not None:
+        check_columns(columns, schema, "the source")
+        schema = {name: schema[name] for name in columns}
+    return replace(table, rows=rows(), schema=schema, image=table.image if table.image in columns else None)
+
+
+def check_columns(columns: Sequence[str], fields: Collection[str], where: str) -> None:
+    """Raises DataError for a name that is none of the fields."""
+    for name in columns:
+        if name not in fields:
+            nearest = nearest_name(name, fields)
+            raise unreadable_error(f"column {name!r} of {where}", "a column is a field of each row", nearest)
+
+
+def kind_of(name: str, value: Any) -> FieldType:
+    """The field that a value is of. The first dim of an array may be another in other rows."""
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+        if array.ndim and array.dtype.kind in "biuf":
+            return FieldType(type=array.dtype.name, shape=(-1, *array.shape[1:]))
+    kind = _SCALARS.get(type(value))
+    if kind is None:
+        raise unwritable_error(
+            f"field {name!r}, a {type(value).__name__}",
+            "a field is a bool, an int, a float, a string, bytes or an array of numbers",
+            "another type, or leave the field out",
+        )
+    return FieldType(type=kind)
+
+
+def infer_schema(table: Table) -> tuple[dict[str, FieldType], Iterator[Row]]:
+    """The fields, from the first row where the table does not say them, and all rows."""
+    rows = iter(table.rows)
+    if table.schema is not None:
+        return table.schema, rows
+    first = next(rows, None)
+    if first is None:
+        raise unwritable_error(
+            "a source without rows",
+            "the first row says what the fields are",
+            "a source that holds rows, or a .jsonl file",
+        )
+    return {name: kind_of(name, value) for name, value in first.items()}, chain([first], rows)
+
+
+def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name: str) -> Iterator[Row]:
+    """The rows as they come. Raises DataError for one that has not exactly the fields of ``schema``, each of its type."""
+    for number, row in enumerate(rows):
+        if row.keys() != schema.keys():
+            off = [f"no {name!r}" for name in schema if name not in row] + [repr(n) for n in row if n not in schema]
+            raise unwritable_error(
+                f"row {number}, which has {', '.join(off)}",
+                f"the rows of {format_name} have the same fields: {', '.join(schema)}",
+                "a .jsonl file holds rows of any fields",
+            )
+        for name, field in schema.items():
+            if not _fits(row[name], field):
+                raise unwritable_error(
+                    f"row {number}, field {name!r}: {shorten(row[name])}",
+                    f"in {format_name} the field is {_said(field)} in all rows",
+                    "a .jsonl file holds fields of any type",
+                )
+        yield row
+
+
+def shorten(value: Any) -> str:
+    """A value as an error names it: what it is, and itself where that is short."""
+    if isinstance(value, np.ndarray):
+        array = cast("np.ndarray[Any, Any]", value)
+        return f"an array of {array.dtype} and shape {list(array.shape)}"
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(value).__name__})"
+
+
+def _said(field: FieldType) -> str:
+    return field.type if field.shape is None else f"an array of {field.type} and shape {list(field.shape)}"
+
+
+def _fits(value: Any, field: FieldType) -> bool:
+    if field.shape is not None:
+        if not isinstance(value, np.ndarray):
+            return False
+        array = cast("np.ndarray[Any, Any]", value)
+        dims = zip(field.shape, array.shape, strict=False)
+        return (
+            array.dtype.name == field.type
+            and array.ndim == len(field.shape)
+            and all(dim in (-1, size) for dim, size in dims)
+        )
+    if type(value) is int and (field.type.startswith("int") or field.type.startswith("uint")):
+        limits = np.iinfo(field.type)
+        return int(limits.min) <= value <= int(limits.max)
+    if type(value) is float and field.type in ("float16", "float32"):
+        with np.errstate(over="ignore"):
+            return value != value or float(np.dtype(field.type).type(value)) == value
+    return _SCALARS.get(type(value)) == field.type

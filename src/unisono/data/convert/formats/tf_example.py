@@ -1,0 +1,133 @@
+"""``tf.Example`` out of its protocol buffer bytes, and nothing else of protocol buffers.
+
+    Example   1: Features       Features  1: map entry, again and again       entry    1: name  2: Feature
+    Feature   1: BytesList  2: FloatList  3: Int64List        each list  1: value, again and again, numbers also packed
+
+Wire format: Protocol Buffers encoding guide. Functions raise ValueError saying what is wrong; who calls them knows the record.
+No message is nested in itself, so no depth is anyone else's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_VARINT, _BYTES, _FIXED32 = 0, 2, 5
+FeatureValues = list[bytes] | NDArray[Any]
+
+
+def read_example(data: bytes) -> dict[str, FeatureValues]:
+    """The features by name, in their order: a list of bytes, or float32 or int64 [values]."""
+    found: dict[str, FeatureValues] = {}
+    for features in _messages(memoryview(data), 1):
+        for entry in _messages(features, 1):
+            name, values = _entry(entry)
+            if name in found:
+                raise ValueError(f"it has feature {name!r} twice")
+            found[name] = values
+    return found
+
+
+def _entry(entry: memoryview) -> tuple[str, FeatureValues]:
+    name: str | None = None
+    values: FeatureValues | None = None
+    for number, kind, content in _fields(entry):
+        if kind != _BYTES or number not in (1, 2) or (name if number == 1 else values) is not None:
+            raise ValueError(f"a feature's entry has field {number} of wire type {kind}")
+        if number == 1:
+            name = bytes(content).decode()
+        else:
+            values = _feature(content)
+    if name is None or values is None:
+        raise ValueError("a feature without a name or a value")
+    return name, values
+
+
+def _feature(feature: memoryview) -> FeatureValues:
+    lists = list(_fields(feature))
+    if len(lists) != 1 or lists[0][1] != _BYTES or lists[0][0] not in _READERS:
+        raise ValueError("a feature is one list of bytes, floats or ints")
+    return _READERS[lists[0][0]](lists[0][2])
+
+
+def _bytes_list(content: memoryview) -> list[bytes]:
+    return [bytes(each) for each in _messages(content, 1)]
+
+
+def _float_list(content: memoryview) -> NDArray[Any]:
+    pieces: list[memoryview] = []
+    for number, kind, piece in _fields(content):
+        if number != 1 or kind not in (_BYTES, _FIXED32) or len(piece) % 4:
+            raise ValueError("a list of floats that is none")
+        pieces.append(piece)
+    return np.frombuffer(b"".join(pieces), "<f4").astype(np.float32)
+
+
+def _int_list(content: memoryview) -> NDArray[Any]:
+    pieces: list[memoryview] = []
+    for number, kind, piece in _fields(content):
+        if number != 1 or kind not in (_BYTES, _VARINT):
+            raise ValueError("a list of ints that is none")
+        pieces.append(piece)
+    return _varints(np.frombuffer(b"".join(pieces), np.uint8))
+
+
+_READERS: Final[dict[int, Callable[[memoryview], FeatureValues]]] = {1: _bytes_list, 2: _float_list, 3: _int_list}
+
+
+def _varints(content: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Varints one after the other: 7 bits a byte, the low ones first, the top bit set in all but the last byte."""
+    if not content.size:
+        return np.empty(0, np.int64)
+    ends = np.flatnonzero(content < 0x80) + 1
+    if not ends.size or ends[-1] != content.size:
+        raise ValueError("an integer that does not end")
+    begins = np.concatenate([[0], ends[:-1]])
+    sizes = ends - begins
+    if sizes.max() > 10 or (content[ends[sizes == 10] - 1] > 1).any():
+        raise ValueError("an integer of more than 64 bits")
+    places = np.arange(content.size) - np.repeat(begins, sizes)
+    parts = (content & np.uint8(0x7F)).astype(np.uint64) << (7 * places).astype(np.uint64)
+    return np.bitwise_or.reduceat(parts, begins).view(np.int64)
+
+
+def _messages(data: memoryview, wanted: int) -> Iterator[memoryview]:
+    for number, kind, content in _fields(data):
+        if (number, kind) != (wanted, _BYTES):
+            raise ValueError(
+                f"field {number} of wire type {kind}, where only field {wanted} of wire type {_BYTES} can be"
+            )
+        yield content
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
+    """Number, wire type and content of each field; of an integer the bytes of its varint."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind == _VARINT:
+            end = _varint(data, at)[1]
+        elif kind == _FIXED32:
+            end = at + 4
+        elif kind == _BYTES:
+            length, at = _varint(data, at)
+            end = at + length
+        else:
+            raise ValueError(f"wire type {kind}")
+        if end > len(data):
+            raise ValueError(f"a field of {end - at} bytes, where {len(data) - at} are left")
+        yield tag >> 3, kind, data[at:end]
+        at = end
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for place, byte in enumerate(data[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, at + place + 1
+    raise ValueError("an integer that does not end")

@@ -1,0 +1,170 @@
+"""One image file to what a record keeps: the bytes as they are, or cropped, resized and encoded again as im2rec does.
+
+In im2rec's order: orientation of EXIF applied (its reader does so), the largest centred square cut out, the short side resized.
+Resizing is Pillow's bilinear with antialiasing, where im2rec has OpenCV's without; sizes are the same.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.image.decoding import MAX_PIXELS, Color, ImageInfo, Pixels, check_pixels, decode, probe
+from unisono.data.image.restart_markers import add_restart_markers, encode_jpeg
+from unisono.data.image.tiles import tile_grid
+from unisono.errors import DataError, missing_extra
+
+DEFAULT_QUALITY = 95  # im2rec's
+_EXIF_ORIENTATION = 0x0112
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageOptions:
+    """What is done to each image. Where nothing asks for pixels its bytes stay untouched (``passes_through``).
+
+    ``resize``: of the short side, in pixels. ``quality``: of JPEG, 1 to 100, 95 where only others ask for pixels. ``tiles``:
+    restart markers, without loss where the bytes stay. ``exif``: turn the pixels as a JPEG's orientation says, since
+    encoding again drops it.
+    """
+
+    resize: int | None = None
+    center_crop: bool = False
+    quality: int | None = None
+    encoding: Literal["jpeg", "png"] | None = None
+    color: Color | None = None
+    tiles: bool = False
+    exif: bool = True
+    max_pixels: int = MAX_PIXELS
+
+    @property
+    def passes_through(self) -> bool:
+        """Whether no image is decoded."""
+        return not (self.resize or self.center_crop or self.quality or self.encoding or self.color)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedImage:
+    """What the record keeps of an image. ``tiles``: bytes per tile, empty where it has none; None where not asked for."""
+
+    data: bytes
+    width: int
+    height: int
+    tiles: NDArray[np.uint32] | None = None
+
+
+def encode_image(raw: bytes, options: ImageOptions) -> EncodedImage:
+    """Raises DataError for what is no whole image as far as was looked: all of it where pixels are made, else its header, and
+    of JPEG and PNG its end."""
+    info = probe(raw)
+    check_pixels(info.width, info.height, options.max_pixels)
+    if options.passes_through:
+        _check_end(raw, info)
+        data = add_restart_markers(raw, max_pixels=options.max_pixels) if options.tiles and info.jpeg else raw
+        height, width = info.height, info.width
+    else:
+        pixels = _pixels(raw, info, options)
+        data = _encoded(pixels, options)
+        height, width = pixels.shape[:2]
+    return EncodedImage(data=data, width=width, height=height, tiles=_tiles(data) if options.tiles else None)
+
+
+def _check_end(raw: bytes, info: ImageInfo) -> None:
+    """Without decoding a file that was cut is known by its missing end, which entropy-coded data cannot contain."""
+    if info.jpeg is not None and raw.rfind(b"\xff\xd9") < info.jpeg.scan_at:
+        raise _cut(f"a JPEG of {len(raw)} bytes without an end marker")
+    if info.format == "PNG" and b"IEND" not in raw[-64:]:
+        raise _cut(f"a PNG of {len(raw)} bytes without its last chunk")
+
+
+def _pixels(raw: bytes, info: ImageInfo, options: ImageOptions) -> Pixels:
+    turned = _orientation(raw) if options.exif and info.jpeg is not None else 1
+    height, width = info.height, info.width
+    if options.center_crop:
+        height = width = min(height, width)
+    target = _resized(height, width, options.resize) if options.resize else (height, width)
+    # Twice the size that is needed: what the DCT leaves out then does not show, and antialiasing has something to do.
+    least = (2 * target[0], 2 * target[1]) if options.resize else None
+    pixels = decode(raw, max_pixels=options.max_pixels, color=options.color or "rgb", min_size=least)
+    if options.center_crop:
+        side = min(pixels.shape[:2])
+        top, left = (pixels.shape[0] - side) // 2, (pixels.shape[1] - side) // 2
+        pixels = pixels[top : top + side, left : left + side]
+    check_pixels(target[1], target[0], options.max_pixels)
+    pixels = _turned(_scaled(pixels, *target), turned)
+    return np.ascontiguousarray(pixels)
+
+
+def _resized(height: int, width: int, short: int) -> tuple[int, int]:
+    """im2rec's sizes: the long side by integer division."""
+    return (height * short // width, short) if height > width else (short, width * short // height)
+
+
+def _scaled(pixels: Pixels, height: int, width: int) -> Pixels:
+    if pixels.shape[:2] == (height, width):
+        return pixels
+    image = _pillow().fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else np.ascontiguousarray(pixels))
+    scaled = image.resize((width, height), _pillow().Resampling.BILINEAR)
+    return np.asarray(scaled).reshape(height, width, pixels.shape[2])
+
+
+def _orientation(raw: bytes) -> int:
+    """1 to 8, 1 where none is said (EXIF 2.32, 4.6.4)."""
+    from PIL import JpegImagePlugin
+
+    try:
+        value = JpegImagePlugin.JpegImageFile(io.BytesIO(raw)).getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:
+        return 1
+    return value if value in range(1, 9) else 1
+
+
+def _turned(pixels: Pixels, orientation: int) -> Pixels:
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    rows = -1 if orientation in (3, 4, 7, 8) else 1
+    columns = -1 if orientation in (2, 3, 6, 7) else 1
+    return pixels[::rows, ::columns]
+
+
+def _encoded(pixels: Pixels, options: ImageOptions) -> bytes:
+    gray = pixels.shape[2] == 1
+    if options.encoding == "png":
+        out = io.BytesIO()
+        _pillow().fromarray(pixels[:, :, 0] if gray else pixels).save(out, "PNG")
+        return out.getvalue()
+    quality = options.quality or DEFAULT_QUALITY
+    if options.tiles:
+        return encode_jpeg(pixels, quality=quality)
+    try:
+        import simplejpeg
+    except ImportError as error:
+        raise missing_extra("images", "simplejpeg", "encoding JPEG images") from error
+    kind = ("GRAY", "Gray") if gray else ("RGB", "420")
+    return simplejpeg.encode_jpeg(pixels, quality, *kind)
+
+
+def _tiles(data: bytes) -> NDArray[np.uint32]:
+    """uint32 in all records, where ``to_column`` may give uint16: a side column is of one type."""
+    grid = tile_grid(data)
+    return np.empty(0, np.uint32) if grid is None else grid.to_column().astype(np.uint32)
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("images", "pillow", "resizing and writing images") from error
+    return Image
+
+
+def _cut(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="an image is whole",
+        consequence="it was not packed",
+        nearest="a whole copy of it, or --on-error skip",
+    )

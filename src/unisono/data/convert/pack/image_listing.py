@@ -1,0 +1,242 @@
+"""Which images there are, their labels and their order; and what is wrong with them, as far as that is cheap to tell.
+
+    a folder    class = the folder an image lies in, numbered in the order of the folders' paths; order: folder by folder,
+                names in order. Both are what im2rec --recursive does.
+    a .lst      MXNet's: integer index, tab, label or labels, tab, path; in the order of its lines
+    a .csv      path,label or path,label,label…, below a line of names; a single column of names becomes classes in order
+
+Each image's first bytes are read, none is decoded.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from unisono.data.convert.formats.table import MAX_RECORD_BYTES, unreadable_error
+
+IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
+_BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
+_MAX_LABELS: Final = 1 << 16
+_MAX_INTEGER: Final = 1 << 24  # up to which a 32-bit float holds every integer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadInput:
+    """An input that cannot be packed, and why."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedImage:
+    """An image to be packed; ``name`` is its path from the root, with forward slashes."""
+
+    name: str
+    labels: tuple[float, ...]
+    key: int
+    stamp: tuple[int, int]  # size and mtime_ns, to know it again
+
+
+@dataclass(kw_only=True, slots=True)
+class ImageListing:
+    """All that was found. ``classes`` are names in the order of their labels, empty where labels were given as numbers."""
+
+    root: Path
+    samples: list[ListedImage] = field(default_factory=list[ListedImage])
+    classes: list[str] = field(default_factory=list[str])
+    bad: list[BadInput] = field(default_factory=list[BadInput])
+    left_out: int = 0  # files of a folder whose names are not those of images
+
+
+def list_images(source: Path, *, root: Path | None = None, follow_links: bool = False) -> ImageListing:
+    """The images of a folder, a ``.lst`` or a ``.csv``; paths in lists are relative to ``root``, by default the list's folder.
+
+    Links that lead out of the folder, and links to folders, are bad inputs unless ``follow_links``. Raises DataError for a
+    source that is none of the three, or where nothing is listed.
+    """
+    if source.is_dir():
+        listing = ImageListing(root=source)
+        _list_folder(listing, follow_links)
+    else:
+        listing = ImageListing(root=root or source.parent)
+        if not listing.root.is_dir():
+            raise unreadable_error(f"--root {listing.root}, no folder", "paths are relative to a folder", "a folder")
+        entries = _lst_entries(source, listing) if source.suffix == ".lst" else _csv_entries(source, listing)
+        _take(listing, entries, follow_links)
+    if not listing.samples and not listing.bad:
+        raise unreadable_error(
+            f"{source}, which names no images",
+            f"images are files named {', '.join(sorted(IMAGE_SUFFIXES))}",
+            "a folder of images or of one folder per class, a .lst or a .csv",
+        )
+    return listing
+
+
+def shuffle_by_hash(names: list[str], salt: str) -> list[int]:
+    """Positions of ``names`` in the order of their keyed hashes (xxh3-64 of salt, line feed, name; then by name)."""
+    hashes = [xxhash.xxh3_64_intdigest(f"{salt}\n{name}".encode()) for name in names]
+    return sorted(range(len(names)), key=lambda at: (hashes[at], names[at]))
+
+
+def label_problem(labels: Sequence[float]) -> str | None:
+    """Why MXNet's header, whose labels are 32-bit floats, cannot hold these; fractions are rounded, and that is known."""
+    large = [label for label in labels if label == label // 1 and abs(label) > _MAX_INTEGER]
+    return f"label {large[0]:.0f}, which a 32-bit float does not hold" if large else None
+
+
+def _list_folder(listing: ImageListing, follow_links: bool) -> None:
+    found = sorted(_walk(listing, (), set(), follow_links), key=lambda parts: (parts[:-1], parts[-1]))
+    folders = sorted({parts[:-1] for parts in found})
+    numbers = {folder: number for number, folder in enumerate(folders)}
+    if folders != [()]:
+        listing.classes = ["/".join(folder) or "." for folder in folders]
+    for key, parts in enumerate(found):
+        _add(listing, "/".join(parts), (numbers[parts[:-1]],), key)
+
+
+def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow: bool) -> Iterator[tuple[str, ...]]:
+    folder = listing.root.joinpath(*parts)
+    real = os.path.realpath(folder)
+    if real in above:
+        listing.bad.append(BadInput(path="/".join(parts), reason="a link to a folder that it lies in"))
+        return
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        listing.bad.append(BadInput(path="/".join(parts) or ".", reason=f"the folder cannot be read: {error.strerror}"))
+        return
+    for entry in entries:
+        here = (*parts, entry.name)
+        printable = entry.name.encode("utf-8", "backslashreplace").decode()
+        if printable != entry.name:  # bytes that are no UTF-8 come as lone surrogates
+            listing.bad.append(BadInput(path="/".join((*parts, printable)), reason="its name is not UTF-8"))
+        elif entry.is_dir():
+            if entry.is_symlink() and not follow:
+                listing.bad.append(BadInput(path="/".join(here), reason="a link to a folder; --follow-links takes it"))
+            else:
+                yield from _walk(listing, here, above | {real}, follow)
+        elif Path(entry.name).suffix.lower() not in IMAGE_SUFFIXES:
+            listing.left_out += 1
+        elif entry.is_symlink() and not follow and not _inside(listing.root, Path(entry.path)):
+            listing.bad.append(BadInput(path="/".join(here), reason="a link that leads out; --follow-links takes it"))
+        else:
+            yield here
+
+
+ListEntry = tuple[str, tuple[float, ...], int, str]  # path, labels, key, where in the list
+
+
+def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
+    keys: set[int] = set()
+    for number, line in enumerate(_lines(source), 1):
+        if not line.strip():
+            continue
+        parts = line.split("\t")
+        where = f"{source.name}:{number}"
+        try:
+            if len(parts) < 3 or len(parts) > _MAX_LABELS:
+                raise ValueError(f"{len(parts)} parts")
+            key, labels = int(parts[0]), tuple(float(part) for part in parts[1:-1])
+            if not 0 <= key < 1 << 63:
+                raise ValueError(f"index {key}")
+        except ValueError as error:
+            listing.bad.append(BadInput(path=where, reason=f"a line is index, tab, labels, tab, path: {error}"))
+            continue
+        if key in keys:
+            listing.bad.append(BadInput(path=where, reason=f"index {key} is there twice"))
+            continue
+        keys.add(key)
+        yield parts[-1].strip(), labels, key, where
+
+
+def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
+    rows = list(csv.reader(_lines(source)))
+    if not rows or rows[0][:1] != ["path"] or len(rows[0]) < 2:
+        raise unreadable_error(
+            f"{source}, whose first line is {','.join(rows[0]) if rows else 'missing'!r}",
+            "a table of images begins with the line path,label (or path,label,label…)",
+            "that line; other tables are packed by --kind rows",
+        )
+    body = [(number, row) for number, row in enumerate(rows[1:], 2) if row]
+    for number, row in [each for each in body if len(each[1]) != len(rows[0])]:
+        listing.bad.append(
+            BadInput(path=f"{source.name}:{number}", reason=f"{len(row)} cells under {len(rows[0])} names")
+        )
+    body = [each for each in body if len(each[1]) == len(rows[0])]
+    named = len(rows[0]) == 2 and not all(_is_number(row[1]) for _, row in body)
+    if named:
+        listing.classes = sorted({row[1] for _, row in body})
+    numbers = {name: float(number) for number, name in enumerate(listing.classes)}
+    for key, (number, row) in enumerate(body):
+        where = f"{source.name}:{number}"
+        if not named and not all(map(_is_number, row[1:])):
+            listing.bad.append(BadInput(path=where, reason="several labels are numbers, all of them"))
+            continue
+        yield row[0], (numbers[row[1]],) if named else tuple(map(float, row[1:])), key, where
+
+
+def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: bool) -> None:
+    names: set[str] = set()
+    for name, labels, key, where in entries:
+        if name in names:
+            listing.bad.append(BadInput(path=where, reason=f"{name} is there twice"))
+        elif not follow_links and not _inside(listing.root, listing.root / name):
+            listing.bad.append(
+                BadInput(path=where, reason=f"{name} lies outside of {listing.root}; --follow-links takes it")
+            )
+        else:
+            names.add(name)
+            _add(listing, name, labels, key)
+
+
+def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) -> None:
+    path = listing.root / name
+    if (reason := label_problem(labels)) is not None:
+        listing.bad.append(BadInput(path=name, reason=reason))
+        return
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+            listing.bad.append(BadInput(path=name, reason="not a file"))
+            return
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            begin = file.read(8)
+    except OSError as error:
+        listing.bad.append(BadInput(path=name, reason=f"it cannot be read: {error.strerror}"))
+        return
+    if not begin.startswith(_BEGINNINGS):
+        what = f"begins with {begin.hex(' ')}" if begin else "is empty"
+        listing.bad.append(BadInput(path=name, reason=f"not an image that is read here: it {what}"))
+    elif found.st_size > MAX_RECORD_BYTES:
+        listing.bad.append(BadInput(path=name, reason=f"{found.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}"))
+    else:
+        listing.samples.append(ListedImage(name=name, labels=labels, key=key, stamp=(found.st_size, found.st_mtime_ns)))
+
+
+def _inside(root: Path, path: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def _lines(source: Path) -> list[str]:
+    try:
+        return source.read_text("utf-8-sig").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable_error(
+            f"{source}: {error}", "a list of images is a text file in UTF-8", "another file"
+        ) from error
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return float(text) == float(text)
+    except ValueError:
+        return False

@@ -1,0 +1,128 @@
+"""What a file of records or tokens holds, in numbers and as a page of pictures.
+
+Numbers come from indexes and side columns, over all records at once. Labels and sizes of images that no side column has come from
+some records, evenly spread over the file, and ``sampled`` says how many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.image import contact_sheet, decode, probe
+from unisono.data.recordio import RecordFile, unpack_header
+from unisono.data.recordio.side_columns import RaggedColumn
+from unisono.data.tokens.shards import open_tokens
+from unisono.errors import DataError
+
+_SAMPLED: Final = 1000
+_CLASSES: Final = 10_000  # different labels up to which they are counted one by one
+_SHEET: Final = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantiles:
+    """Of a set of numbers."""
+
+    least: float
+    p10: float
+    median: float
+    p90: float
+    most: float
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordStats:
+    """``spreads``: of "payload bytes", "width px", "height px", "label", or of "document tokens" of token shards.
+    ``labels``: how many records (of several labels: how often) each label has; empty where there are none, or too many.
+    ``sampled``: how many records labels and image sizes were taken from, 0 where from all or none."""
+
+    records: int
+    bytes: int
+    spreads: dict[str, Quantiles]
+    labels: dict[float, int]
+    sampled: int
+
+
+def record_stats(file: Path) -> RecordStats:
+    """Of a ``.rec``, or a ``.bin`` of tokens. Raises DataError for others, and for what is damaged."""
+    if file.suffix == ".bin":
+        shard = open_tokens([file]).shards[0]
+        sizes = np.diff(shard.starts, append=shard.tokens.size) - 1  # without the token that ends a document
+        spreads = {"document tokens": _spread(sizes)} if sizes.size else {}
+        return RecordStats(records=sizes.size, bytes=shard.tokens.nbytes, spreads=spreads, labels={}, sampled=0)
+    records = _records(file)
+    found: dict[str, NDArray[Any]] = {"payload bytes": records.lengths}
+    sampled = 0
+    if {"label", "width", "height"} <= records.side.keys():
+        label = records.side["label"]
+        found["label"] = np.concatenate(label.tolist()) if isinstance(label, RaggedColumn) else label
+        found |= {"width px": np.asarray(records.side["width"]), "height px": np.asarray(records.side["height"])}
+    elif (seen := _sampled(records)) is not None:
+        sampled = len(seen["width px"])
+        found |= seen
+    spreads = {name: _spread(values) for name, values in found.items() if len(values)}
+    values, counts = np.unique(found.get("label", np.empty(0)), return_counts=True)
+    labels = dict(zip(values.tolist(), counts.tolist(), strict=True)) if len(values) <= _CLASSES else {}
+    return RecordStats(records=len(records), bytes=file.stat().st_size, spreads=spreads, labels=labels, sampled=sampled)
+
+
+def record_sheet(file: Path) -> bytes:
+    """A PNG of up to 64 images of a ``.rec``, evenly spread over it, each with its number and its label or labels.
+
+    Raises DataError where it holds no image records.
+    """
+    records = _records(file)
+    images: list[NDArray[np.uint8]] = []
+    labels: list[str] = []
+    for number in _spaced(len(records), _SHEET):
+        header, image = unpack_header(records.read(number))
+        images.append(decode(image))
+        told = np.atleast_1d(np.asarray(header.label)).tolist()
+        labels.append(f"{number}: {', '.join(f'{label:g}' for label in told)}")
+    return contact_sheet(images, labels)
+
+
+def _sampled(records: RecordFile) -> dict[str, NDArray[Any]] | None:
+    """Labels, widths and heights of some records; None where they are no image records."""
+    labels: list[float] = []
+    sizes: list[tuple[int, int]] = []
+    try:
+        for number in _spaced(len(records), _SAMPLED):
+            header, image = unpack_header(records.read(number))
+            info = probe(image)
+            labels += np.atleast_1d(np.asarray(header.label)).tolist()
+            sizes.append((info.width, info.height))
+    except DataError:
+        return None
+    if not sizes:
+        return None
+    table = np.array(sizes)
+    return {"label": np.array(labels), "width px": table[:, 0], "height px": table[:, 1]}
+
+
+def _spread(values: NDArray[Any]) -> Quantiles:
+    p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
+    return Quantiles(
+        least=float(values.min()), p10=p10, median=median, p90=p90, most=float(values.max()), mean=float(values.mean())
+    )
+
+
+def _spaced(count: int, most: int) -> list[int]:
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist()
+
+
+def _records(file: Path) -> RecordFile:
+    if file.suffix != ".rec":
+        raise DataError(
+            given=f"{file}, whose suffix is {file.suffix!r}",
+            rule="this looks into .rec files, and into .bin files of tokens for numbers",
+            consequence="nothing was read",
+            nearest=f"unisono data inspect {file}; or unisono data convert {file} {file.stem}.rec",
+        )
+    return RecordFile(file)

@@ -1,0 +1,271 @@
+"""Inputs to shards, one after the other, so that a process killed half-way loses only the shard it was at.
+
+    DST.part/job.json            what is being packed: options, inputs with sizes and times
+    DST.part/SERIES-NNNNN/       a shard's files
+    DST.part/SERIES-NNNNN.json   that it is finished: the inputs it holds, its bad ones, digests of its files
+    DST.part/ending.json         all are finished, and are being given their names
+
+A shard's journal is written after its files, and both atomically; the next run takes over the shards whose files have the
+digests of their journal, makes the others again, and ends with the same bytes. Work is single-threaded here: others may make
+what is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from unisono.data.convert.pack.image_listing import BadInput
+from unisono.errors import DataError
+from unisono.storage.files import sync_folder, write_atomically
+
+_PROGRESS_S = 5.0
+_SHOWN = 20
+_CHUNK = 1 << 20
+_LOG = logging.getLogger("unisono")
+
+
+class PackedInput(msgspec.Struct, frozen=True):
+    """What one input became: records to be written and their size in bytes, or why there are none."""
+
+    records: Sequence[Any] = ()
+    size: int = 0
+    bad: BadInput | None = None
+
+
+class ShardJournal(msgspec.Struct, frozen=True):
+    """A finished shard: inputs ``start`` to ``stop``, how many records they became, how many of
+    them became none and are not bad, and its files' digests (xxh3-128)."""
+
+    start: int
+    stop: int
+    records: int
+    empty: int
+    bad: list[BadInput]
+    files: dict[str, str]
+
+
+class CommitPlan(msgspec.Struct, frozen=True):
+    """Finished shards by series, and the names that their files get: from SERIES-NNNNN/FILE to a name beside the target."""
+
+    journals: dict[str, list[ShardJournal]]
+    moves: dict[str, str]
+
+
+ShardCut = Callable[[int, int], bool]  # (inputs of the series until here, bytes of this shard) -> whether it ends here
+InputSource = Callable[[int], Generator[PackedInput]]  # what the inputs from this one on became
+ShardWriter = Callable[[Path, Iterator[Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardSeries:
+    """Inputs that become shards of their own: all of them, or one part of a split. ``file``: the name of shard n."""
+
+    name: str
+    source: InputSource
+    file: Callable[[int], str]
+    write: ShardWriter
+    cut: ShardCut
+    total: int | None = None
+
+
+class PackProgress:
+    """Counts inputs and says so every few seconds: how many, records, MB, inputs/s, time left where the total is known."""
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._taken_over = self._inputs = self._records = self._bytes = 0
+        self._begin = self._said = time.monotonic()
+
+    def take_over(self, journal: ShardJournal) -> None:
+        self._taken_over += journal.stop - journal.start
+
+    def add(self, made: PackedInput) -> None:
+        self._inputs += 1
+        self._records += len(made.records)
+        self._bytes += made.size
+        now = time.monotonic()
+        if now - self._said < _PROGRESS_S:
+            return
+        self._said = now
+        rate = self._inputs / max(1e-9, now - self._begin)
+        done = self._taken_over + self._inputs
+        left = "" if self._total is None else f", {(self._total - done) / rate:.0f} s left"
+        of = "" if self._total is None else f" of {self._total}"
+        _LOG.info("packing: %d%s inputs, %d records, %.1f MB, %.0f inputs/s%s", done, of, self._records,
+                  self._bytes / 1e6, rate, left)  # fmt: skip
+
+
+class BadInputError(Exception):
+    """An input that ends the job."""
+
+    def __init__(self, bad: BadInput) -> None:
+        super().__init__(bad)
+        self.bad = bad
+
+
+class PartialTarget:
+    """The shards of one job until all of them are finished. Use ``open_partial_target`` to have one alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def build(self, series: ShardSeries, progress: PackProgress, *, fail: bool) -> list[ShardJournal]:
+        """Write the shards of ``series`` that are missing. Raises BadInputError for the first bad input where ``fail``."""
+        done = self._finished(series.name)
+        for journal in done:
+            progress.take_over(journal)
+        made = series.source(done[-1].stop if done else 0)
+        try:
+            first = next(made, None)
+            while first is not None or not done:  # a series without inputs is one shard without records
+                folder = self.folder / f"{series.name}-{len(done):05d}"
+                if folder.exists():
+                    shutil.rmtree(folder)
+                folder.mkdir()
+                inputs = chain(() if first is None else (first,), made)
+                shard = _ShardInputs(inputs, done[-1].stop if done else 0, series.cut, progress, fail)
+                series.write(folder / series.file(len(done)), shard.records())
+                done.append(shard.journal({each.name: file_digest(each) for each in sorted(folder.iterdir())}))
+                _write_json(self.folder / f"{folder.name}.json", done[-1])
+                first = next(made, None)
+        finally:
+            made.close()
+        return done
+
+    def ending(self) -> CommitPlan | None:
+        """How this job ends, if that was decided before and only cut short."""
+        try:
+            return msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+
+    def decide(self, ending: CommitPlan) -> None:
+        """From here on the shards are finished, and their files may be moved."""
+        _write_json(self.folder / "ending.json", ending)
+
+    def end(self, ending: CommitPlan, folder: Path) -> None:
+        """Give the files that still lie here their names in ``folder``; nothing is left here."""
+        for old, new in ending.moves.items():
+            if (self.folder / old).exists():
+                (self.folder / old).replace(folder / new)
+        sync_folder(folder)
+        shutil.rmtree(self.folder)
+
+    def _finished(self, series: str) -> list[ShardJournal]:
+        done: list[ShardJournal] = []
+        while (journal := self._journal(f"{series}-{len(done):05d}", done[-1].stop if done else 0)) is not None:
+            done.append(journal)
+        if done:
+            _LOG.info("%s: %d finished shards of %s are taken over", self.folder, len(done), series)
+        return done
+
+    def _journal(self, name: str, start: int) -> ShardJournal | None:
+        try:
+            journal = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=ShardJournal)
+            sound = journal.start == start and all(
+                Path(file).name == file and file_digest(self.folder / name / file) == digest
+                for file, digest in journal.files.items()
+            )
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        return journal if sound else None
+
+
+class _ShardInputs:
+    """The inputs of one shard, on their way into its file."""
+
+    def __init__(
+        self, made: Iterator[PackedInput], start: int, cut: ShardCut, progress: PackProgress, fail: bool
+    ) -> None:
+        self._made, self._start, self._cut, self._progress, self._fail = made, start, cut, progress, fail
+        self._stop, self._count, self._empty, self._bytes = start, 0, 0, 0
+        self._bad: list[BadInput] = []
+
+    def records(self) -> Iterator[Any]:
+        for made in self._made:
+            self._stop += 1
+            self._progress.add(made)
+            if made.bad is not None:
+                if self._fail:
+                    raise BadInputError(made.bad)
+                self._bad.append(made.bad)
+            elif not made.records:
+                self._empty += 1
+            self._count += len(made.records)
+            self._bytes += made.size
+            yield from made.records
+            if self._cut(self._stop, self._bytes):
+                return
+
+    def journal(self, files: dict[str, str]) -> ShardJournal:
+        return ShardJournal(
+            start=self._start, stop=self._stop, records=self._count, empty=self._empty, bad=self._bad, files=files
+        )
+
+
+@contextmanager
+def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
+    """``folder`` for ``job``, alone. What another job left there is thrown away, and said. Raises DataError while another
+    process is at it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(
+                given=f"{folder}: another process is at it ({error.strerror})",
+                rule="one process at a time packs to a target",
+                consequence="nothing was done",
+                nearest="wait for it, or another target",
+            ) from error
+        path = folder / "job.json"
+        if not path.exists() or path.read_bytes() != job:
+            old = [each for each in folder.iterdir() if each.name != "lock"]
+            if old:
+                _LOG.warning("%s: what is there is of other inputs or options, and is made anew", folder)
+            for each in old:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+            write_atomically(path, job)
+        try:
+            yield PartialTarget(folder)
+        except (BadInputError, DataError):
+            if not any(folder.glob("*-[0-9]*.json")):
+                shutil.rmtree(folder)
+            raise
+
+
+def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
+    """The answer of ``--on-error fail``."""
+    shown = "".join(f"\n    {each.path}: {each.reason}" for each in bad[:_SHOWN])
+    more = f"\n    and {len(bad) - _SHOWN:,} more, all in the report" if len(bad) > _SHOWN else ""
+    return DataError(
+        given=f"{len(bad):,} bad input{'s' if len(bad) > 1 else ''}:{shown}{more}",
+        rule="every input is packed, unless --on-error skip",
+        consequence="the target was not written; finished shards, if any, are kept for a next run",
+        nearest="mend or remove them; or --on-error skip packs the rest and lists them in the report",
+    )
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of a file's bytes, as hex."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    write_atomically(path, msgspec.json.encode(value))

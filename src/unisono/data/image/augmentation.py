@@ -1,0 +1,220 @@
+"""What is drawn for one image: its crop, and the numbers by which its pixels are changed. No pixel is touched here.
+
+Draws come from a generator keyed by sample and take the same number of values from it whatever is switched on, so that one
+setting does not change what another draws. They are one vector per image, made on the host; ``pixels`` applies them
+to one image or to a batch on a device, with the same result.
+
+Sources: the sampling rules are those of torchvision's RandomResizedCrop (Szegedy et al. 2014, arXiv:1409.4842), ColorJitter
+and RandomErasing (Zhong et al. 2017, arXiv:1708.04896).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.image.decoding import MAX_PIXELS, Color
+from unisono.data.image.tiles import Box
+from unisono.errors import ConfigError, Problem
+
+AugmentParams = NDArray[np.float32]  # [len(DRAWN)]
+
+PARAM_NAMES: Final = (
+    "flip",  # 0 or 1
+    "flip_vertical",
+    "brightness",  # factors, 1 for no change
+    "contrast",
+    "saturation",
+    "hue",  # added, in turns of the colour wheel
+    "order",  # of these four: an index into ORDERS
+    "angle",  # degrees, counter-clockwise
+    "erase_top",  # a box as fractions of height and width
+    "erase_left",
+    "erase_height",  # 0 for none
+    "erase_width",
+)
+JITTER_ORDERS: Final = tuple(permutations(range(4)))
+
+_TRIES: Final = 10
+_CROP, _FLIPS, _JITTER, _ORDER, _ANGLE, _ERASE = 0, 40, 42, 46, 47, 48  # where in the uniforms each one's begin
+_UNIFORMS: Final = _ERASE + 1 + 4 * _TRIES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RandomResizedCrop:
+    """A box of a random share of the area and a random aspect ratio; after ten that do not fit, the largest in the middle."""
+
+    scale: tuple[float, float] = (0.08, 1.0)  # of the area
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, drawn uniformly in its logarithm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CenterCrop:
+    """The middle: the largest box of the output's aspect ratio, times ``share``.
+
+    224 out of a short side of 256 is a share of 0.875; the box is cut first and resized once.
+    """
+
+    share: float = 0.875
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Jitter:
+    """Factors are drawn from [1 - x, 1 + x] (from 0 at the lowest), hue shifts from [-x, x] turns, x <= 0.5; in random order."""
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+
+
+_NO_JITTER: Final = Jitter()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Erase:
+    """With ``probability``, a box of the output becomes the mean colour (0 after normalising; black without)."""
+
+    probability: float = 0.25
+    scale: tuple[float, float] = (0.02, 0.33)  # of the area
+    ratio: tuple[float, float] = (0.3, 3.3)  # height / width, drawn uniformly in its logarithm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Augment:
+    """What becomes of an image, in this order: crop, resize, flips, rotation, jitter, normalise, erase."""
+
+    size: tuple[int, int] = (224, 224)  # height, width of the output
+    crop: RandomResizedCrop | CenterCrop = field(default_factory=RandomResizedCrop)
+    flip: float = 0.0  # probability of left for right
+    flip_vertical: float = 0.0
+    rotate: float = 0.0  # degrees, drawn from [-x, x]; corners become black
+    jitter: Jitter | None = None
+    erase: Erase | None = None
+    mean: tuple[float, ...] | None = None  # per channel of values 0 to 1; None keeps uint8
+    std: tuple[float, ...] | None = None
+    color: Color = "rgb"
+    resize: Literal["torch", "opencv"] = "torch"  # antialiased bilinear, or bilinear without, 1.4 times as fast
+    max_pixels: int = MAX_PIXELS
+
+    def __post_init__(self) -> None:
+        channels = 3 if self.color == "rgb" else 1
+        jitter, erase, crop = self.jitter or Jitter(), self.erase or Erase(), self.crop
+        ranges = [("erase.scale", erase.scale, 1.0), ("erase.ratio", erase.ratio, math.inf)]
+        shares = {"flip": self.flip, "flip_vertical": self.flip_vertical, "erase.probability": erase.probability}
+        if isinstance(crop, RandomResizedCrop):
+            ranges += [("crop.scale", crop.scale, 1.0), ("crop.ratio", crop.ratio, math.inf)]
+        else:
+            shares["crop.share"] = crop.share
+        problems = [
+            *(_unfit(name, value, "0 <= p <= 1") for name, value in shares.items() if not 0 <= value <= 1),
+            *(
+                _unfit(name, span, f"0 < low <= high <= {top:g}")
+                for name, span, top in ranges
+                if not 0 < span[0] <= span[1] <= top
+            ),
+            *(
+                _unfit(f"jitter.{name}", value, f"0 <= x <= {top}")
+                for name, value, top in (
+                    ("brightness", jitter.brightness, math.inf),
+                    ("contrast", jitter.contrast, math.inf),
+                    ("saturation", jitter.saturation, math.inf),
+                    ("hue", jitter.hue, 0.5),
+                )
+                if not 0 <= value <= top
+            ),
+        ]
+        if min(self.size) < 1:
+            problems.append(_unfit("size", self.size, "(height, width), each at least 1 pixel"))
+        if isinstance(crop, CenterCrop) and crop.share == 0:
+            problems.append(_unfit("crop.share", crop.share, "0 < share <= 1"))
+        if not 0 <= self.rotate <= 180:
+            problems.append(_unfit("rotate", self.rotate, "0 <= degrees <= 180"))
+        if self.color == "gray" and (jitter.saturation or jitter.hue):
+            problems.append(_unfit("jitter", jitter, "a grey image has no saturation and no hue to change"))
+        if (self.mean is None) != (self.std is None) or any(
+            values is not None and len(values) != channels for values in (self.mean, self.std)
+        ):
+            problems.append(_unfit("mean, std", (self.mean, self.std), f"both with {channels} values, or neither"))
+        elif self.std is not None and min(self.std) <= 0:
+            problems.append(_unfit("std", self.std, "above 0"))
+        if problems:
+            raise ConfigError(*problems)
+
+
+def draw_params(augment: Augment, height: int, width: int, rng: np.random.Generator) -> tuple[Box, AugmentParams]:
+    """The crop of an image of ``height`` and ``width`` as (top, left, height, width), and all else as ``DRAWN``, [12]."""
+    uniforms: list[float] = rng.random(_UNIFORMS).tolist()
+    if isinstance(augment.crop, RandomResizedCrop):
+        box = _random_box(augment.crop, height, width, uniforms[_CROP:_FLIPS])
+    else:
+        box = _center_box(augment.crop, height, width, augment.size)
+    jitter = augment.jitter or _NO_JITTER
+    spans = (jitter.brightness, jitter.contrast, jitter.saturation)
+    factors = [_between(max(0.0, 1 - x), 1 + x, u) for x, u in zip(spans, uniforms[_JITTER:], strict=False)]
+    drawn = np.array(
+        (
+            uniforms[_FLIPS] < augment.flip,
+            uniforms[_FLIPS + 1] < augment.flip_vertical,
+            *factors,
+            _between(-jitter.hue, jitter.hue, uniforms[_JITTER + 3]),
+            int(uniforms[_ORDER] * len(JITTER_ORDERS)),
+            _between(-augment.rotate, augment.rotate, uniforms[_ANGLE]),
+            *(_erase_box(augment.erase, augment.size, uniforms[_ERASE:]) if augment.erase else (0, 0, 0, 0)),
+        ),
+        np.float32,
+    )
+    return box, drawn
+
+
+def _random_box(crop: RandomResizedCrop, height: int, width: int, uniforms: list[float]) -> Box:
+    low, high = math.log(crop.ratio[0]), math.log(crop.ratio[1])
+    for at in range(0, 4 * _TRIES, 4):
+        area = height * width * _between(*crop.scale, uniforms[at])
+        ratio = math.exp(_between(low, high, uniforms[at + 1]))
+        wide, tall = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < tall <= height:
+            return int(uniforms[at + 2] * (height - tall + 1)), int(uniforms[at + 3] * (width - wide + 1)), tall, wide
+    wide = max(1, min(width, round(height * crop.ratio[1])))
+    tall = max(1, min(height, round(width / crop.ratio[0])))
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+def _center_box(crop: CenterCrop, height: int, width: int, size: tuple[int, int]) -> Box:
+    fit = crop.share * min(height / size[0], width / size[1])
+    tall, wide = max(1, round(size[0] * fit)), max(1, round(size[1] * fit))
+    return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+def _erase_box(erase: Erase, size: tuple[int, int], uniforms: list[float]) -> tuple[float, float, float, float]:
+    """Fractions of the output, so that they mean whole pixels of it."""
+    height, width = size
+    if uniforms[0] >= erase.probability:
+        return 0, 0, 0, 0
+    low, high = math.log(erase.ratio[0]), math.log(erase.ratio[1])
+    for at in range(1, 1 + 4 * _TRIES, 4):
+        area = height * width * _between(*erase.scale, uniforms[at])
+        ratio = math.exp(_between(low, high, uniforms[at + 1]))
+        tall, wide = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < tall < height and 0 < wide < width:
+            top, left = int(uniforms[at + 2] * (height - tall + 1)), int(uniforms[at + 3] * (width - wide + 1))
+            return top / height, left / width, tall / height, wide / width
+    return 0, 0, 0, 0
+
+
+def _between(low: float, high: float, uniform: float) -> float:
+    return low + (high - low) * uniform
+
+
+def _unfit(name: str, value: object, rule: str) -> Problem:
+    return Problem(
+        given=f"{name} = {value}",
+        rule=rule,
+        consequence="no image can be augmented so",
+        nearest=f"leave {name.split('.')[0].split(',')[0]} out for the default",
+    )

@@ -1,0 +1,133 @@
+"""What the header of a JPEG says: sizes, sampling, restart interval, and where its entropy-coded data begins.
+
+Source: ITU-T T.81 (JPEG), annex B for the markers and annex A for MCUs. Nothing is decoded here.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.errors import DataError
+
+Encoded = bytes | bytearray | memoryview | NDArray[np.uint8]  # an encoded image, whole
+
+_SOI, _EOI, _SOS, _DRI, _DHT, _DQT = 0xD8, 0xD9, 0xDA, 0xDD, 0xC4, 0xDB
+_FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {_DHT, 0xC8, 0xCC}
+_NEEDED: Final = _FRAMES | {_SOS, _DRI, _DHT, _DQT, 0xCC, 0xE0, 0xEE}  # JFIF and Adobe say which colours are meant
+_ALONE: Final = frozenset(range(0xD0, 0xD8)) | {0x01, 0xFF}  # without a segment
+_NOT_HERE: Final = frozenset({0x00, _SOI, _EOI})
+_SEGMENT: Final = struct.Struct(">BBH")
+_FRAME: Final = struct.Struct(">BHHB")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JpegHeader:
+    """``tables`` is the header up to the data of the first scan, less metadata: with data behind it, a JPEG again."""
+
+    width: int
+    height: int
+    sampling: tuple[tuple[int, int], ...]  # (horizontal, vertical) per component
+    mcu: tuple[int, int]  # (height, width) in pixels of what is coded together; of one component a block (T.81 A.2.2)
+    bits: int  # per value
+    frame: int  # the frame marker's second byte: 0xC0 baseline, 0xC1 extended, 0xC2 progressive, …
+    restart_interval: int  # MCUs between restart markers, 0 for none
+    interleaved: bool  # the first scan holds all components
+    tables: bytes
+    size_at: int  # where in ``tables`` the frame's height and width are, u16 each, big-endian
+    scan_at: int  # where in the file the data of the first scan begins
+
+    @property
+    def sequential(self) -> bool:
+        """One pass of Huffman codes over 8-bit values, so that MCUs between restart markers decode by themselves."""
+        return self.frame in (0xC0, 0xC1) and self.bits == 8 and self.interleaved
+
+
+def as_view(data: Encoded) -> memoryview:
+    """The bytes as they are, not copied. Raises DataError for arrays that are not one dim of contiguous uint8."""
+    seen = memoryview(cast("bytes", data))  # numpy's stubs do not say that arrays are buffers
+    if seen.ndim != 1 or seen.itemsize != 1 or not seen.contiguous:
+        raise unreadable_jpeg_error(f"an encoded image as {seen.ndim} dims of {seen.itemsize}-byte values")
+    return seen if seen.format == "B" else seen.cast("B")
+
+
+def is_jpeg(data: memoryview) -> bool:
+    return bytes(data[:3]) == b"\xff\xd8\xff"
+
+
+def read_header(data: memoryview) -> JpegHeader:
+    """Walk the markers up to the first scan. Raises DataError naming the offset where the header is not one."""
+    size, at = len(data), 2
+    kept: list[memoryview] = [data[:2]]
+    kept_bytes, size_at, interval = 2, 0, 0
+    frame: tuple[int, int, int, int] | None = None  # marker, bits, height, width
+    sampling: list[tuple[int, int]] = []
+    while at + 4 <= size:
+        mark, marker, length = _SEGMENT.unpack_from(data, at)
+        if mark != 0xFF or marker in _NOT_HERE:
+            raise _broken(at, f"0x{mark:02x}{marker:02x} where a marker of the header should be")
+        if marker in _ALONE:  # 0xFF pads
+            at += 1 if marker == 0xFF else 2
+            continue
+        end = at + 2 + length
+        if length < 2 or end > size:
+            raise _broken(at, f"a segment of {length} bytes where {size - at - 2} are left")
+        if marker in _FRAMES:
+            if frame is not None:
+                raise _broken(at, "a second frame")
+            bits, height, width, parts = _FRAME.unpack_from(data, at + 4) if length >= 8 else (0, 0, 0, 0)
+            if not 1 <= parts <= 4 or length != 8 + 3 * parts:
+                raise _broken(at, f"a frame of {parts} components in {length} bytes")
+            sampling = [(value >> 4, value & 15) for value in data[at + 11 : end : 3]]
+            if min(map(min, sampling)) < 1 or max(map(max, sampling)) > 4:
+                raise _broken(at, f"sampling factors {sampling} outside 1 to 4")
+            if not (height and width):
+                raise _broken(at, f"a frame of {width}x{height} pixels")
+            frame = marker, bits, height, width
+            size_at = kept_bytes + 5
+        elif marker == _DRI:
+            if length != 4:
+                raise _broken(at, f"a restart interval of {length} bytes")
+            interval = (data[at + 4] << 8) + data[at + 5]
+        if marker in _NEEDED:
+            kept.append(data[at:end])
+            kept_bytes += 2 + length
+        if marker == _SOS:
+            if frame is None:
+                raise _broken(at, "a scan before any frame")
+            many = len(sampling) > 1
+            return JpegHeader(
+                width=frame[3],
+                height=frame[2],
+                sampling=tuple(sampling),
+                mcu=(8 * max(v for _, v in sampling), 8 * max(h for h, _ in sampling)) if many else (8, 8),
+                bits=frame[1],
+                frame=frame[0],
+                restart_interval=interval,
+                interleaved=length > 2 and data[at + 4] == len(sampling),
+                tables=b"".join(kept),
+                size_at=size_at,
+                scan_at=end,
+            )
+        at = end
+    raise _broken(at, "the data ends before any scan")
+
+
+def unreadable_jpeg_error(
+    given: str, nearest: str = "a whole copy of the image, or leave the record out when packing"
+) -> DataError:
+    """The answer to image data that cannot be used."""
+    return DataError(
+        given=given,
+        rule="an image is whole, in a format that is read here (JPEG, PNG, WebP, GIF, BMP, PPM)",
+        consequence="it was not decoded, and no pixel was made up",
+        nearest=nearest,
+    )
+
+
+def _broken(at: int, what: str) -> DataError:
+    return unreadable_jpeg_error(f"a JPEG whose header is broken at byte {at}: {what}")

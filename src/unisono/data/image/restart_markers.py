@@ -1,0 +1,97 @@
+"""Write JPEGs whose restart markers make them a grid of tiles (see ``tiles``).
+
+An existing JPEG gets them without loss through ``jpegtran``, which moves the coefficients over and decodes no pixel; an
+image that is encoded anyway gets them for nothing.
+
+Tiles of 32 pixels are the default: for random crops of a photo of 500x375 they were 7 % faster than tiles of 64, which cost 0.6 %
+fewer bytes, and no slower than tiles of 16.
+
+Not here: a transcoder of our own. jpegtran takes about 4 ms for an image of 77 KB, its start included.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+import subprocess
+
+from unisono.data.image.decoding import MAX_PIXELS, Pixels, check_pixels, check_scans
+from unisono.data.image.jpeg_header import Encoded, as_view, read_header, unreadable_jpeg_error
+from unisono.data.image.tiles import tile_grid
+from unisono.errors import ExtraError, missing_extra
+
+_TIMEOUT_S = 120  # for one image below the pixel cap
+
+
+def jpegtran_path() -> str | None:
+    """The program that inserts markers without loss, if this machine has it."""
+    return shutil.which("jpegtran")
+
+
+def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = MAX_PIXELS) -> bytes:
+    """The same picture, coefficient for coefficient, as a baseline JPEG with a restart marker about every ``tile_px`` pixels.
+
+    The interval is the one nearest to ``tile_px`` that divides the rows of MCUs evenly. Huffman tables are made anew, which saves
+    a baseline photo about what the markers cost (77 KB: -3 %); small and progressive ones grow. Metadata is kept. A JPEG
+    that already has this interval is returned as it is.
+    Raises ExtraError where jpegtran is not installed, DataError for what is no whole JPEG or larger than ``max_pixels``.
+    """
+    seen = as_view(jpeg)
+    header = read_header(seen)
+    check_pixels(header.width, header.height, max_pixels)
+    check_scans(seen, header)
+    interval = _interval(header.width, header.mcu[1], tile_px)
+    old = tile_grid(seen)
+    if old is not None and old.header.restart_interval == interval:
+        return bytes(seen)
+    program = jpegtran_path()
+    if program is None:
+        raise ExtraError(
+            given="restart markers for a JPEG, and no jpegtran on the PATH",
+            rule="markers are put into an existing JPEG by jpegtran, which loses nothing",
+            consequence="the image was not changed",
+            nearest="apt install libjpeg-turbo-progs (brew install jpeg-turbo); or keep such images without tiles, "
+            "or let pack re-encode them to a size limit, which sets markers by itself",
+        )
+    command = [program, "-restart", f"{interval}B", "-optimize", "-copy", "all"]
+    try:
+        done = subprocess.run(command, input=seen, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise unreadable_jpeg_error(f"a JPEG of {len(seen)} bytes on which jpegtran spent {_TIMEOUT_S} s") from None
+    said = done.stderr.decode(errors="replace").strip()
+    if done.returncode or tile_grid(done.stdout) is None:  # it ends with 2 after a warning, as for a truncated image
+        raise unreadable_jpeg_error(
+            f"a JPEG of {len(seen)} bytes that jpegtran does not take: {said or f'exit {done.returncode}'}"
+        )
+    return done.stdout
+
+
+def encode_jpeg(pixels: Pixels, *, quality: int = 90, subsampling: str = "4:2:0", tile_px: int = 32) -> bytes:
+    """Encode uint8 [height, width, 3] or [height, width, 1] with restart markers about every ``tile_px`` pixels.
+
+    ``subsampling`` is "4:4:4", "4:2:2" or "4:2:0"; grey images have none.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("images", "pillow", "encoding JPEG images") from error
+    gray = pixels.shape[2] == 1
+    mcu_width = 8 if gray or subsampling == "4:4:4" else 16
+    out = io.BytesIO()
+    # No Huffman tables of its own (optimize): Pillow then guesses how large the result gets, and fails where it is larger.
+    Image.fromarray(pixels[:, :, 0] if gray else pixels).save(
+        out,
+        "JPEG",
+        quality=quality,
+        restart_marker_blocks=_interval(pixels.shape[1], mcu_width, tile_px),
+        **({} if gray else {"subsampling": subsampling}),
+    )
+    return out.getvalue()
+
+
+def _interval(width: int, mcu_width: int, tile_px: int) -> int:
+    """MCUs per tile: the divisor of those in a row whose ratio to ``tile_px`` is nearest to 1."""
+    across = -(-width // mcu_width)
+    divisors = [count for count in range(1, across + 1) if across % count == 0]
+    return min(divisors, key=lambda count: abs(math.log(count * mcu_width / tile_px)))

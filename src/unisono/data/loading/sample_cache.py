@@ -1,0 +1,233 @@
+"""Samples kept in memory or on a fast disk after they were first read, shared by all processes of a host.
+
+What fits is kept and never given up for something else: under a shuffle every sample is as likely as any other to come next, so
+replacing gains nothing (CoorDL, Mohan et al. 2021). Cache before a random transform: what is kept is what the data set gave.
+
+One file per data set, in /dev/shm or in a folder: a head, a table with one row per sample, and the samples one after the other.
+Room is reserved before it is written to, so that a full file system ends the growth and nothing else. A row is filled last, and
+carries a checksum. A file in memory is removed by the last process that uses it; one left behind by processes that were killed is
+removed when the next cache is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.combined import read_samples
+from unisono.data.dataset import Batch, Dataset, MapStyle, as_dataset, collate
+from unisono.errors import DataError
+
+_MEMORY: Final = Path("/dev/shm")
+_PREFIX: Final = "unisono-cache-"
+_ROW: Final = np.dtype([("offset", "<u8"), ("length", "<u8"), ("digest", "<u8")])  # offset 0: not there
+_HEAD_BYTES: Final = 64  # the end of what is used, u64
+_ALIGN: Final = 64
+_AMONG_THREADS: Final = threading.Lock()
+_LOG: Final = logging.getLogger("unisono.data")
+
+
+def cached(dataset: Dataset | MapStyle, *, budget_bytes: int, folder: Path | str | None = None) -> Dataset:
+    """``dataset`` with up to ``budget_bytes`` of its samples kept as they were read: in memory, or in ``folder``.
+
+    Processes of a host that cache the same data set share one copy. In a folder it stays for the next run; delete the folder's
+    ``unisono-cache-*`` files to be rid of it. Raises DataError where nothing can be kept there.
+    """
+    return _CachedDataset(as_dataset(dataset), budget_bytes, _MEMORY if folder is None else Path(folder))
+
+
+class _CachedDataset:
+    def __init__(self, base: Dataset, budget_bytes: int, folder: Path) -> None:
+        self.fingerprint = base.fingerprint  # the samples are the same
+        self._base, self._budget_bytes, self._folder = base, budget_bytes, folder
+        self._store = _SampleStore(folder, f"{base.fingerprint}:{len(base)}", len(base), budget_bytes)
+        weakref.finalize(self, self._store.close)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CachedDataset, (self._base, self._budget_bytes, self._folder)
+
+    @property
+    def num_cached(self) -> int:
+        """Samples that are there now."""
+        return self._store.num_cached
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+        """From the cache where they are, else from the data set, and then into the cache."""
+        found = [self._store.get(number) for number in indices.tolist()]
+        missing = [row for row, sample in enumerate(found) if sample is None]
+        if missing:
+            for row, sample in zip(missing, read_samples(self._base, indices[missing]), strict=True):
+                self._store.put(int(indices[row]), sample)
+                found[row] = sample
+        return [sample for sample in found if sample is not None]
+
+
+class _SampleStore:
+    """The file. Reads take no lock; appends take one among processes and one among threads."""
+
+    def __init__(self, folder: Path, about: str, count: int, budget_bytes: int) -> None:
+        self._path = folder / f"{_PREFIX}{os.getuid()}-{xxhash.xxh3_128_hexdigest(about.encode())}"
+        self._process = os.getpid()
+        self._temporary = folder == _MEMORY
+        begin = -(-(_HEAD_BYTES + count * _ROW.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._size = begin + budget_bytes
+        try:
+            if self._temporary:
+                _remove_stale(folder)
+            self._file = self._open(begin)
+        except OSError as error:
+            raise DataError(
+                given=f"{self._path}: {error.strerror}",
+                rule=f"a cache has room for its table, {begin:,} bytes for {count:,} samples",
+                consequence="nothing can be kept there",
+                nearest="another folder=, or no cache",
+            ) from error
+        self._map = mmap.mmap(self._file, self._size)
+        self._used = np.frombuffer(self._map, "<u8", 1)
+        self._table = np.frombuffer(self._map, _ROW, count, _HEAD_BYTES)
+        self._full = False
+
+    @property
+    def num_cached(self) -> int:
+        return int(np.count_nonzero(self._table["offset"]))
+
+    def get(self, number: int) -> Batch | None:
+        """The sample as read-only views of the shared memory; None where it is not there, or not as it was written."""
+        offset, length, digest = self._table[number].item()
+        if offset == 0 or offset + length > self._size:
+            return None
+        raw = memoryview(self._map)[offset : offset + length].toreadonly()
+        return _unpacked(raw) if xxhash.xxh3_64_intdigest(raw) == digest else None
+
+    def put(self, number: int, sample: Batch) -> None:
+        """Keep it if there is room and nobody has done so."""
+        if self._full:
+            return
+        raw = _packed(sample)
+        with _exclusive_lock(self._file):
+            low = int(self._used[0])
+            high = low + -(-len(raw) // _ALIGN) * _ALIGN
+            if self._table["offset"][number]:
+                return
+            if high > self._size or not self._reserve(low, high - low):
+                self._full = True
+                _LOG.info("cache %s is full with %d of %d samples", self._path, self.num_cached, len(self._table))
+                return
+            self._used[0] = high
+        os.pwrite(self._file, raw, low)
+        row = self._table[number : number + 1]
+        row["length"], row["digest"] = len(raw), xxhash.xxh3_64_intdigest(raw)
+        row["offset"] = low  # last: from here on it is there
+
+    def close(self) -> None:
+        """Give the file back; the last user of one in memory removes it."""
+        if self._process == os.getpid() and self._temporary and _try_exclusive(self._file):
+            self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+    def _open(self, begin: int) -> int:
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_SH)  # for as long as it is used
+            try:
+                if os.stat(self._path).st_ino != os.fstat(file).st_ino:
+                    raise FileNotFoundError(self._path)
+            except FileNotFoundError:  # its last user removed it in between
+                os.close(file)
+                continue
+            try:
+                with _exclusive_lock(file):
+                    if os.fstat(file).st_size == 0:
+                        os.posix_fallocate(file, 0, begin)
+                        os.pwrite(file, begin.to_bytes(8, "little"), 0)
+                    if os.fstat(file).st_size < self._size:
+                        os.ftruncate(file, self._size)
+            except OSError:
+                self._path.unlink(missing_ok=True)
+                os.close(file)
+                raise
+            return file
+
+    def _reserve(self, offset: int, length: int) -> bool:
+        try:
+            os.posix_fallocate(self._file, offset, length)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            return False
+        return True
+
+
+@contextmanager
+def _exclusive_lock(file: int) -> Generator[None]:
+    """No other thread or process is in here for the same file. Should a lock be lost (they are, when the process closes the file
+    elsewhere), two samples may be written over each other; their checksums then say so."""
+    with _AMONG_THREADS:
+        fcntl.lockf(file, fcntl.LOCK_EX, _HEAD_BYTES)
+        try:
+            yield
+        finally:
+            fcntl.lockf(file, fcntl.LOCK_UN, _HEAD_BYTES)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what killed processes left."""
+    for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if _try_exclusive(file):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(file)
+
+
+def _try_exclusive(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _packed(sample: Batch) -> bytes:
+    head = json.dumps([[name, array.dtype.str, array.shape] for name, array in sample.items()]).encode()
+    parts = [len(head).to_bytes(8, "little"), head]
+    end = 8 + len(head)
+    for array in sample.values():
+        parts += [bytes(-end % _ALIGN), np.ascontiguousarray(array).tobytes()]
+        end += -end % _ALIGN + array.nbytes
+    return b"".join(parts)
+
+
+def _unpacked(raw: memoryview) -> Batch:
+    end = 8 + int.from_bytes(raw[:8], "little")
+    sample: Batch = {}
+    for name, dtype, shape in json.loads(bytes(raw[8:end])):
+        end += -end % _ALIGN
+        count = int(np.prod(shape, dtype=np.int64))
+        sample[name] = np.frombuffer(raw, dtype, count, end).reshape(shape)
+        end += sample[name].nbytes
+    return sample

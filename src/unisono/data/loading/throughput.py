@@ -1,0 +1,110 @@
+"""What this machine's data path gives: reading, decoding, and a whole loader, from a file as it is.
+
+Each rate is the median of short repeats, from whatever the page cache holds; the first pass over the file is told apart, because
+that is what a cold file costs if it is larger than the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from unisono.data.loading.cpu_cores import usable_cores
+from unisono.data.loading.loader import Loader
+from unisono.data.options import LoaderOptions
+from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
+from unisono.errors import DataError
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Throughput:
+    """``per_s`` of ``what``; bytes are 0 where they say nothing."""
+
+    name: str
+    per_s: float
+    bytes_per_s: float = 0.0
+
+
+def measure_throughput(path: Path, *, seconds: float = 1.0, size: int = 224) -> list[Throughput]:
+    """Rates of a record file, each taking ``seconds`` per repeat: random and sequential reads with and without checksums,
+    and, where the records are images, decoding and a loader that crops them to ``size``. Raises DataError."""
+    records = RecordFile(path, check="never")
+    order = np.random.default_rng(0).permutation(len(records))[: 1 << 16].tolist()
+    bytes_each = float(records.lengths.mean()) if len(records) else 0.0
+    rates = [_reads("random reads, first pass", records, order, bytes_each, once=True, seconds=seconds)]
+    for check in ("never", "always"):
+        opened = RecordFile(path, check=check)
+        what = "random reads" + (", checksum each" if check == "always" else "")
+        rates.append(_reads(what, opened, order, bytes_each, once=False, seconds=seconds))
+    if _are_images(records):
+        rates += _images(path, order, seconds=seconds, size=size)
+    return rates
+
+
+def _reads(
+    what: str, records: RecordFile, order: list[int], bytes_each: float, *, once: bool, seconds: float
+) -> Throughput:
+    def read(numbers: list[int]) -> int:
+        for number in numbers:
+            records.read(number)
+        return len(numbers)
+
+    per_s = _rate(lambda at: read(order[at : at + 64]), len(order), 1 if once else _REPEATS, seconds)
+    return Throughput(name=what, per_s=per_s, bytes_per_s=per_s * bytes_each)
+
+
+def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[Throughput]:
+    from unisono.data.image import Augment, ImageTransform, RandomResizedCrop, decode, image_records
+
+    records = RecordFile(path)
+
+    def decoded(at: int) -> int:
+        for number in order[at : at + 8]:
+            decode(unpack_header(records.view(number))[1])
+        return len(order[at : at + 8])
+
+    rates = [Throughput(name="images decoded whole, one thread", per_s=_rate(decoded, len(order), _REPEATS, seconds))]
+    data: RecordDataset = image_records([path], classes=False)
+    transform = ImageTransform(augment=Augment(size=(size, size), crop=RandomResizedCrop(), flip=0.5))
+    for workers in sorted({1, usable_cores(os.environ)}):
+        options = LoaderOptions(workers=workers, worker_kind="thread")
+        with Loader(data, seed=0, global_batch=min(64, len(data)), transform=transform, options=options) as loader:
+            steps = loader.iterate(0, 1 << 40)
+            next(steps)
+            per_s = _rate(lambda _, steps=steps: len(next(steps).sample_ids), 1, _REPEATS, seconds)
+            steps.close()
+        rates.append(Throughput(name=f"loader, random crops to {size}, {workers} threads", per_s=per_s))
+    return rates
+
+
+def _rate(work: Callable[[int], int], count: int, repeats: int, seconds: float) -> float:
+    """Items per second of ``work(at)``, which does those from ``at`` on and says how many they were."""
+    found: list[float] = []
+    at = 0
+    for _ in range(repeats):
+        begin, done = time.perf_counter(), 0
+        while (now := time.perf_counter()) - begin < seconds:
+            did = work(at)
+            done, at = done + did, (at + did) % max(1, count)
+        found.append(done / (now - begin))
+    return statistics.median(found)
+
+
+def _are_images(records: RecordFile) -> bool:
+    from unisono.data.image import probe
+
+    if not len(records):
+        return False
+    try:
+        probe(unpack_header(records.view(0))[1])
+    except DataError:
+        return False
+    return True

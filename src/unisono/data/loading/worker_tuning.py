@@ -1,0 +1,168 @@
+"""How many workers, and of which kind: found while running, by what the consumer waits for, and remembered.
+
+More workers are tried while the consumer waits for data, and kept where steps come faster. Batches are the same with any of
+them, so trying costs time only. Windows in which torch's profiler records are not judged.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.worker_pool import WorkerKind
+from unisono.data.loading.worker_process import pickle_builder
+from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.errors import DataError
+from unisono.storage.files import write_atomically
+
+_WINDOW_STEPS, _WINDOW_S = 8, 0.5  # what is judged at once: at least both
+_SETTLING_STEPS = 3  # not counted after a change: batches made before it are still coming
+_WAITS = 0.03  # share of the time waited for data above which another setting is tried
+_BETTER = 1.05  # times as many steps per second for a setting to be kept
+_THREADS_PER_CORE = 2  # reading waits, too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSetting:
+    """What the tuner decides."""
+
+    kind: WorkerKind
+    workers: int
+
+
+class WorkerTuner:
+    """``setting`` is what to use now; ``waited`` is told once per step how long the consumer waited."""
+
+    def __init__(
+        self, options: LoaderOptions, *, limit: int, about: BatchBuilder, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._recipe = about
+        self._memory = _memory_path(about, limit)
+        self._limit = max(1, limit)
+        self._clock = clock
+        self._fixed = options.workers > 0 and options.worker_kind != "auto"
+        kinds: tuple[WorkerKind, ...] = (
+            ("thread", "process") if options.worker_kind == "auto" else (options.worker_kind,)
+        )
+        start = WorkerSetting(kind=kinds[0], workers=options.workers if options.workers > 0 else 1)
+        remembered = None if self._fixed else _remembered(self._memory)
+        if remembered is not None and remembered.kind in kinds and options.workers in (-1, remembered.workers):
+            start = WorkerSetting(
+                kind=remembered.kind, workers=min(remembered.workers, _counts(remembered.kind, self._limit)[-1])
+            )
+        self._untried = [
+            WorkerSetting(kind=kind, workers=n)
+            for kind in kinds
+            for n in ([options.workers] if options.workers > 0 else _counts(kind, self._limit))
+        ]
+        self._untried = [each for each in self._untried if each != start]
+        self.setting = start
+        self._best: tuple[WorkerSetting, float] | None = None
+        self._begin_window(settling=0)
+
+    def record_wait(self, seconds: float) -> None:
+        """A step's data came after so long."""
+        if self._fixed:
+            return
+        now = self._clock()
+        if self._settling > 0:
+            self._settling -= 1
+            self._began_s, self._steps, self._waited_s = now, 0, 0.0
+            return
+        self._steps += 1
+        self._waited_s += seconds
+        elapsed = now - self._began_s
+        if self._steps < _WINDOW_STEPS or elapsed < _WINDOW_S:
+            return
+        if not _profiling():
+            self._judge(self._steps / elapsed, self._waited_s / elapsed)
+        self._begin_window(settling=self._settling)
+
+    def _judge(self, rate: float, waiting: float) -> None:
+        if self._best is None:  # the first window with the setting in use
+            if waiting < _WAITS:
+                return
+            self._best = (self.setting, rate)
+        elif self.setting != self._best[0]:
+            better = rate > self._best[1] * _BETTER
+            if better:
+                self._best = (self.setting, rate)
+            else:  # more of the same kind will not help either
+                kind = self.setting.kind
+                self._untried = [each for each in self._untried if each.kind != kind]
+            if better and waiting < _WAITS:
+                self._untried = []
+        elif waiting < _WAITS:
+            return
+        if (
+            self._untried
+            and self._untried[0].kind == "process"
+            and self.setting.kind != "process"
+            and not self._reachable()
+        ):
+            self._untried = [each for each in self._untried if each.kind != "process"]
+        if self._untried:
+            self._change(self._untried.pop(0))
+        elif self.setting != self._best[0]:
+            self._change(self._best[0])
+        if not self._untried and self.setting == self._best[0]:
+            self._fixed = True
+            _remember(self._memory, self.setting)
+
+    def _reachable(self) -> bool:
+        try:
+            pickle_builder(self._recipe)
+        except DataError:
+            return False
+        return True
+
+    def _change(self, setting: WorkerSetting) -> None:
+        self.setting = setting
+        self._settling = _SETTLING_STEPS + setting.workers
+
+    def _begin_window(self, *, settling: int) -> None:
+        self._settling = settling
+        self._began_s, self._steps, self._waited_s = self._clock(), 0, 0.0
+
+
+def _counts(kind: WorkerKind, cores: int) -> list[int]:
+    """Numbers of workers to try. Processes only all at once: the first one alone gains nothing and takes its start-up."""
+    return list(range(1, _THREADS_PER_CORE * cores + 1)) if kind == "thread" else [cores]
+
+
+def _profiling() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch._C._autograd._profiler_enabled())
+
+
+def _memory_path(recipe: BatchBuilder, limit: int) -> Path:
+    """Where the setting for this data set, these transforms and this number of cores is kept."""
+    made_by = [
+        getattr(part, "__qualname__", type(part).__qualname__)
+        for part in (recipe.transform, recipe.pair_transform, recipe.batch_transform)
+    ]
+    about = "\n".join([recipe.dataset.fingerprint, *made_by, str(limit)])
+    return default_cache_dir(os.environ) / "loader" / f"{xxhash.xxh3_64_hexdigest(about.encode())}.json"
+
+
+def _remembered(path: Path) -> WorkerSetting | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=WorkerSetting)
+    except (OSError, msgspec.DecodeError):  # never tried, or by another version: tuned anew
+        return None
+
+
+def _remember(path: Path, setting: WorkerSetting) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.encode(asdict(setting)))
+    except OSError:  # a read-only home: the next run tunes again
+        return

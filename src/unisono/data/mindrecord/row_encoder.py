@@ -1,0 +1,247 @@
+"""Which fields and rows can be written so that MindSpore reads them back, and a row as the bytes of its two parts.
+
+What MindSpore's own writer drops with a warning, changes on the way, or finds wrong only when everything is written, is
+refused here, field by field, before anything of the row is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.mindrecord.header import ARRAY_TYPES, SCALAR_TYPES, FieldType, has_packed_integers
+from unisono.data.mindrecord.row_values import INT_LIMITS, array_bytes, encode_scalars, fits_float32, join_blobs
+from unisono.errors import DataError, Problem
+
+Kind = str | FieldType | Mapping[str, Any]
+_NAME: Final = re.compile(r"[0-9A-Za-z_]+")
+_UNCHANGED: Final = "nothing was written"
+_MAX_FIELDS: Final = (1 << 16) - 1
+
+
+class RowEncoder:
+    """Rows of one schema as bytes. Raises DataError naming every field that cannot be written, and why."""
+
+    def __init__(self, schema: Mapping[str, Kind], index_fields: Sequence[str] | None) -> None:
+        found = {name: _field(kind) for name, kind in schema.items()}
+        problems = [*_schema_problems(schema, found)]
+        if problems:
+            raise DataError(*problems)
+        # sorted, as MindSpore has them in header, maps and blobs
+        self.fields: dict[str, FieldType] = {name: kind for name, kind in sorted(found.items()) if kind is not None}
+        self.scalars = [name for name, kind in self.fields.items() if kind.shape is None and kind.type != "bytes"]
+        self.blobs = [name for name in self.fields if name not in self.scalars]
+        self.indexed = list(self.scalars if index_fields is None else index_fields)
+        problems = [*_index_problems(self.indexed, self.scalars)]
+        if problems:
+            raise DataError(*problems)
+        self._packed = has_packed_integers(self.fields)
+        self._names = {name: msgspec.msgpack.encode(name) for name in self.scalars}
+        self._take: dict[str, Callable[[Any], Any]] = {
+            name: self._taker(name, kind) for name, kind in self.fields.items()
+        }
+
+    def encode(self, row: Mapping[str, Any], number: int) -> tuple[bytes, bytes]:
+        """Scalars and blobs of a row. Raises DataError with all that is wrong with it; nothing of it is kept then."""
+        problems: list[Problem] = []
+        taken: dict[str, Any] = {}
+        for name, take in self._take.items():
+            try:
+                if name not in row:
+                    raise _Refused("there is none", "a row has all fields of the schema", f"a value for {name!r}")
+                taken[name] = take(row[name])
+            except _Refused as refused:
+                problems.append(refused.problem(number, name))
+        for name in row.keys() - self.fields.keys():
+            refused = _Refused("the schema has no such field", "a row has the fields of the schema", "leave it out")
+            problems.append(refused.problem(number, name))
+        if problems:
+            raise DataError(*problems)
+        raw = encode_scalars([(self._names[name], taken[name]) for name in self.scalars])
+        return raw, join_blobs([taken[name] for name in self.blobs])
+
+    def _taker(self, name: str, kind: FieldType) -> Callable[[Any], Any]:
+        """A function from a value to an int, float or str, or the bytes of a blob."""
+        if kind.shape is not None:
+            return lambda value: _array(value, kind, packed=self._packed)
+        if kind.type == "bytes":
+            return lambda value: _blob(value, only=len(self.blobs) == 1)
+        indexed = name in self.indexed
+        if kind.type == "string":
+            return lambda value: _string(value, indexed=indexed)
+        if kind.type in INT_LIMITS:
+            return lambda value: _integer(value, kind.type)
+        return lambda value: _float(value, kind.type, indexed=indexed)
+
+
+class _Refused(Exception):
+    """A value that cannot be written: what it is, the rule, what to write instead."""
+
+    def problem(self, number: int, name: str) -> Problem:
+        what, rule, nearest = self.args
+        return Problem(
+            given=f"row {number}, field {name!r}: {what}",
+            rule=rule,
+            consequence="the row was not written; the rows before it are kept",
+            nearest=nearest,
+        )
+
+
+def _integer(value: Any, kind: str) -> int:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise _Refused(
+            f"{value!r}, a {_type(value)}", f"field type {kind} takes integers", "int(…), where that is meant"
+        )
+    limit = INT_LIMITS[kind]
+    if not -limit <= value < limit:
+        wider = " or field type int64" if kind == "int32" else ", or a field of type string"
+        raise _Refused(f"{value}", f"{kind} holds {-limit} to {limit - 1}", f"a number in that range{wider}")
+    return int(value)
+
+
+def _float(value: Any, kind: str, *, indexed: bool) -> float:
+    if not isinstance(value, float | np.floating):
+        raise _Refused(
+            f"{value!r}, a {_type(value)}", f"field type {kind} takes floats, and drops rows with others", "float(…)"
+        )
+    number = float(value)
+    if indexed and not math.isfinite(number):
+        raise _Refused(
+            f"{number}",
+            "an indexed float is finite: building MindSpore's index with any other ends the process",
+            "a finite number, or index_fields without this field",
+        )
+    if kind == "float32" and not fits_float32(number):
+        raise _Refused(f"{number}", "float32 holds up to 3.4028235e+38", "a smaller number, or field type float64")
+    return number
+
+
+def _string(value: Any, *, indexed: bool) -> str:
+    if not isinstance(value, str):
+        raise _Refused(f"{value!r}, a {_type(value)}", "field type string takes str", "str(…), where that is meant")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _Refused(
+            f"{value!r}", f"strings are UTF-8, and {error.reason}", "bytes in a field of type bytes"
+        ) from None
+    if indexed and "\0" in value:
+        raise _Refused(
+            f"{value!r}", "MindSpore cuts an indexed string at its first NUL", "index_fields without this field"
+        )
+    return str(value)
+
+
+def _blob(value: Any, *, only: bool) -> bytes:
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise _Refused(
+            f"a {_type(value)}", "field type bytes takes bytes", "bytes, or a field with a shape for an array"
+        )
+    content = bytes(value)
+    if only and not content:
+        raise _Refused(
+            "no bytes",
+            "where it is the only blob, MindSpore reads back four zero bytes for none",
+            "a field beside it, or a byte that stands for none",
+        )
+    return content
+
+
+def _array(value: Any, kind: FieldType, *, packed: bool) -> bytes:
+    shape = kind.shape or ()
+    if not isinstance(value, np.ndarray):
+        raise _Refused(
+            f"a {_type(value)}", f"a field with a shape takes NumPy arrays of {kind.type}", "numpy.asarray(…)"
+        )
+    array: NDArray[Any] = value
+    if array.dtype.name != kind.type:
+        raise _Refused(
+            f"an array of {array.dtype}", f"the field has arrays of {kind.type}", f"array.astype('{kind.type}')"
+        )
+    fits = array.ndim == len(shape) and all(dim in (-1, size) for dim, size in zip(shape, array.shape, strict=True))
+    if not fits:
+        raise _Refused(
+            f"an array of shape {list(array.shape)}", f"the field has the shape {list(shape)}", "array.reshape(…)"
+        )
+    if not array.size:
+        raise _Refused(
+            f"an array of shape {list(array.shape)}",
+            "MindSpore drops rows with an array of nothing",
+            "one value at least",
+        )
+    return array_bytes(array, kind, packed=packed)
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__
+
+
+def _field(kind: Kind) -> FieldType | None:
+    """A field from its type, from ``{"type": …, "shape": …}`` as MindSpore writes it, or as it is; None for what is neither."""
+    if isinstance(kind, str):
+        return FieldType(type=kind)
+    if isinstance(kind, FieldType):
+        return kind
+    if not {"type"} <= kind.keys() <= {"type", "shape"}:
+        return None
+    shape = kind.get("shape")
+    if shape is not None and not (isinstance(shape, list | tuple) and all(type(dim) is int for dim in shape)):
+        return None
+    return FieldType(type=kind["type"], shape=None if shape is None else tuple(shape))
+
+
+def _schema_problems(given: Mapping[str, Kind], fields: Mapping[str, FieldType | None]) -> Iterator[Problem]:
+    if not 0 < len(fields) <= _MAX_FIELDS:
+        yield _bad(f"a schema of {len(fields)} fields", f"a row has 1 to {_MAX_FIELDS} fields", "name the fields")
+    seen: dict[str, str] = {}
+    for name, field in fields.items():
+        if not _NAME.fullmatch(name):
+            yield _bad(f"field {name!r}", "names have letters of a to z, digits and _ only", "another name")
+        if name.lower() in seen:
+            rule = (
+                "names differ by more than case: they are columns of an SQL table, and MindSpore fails at the very end"
+            )
+            yield _bad(f"fields {seen[name.lower()]!r} and {name!r}", rule, "another name for one of them")
+        seen[name.lower()] = name
+        if field is None:
+            rule = "a field is its type, or a mapping of type and shape"
+            yield _bad(f"field {name!r}: {given[name]!r}", rule, '{"type": "int32", "shape": [-1]}')
+        elif field.type not in (*SCALAR_TYPES, "bytes"):
+            rule = f"types are {', '.join(SCALAR_TYPES)} and bytes"
+            yield _bad(f"field {name!r} of type {field.type!r}", rule, "the next larger of these types")
+        elif field.shape is not None:
+            yield from _shape_problems(name, field, field.shape)
+
+
+def _shape_problems(name: str, field: FieldType, shape: tuple[int, ...]) -> Iterator[Problem]:
+    given = f"field {name!r} of type {field.type} with shape {list(shape)}"
+    if field.type not in ARRAY_TYPES:
+        yield _bad(given, f"arrays are of {', '.join(ARRAY_TYPES)}", "leave the shape out")
+    if not shape:
+        yield _bad(given, "a shape has one dim at least: MindSpore loses the values of a scalar shape", "leave it out")
+    if shape.count(-1) > 1 or any(dim < 1 and dim != -1 for dim in shape):
+        yield _bad(given, "dims are 1 or more, and at most one is -1, found from the data", "write the other dims out")
+
+
+def _index_problems(indexed: Sequence[str], scalars: Sequence[str]) -> Iterator[Problem]:
+    for name in indexed:
+        if name not in scalars:
+            yield _bad(f"index field {name!r}", "an index field is a scalar field of the schema", f"some of {scalars}")
+        elif name.lower() == "inc":
+            rule = "its column in the index would be INC_0, which MindSpore uses itself"
+            yield _bad(f"index field {name!r}", rule, "another name, or index_fields without it")
+        elif name[:1].isdigit():
+            rule = "an index field begins with a letter or _, as the names of columns in SQL do"
+            yield _bad(f"index field {name!r}", rule, "another name, or index_fields without it")
+    if len(set(indexed)) != len(indexed):
+        yield _bad(f"index fields {list(indexed)}", "a field is indexed once", "name each once")
+
+
+def _bad(given: str, rule: str, nearest: str) -> Problem:
+    return Problem(given=given, rule=rule, consequence=_UNCHANGED, nearest=nearest)

@@ -1,0 +1,1 @@
+"""The order of samples: permutations, step schedules and samplers. All are pure functions of position and seed."""

@@ -1,0 +1,206 @@
+"""Which sample stands at which position of a run, where that is not one shuffle of everything.
+
+All are pure functions of the position, as ``Order`` is: nothing is stored per position and nothing is replayed, so a run
+resumes at any step on any number of ranks. ``visits`` tells how often a sample came before in its own counting; with the
+sample's id and the seed it keys that sample's randomness, so that a repeated sample is augmented anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.order.permutation import Permutation, keyed_uniform
+from unisono.errors import DataError
+
+Ids = NDArray[np.int64]
+
+MIXTURE_PERIOD = (
+    4096  # positions after which the pattern of a mixture repeats; weights are rounded to multiples of 1/4096
+)
+
+
+class SampleOrder(Protocol):
+    """Samples by global position; both results are int64 of the shape of ``positions``."""
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        """(sample ids, visits)."""
+        ...
+
+
+class SequentialOrder:
+    """Samples in their own order, again and again."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        epochs, places = np.divmod(positions, self._size)
+        return places, epochs
+
+
+class ShuffledOrder:
+    """Each sample once per epoch, in the order keyed by seed and epoch."""
+
+    def __init__(self, order: Permutation) -> None:
+        self._order = order
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        return self._order(positions), positions // self._order.size
+
+
+class WeightedOrder:
+    """``weights[i]`` says how often sample i comes, relative to the others; an epoch has as many draws as samples.
+
+    Systematic sampling (Madow 1949): in each epoch sample i comes ⌊w⌋ or ⌈w⌉ times, where w = n · weights[i] / Σ weights, so
+    classes are balanced within every epoch and not only on average. Needs 8 bytes per sample.
+    Raises DataError for weights that are negative, not finite, or all 0.
+    """
+
+    def __init__(self, weights: NDArray[np.float64] | Sequence[float], *, seed: int) -> None:
+        given = np.asarray(weights, np.float64)
+        if given.ndim != 1 or not given.size or not np.isfinite(given).all() or given.min() < 0 or given.sum() <= 0:
+            raise DataError(
+                given=f"weights of shape {list(given.shape)} from {given.min(initial=0)} to {given.max(initial=0)}",
+                rule="one weight per sample, finite, >= 0, at least one above 0",
+                consequence="no sample can be drawn",
+                nearest="1 / (size of the sample's class) balances classes; 0 leaves a sample out",
+            )
+        self._ends = np.cumsum(given) * (given.size / given.sum())  # on a line of length n
+        self._last = int(np.flatnonzero(given)[-1])
+        self._order = Permutation(given.size, seed=seed)
+        self._seed = seed
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        epochs = positions // self._order.size
+        points = self._order(positions) + keyed_uniform(self._seed, epochs)  # an epoch's n points lie 1 apart
+        return np.minimum(np.searchsorted(self._ends, points, side="right"), self._last), positions
+
+
+class MixtureOrder:
+    """Several sources, ``weights[s]`` of the samples from source s, each source shuffled by itself and repeated as needed.
+
+    Ids count through the sources one after the other. The pattern of sources repeats every 4096 positions and spreads each
+    evenly (smooth weighted round-robin), so the share of a source in any stretch is within a few samples of its weight.
+    Raises DataError for a source of no samples, or weights that are not positive or below 1/4096 of their sum.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int) -> None:
+        shares = _integer_shares(sizes, weights)
+        self._pattern = _round_robin(shares)  # [PERIOD] source
+        hits = self._pattern[:, None] == np.arange(len(sizes))  # [PERIOD, sources]
+        self._before = np.concatenate([np.zeros((1, len(sizes)), np.int64), np.cumsum(hits, axis=0)])[:-1]
+        self._shares = shares
+        self._starts = np.cumsum([0, *sizes[:-1]])
+        self._orders = [Permutation(size, seed=seed + 0x9E37 * number) for number, size in enumerate(sizes)]
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        flat = np.ascontiguousarray(positions, np.int64).reshape(-1)
+        periods, places = np.divmod(flat, MIXTURE_PERIOD)
+        sources = self._pattern[places]
+        counts = periods * self._shares[sources] + self._before[places, sources]
+        ids, visits = np.empty_like(flat), np.empty_like(flat)
+        for source in np.unique(sources).tolist():
+            rows = np.flatnonzero(sources == source)
+            order = self._orders[source]
+            ids[rows] = order(counts[rows]) + self._starts[source]
+            visits[rows] = counts[rows] // order.size
+        return ids.reshape(positions.shape), visits.reshape(positions.shape)
+
+
+class BucketedOrder:
+    """``draws`` regrouped so that neighbours have about the same length: less padding for the price of a coarser shuffle.
+
+    Windows of ``window_batches`` batches are sorted by length and cut into batches, and these are shuffled; which
+    samples a window holds is left to ``draws``. ``size`` samples are an epoch, and no window spans two epochs.
+    Costs sorting one window per window; the last one used is kept.
+    """
+
+    def __init__(
+        self,
+        draws: SampleOrder,
+        lengths: NDArray[np.int64],
+        *,
+        size: int,
+        batch: int,
+        window_batches: int = 64,
+        seed: int = 0,
+    ) -> None:
+        self._draws, self._lengths, self._size, self._batch, self._seed = draws, lengths, size, batch, seed
+        self._window = batch * window_batches
+        self._kept: tuple[int, Ids, Ids] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
+
+    def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
+        flat = np.ascontiguousarray(positions, np.int64).reshape(-1)
+        epochs, places = np.divmod(flat, self._size)
+        windows = epochs * -(-self._size // self._window) + places // self._window
+        ids, visits = np.empty_like(flat), np.empty_like(flat)
+        for window in np.unique(windows).tolist():
+            rows = np.flatnonzero(windows == window)
+            _, window_ids, window_visits = self._sorted(window)
+            inside = places[rows] % self._window
+            ids[rows], visits[rows] = window_ids[inside], window_visits[inside]
+        return ids.reshape(positions.shape), visits.reshape(positions.shape)
+
+    def _sorted(self, window: int) -> tuple[int, Ids, Ids]:
+        kept = self._kept
+        if kept[0] == window:
+            return kept
+        epoch, number = divmod(window, -(-self._size // self._window))
+        low = number * self._window
+        count = min(self._window, self._size - low)
+        ids, visits = self._draws.samples_at(epoch * self._size + low + np.arange(count))
+        by_length = np.argsort(self._lengths[ids], kind="stable")
+        batches = [by_length[i : i + self._batch] for i in range(0, count, self._batch)]
+        # A short last batch stays last, so that batches keep their places; members are shuffled, or ranks' shares of a
+        # batch would be sorted by length too.
+        full = len(batches) - (len(batches[-1]) < self._batch)
+        turns = [
+            *(Permutation(full, seed=self._seed)(window * full + np.arange(full)) if full else []),
+            *range(full, len(batches)),
+        ]
+        order = np.concatenate(
+            [
+                batches[turn][
+                    Permutation(len(batches[turn]), seed=self._seed + 1)(
+                        window * len(batches[turn]) + np.arange(len(batches[turn]))
+                    )
+                    % len(batches[turn])
+                ]
+                for turn in turns
+            ]
+        )
+        self._kept = (window, ids[order], visits[order])
+        return self._kept
+
+
+def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:
+    """Multiples of 1/PERIOD nearest to the weights, adding up to PERIOD (largest remainder)."""
+    given = np.asarray(weights, np.float64)
+    usable = len(sizes) == given.size > 0 and np.isfinite(given).all() and given.min() > 0 and min(sizes) > 0
+    exact = given / given.sum() * MIXTURE_PERIOD if usable else given
+    if not usable or exact.min() < 1:
+        raise DataError(
+            given=f"sources of {list(sizes)} samples with weights {given.tolist()}",
+            rule=f"each source has samples and a weight of at least 1/{MIXTURE_PERIOD} of the sum",
+            consequence="no mixture can be made",
+            nearest="leave out what should not come; weights are relative to each other",
+        )
+    shares = np.floor(exact).astype(np.int64)
+    short = MIXTURE_PERIOD - int(shares.sum())
+    shares[np.argsort(shares - exact, kind="stable")[:short]] += 1
+    return shares
+
+
+def _round_robin(shares: Ids) -> Ids:
+    """PERIOD sources, ``shares[s]`` times s, each spread evenly: the source furthest behind its share comes next."""
+    pattern = np.empty(MIXTURE_PERIOD, np.int64)
+    credit = np.zeros(shares.size, np.int64)
+    for place in range(MIXTURE_PERIOD):
+        credit += shares
+        pattern[place] = chosen = int(credit.argmax())
+        credit[chosen] -= MIXTURE_PERIOD
+    return pattern

@@ -1,0 +1,372 @@
+"""Checking, mending and rearranging ``.rec`` files. Nothing here changes a file in place; nothing is lost without being named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.recordio.framing import (
+    HEAD_BYTES,
+    MAGIC,
+    FramingDamage,
+    RecordExtents,
+    assemble_records,
+    find_parts,
+    join_parts,
+    padded_length,
+)
+from unisono.data.recordio.index import (
+    COMPUTED,
+    KIND,
+    map_file,
+    payload_of,
+    read_columns,
+    sidecar_path,
+    text_index_path,
+    write_index,
+)
+from unisono.data.recordio.reader import RecordFile
+from unisono.data.recordio.side_columns import ENDS_PREFIX, SIDE_PREFIX, decode_side_columns
+from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
+from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, view_of
+from unisono.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Bytes ``offset`` to ``end`` of ``path`` that are not as they should be; ``record`` is -1 where none is known."""
+
+    path: Path
+    record: int
+    offset: int
+    end: int
+    what: str
+
+    def __str__(self) -> str:
+        record = "" if self.record < 0 else f" record {self.record}"
+        return f"{self.path}:{record} offset {self.offset} to {self.end}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """``checksums``: ``written``, ``computed later``, or empty where there are none and only the framing was looked at."""
+
+    records: int
+    bytes: int
+    checksums: str
+    findings: list[Finding]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RepairReport:
+    """``lost`` are the stretches of the old file (records, where they are known) of which nothing was saved."""
+
+    saved: int
+    mended: int
+    lost: list[Finding]
+
+
+def verify(path: Path) -> VerifyReport:
+    """Read every byte of a file and its indexes and say all that is wrong. Raises DataError only where there is no file."""
+    data = map_file(path)
+    records, damage = assemble_records(data, find_parts(data))
+    findings = [Finding(path=path, record=-1, offset=d.offset, end=d.end, what=d.what) for d in damage]
+    sidecar, broken = _sidecar(path)
+    findings += broken
+    checksums = ""
+    if sidecar is not None:
+        checksums = str(sidecar.head.facts.get("checksums", ""))
+        if payload_of(data) != sidecar.head.payload:
+            bad = list(_bad_records(path, data, sidecar))
+            known = [(f.offset, f.end) for f in bad]
+            # what the checksums name by record needs no second line for its framing
+            findings = bad + [
+                f for f in findings if f.path != path or not any(a < f.end and f.offset < b for a, b in known)
+            ]
+            if not findings:
+                findings.append(
+                    Finding(path=path, record=-1, offset=0, end=len(data), what="bytes between records have changed")
+                )
+    # a line into damaged bytes is not the index's fault; with a sidecar it is known where records begin
+    known_offsets = records.offsets if sidecar is None else sidecar.columns["offset"]
+    stretches = [(d.offset, d.end) for d in damage] if sidecar is None else []
+    findings += _text_index_findings(path, set(known_offsets.tolist()), stretches)
+    count = len(known_offsets)
+    return VerifyReport(records=count, bytes=len(data), checksums=checksums, findings=findings)
+
+
+def repair(path: Path, target: Path) -> RepairReport:
+    """Write what can be saved of ``path`` to ``target``, in order, with keys and side columns where they are known.
+
+    With a sidecar a record is saved when its bytes have its checksum, wherever they lie now; heads do not matter. Without
+    one, when its framing is whole, or when nothing but its magic word is damaged.
+    """
+    if os.path.abspath(path) == os.path.abspath(target):
+        raise DataError(
+            given=f"repair of {path} into itself",
+            rule="what is damaged is evidence: it stays as it is",
+            consequence="nothing was written",
+            nearest=f"{path.with_name(path.stem + '-repaired.rec')}",
+        )
+    data = map_file(path)
+    records, damage = assemble_records(data, find_parts(data))
+    sidecar, _ = _sidecar(path)
+    with RecordWriter(target) as writer:
+        if sidecar is None:
+            return _repair_by_framing(path, data, records, damage, writer)
+        return _repair_by_checksum(path, data, records, sidecar, writer)
+
+
+def reindex(path: Path) -> list[str]:
+    """Write both indexes of ``path`` anew, trusting the file as it is. Returns what of the old ones could not be kept."""
+    data = map_file(path)
+    dropped: list[str] = []
+    old, broken = _sidecar(path)
+    if broken:
+        dropped.append(f"the old sidecar: {broken[0].what}")
+    try:
+        columns, payload = read_columns(path, data)
+    except DataError as error:
+        if not text_index_path(path).exists() or not str(error).startswith(str(text_index_path(path))):
+            raise
+        dropped.append(f"keys: {error.problems[0].given}")
+        aside = text_index_path(path).with_suffix(".idx.old")
+        text_index_path(path).rename(aside)
+        columns, payload = read_columns(path, data)
+    if old is not None and np.array_equal(old.columns["offset"], columns["offset"]):
+        columns |= {
+            name: np.array(column)
+            for name, column in old.columns.items()
+            if name.startswith((SIDE_PREFIX, ENDS_PREFIX))
+        }
+    elif old is not None and any(name.startswith(SIDE_PREFIX) for name in old.columns):
+        dropped.append("side columns: they belong to other records")
+    count = len(columns["offset"])
+    write_index(path, payload, columns, data, checksums=COMPUTED)
+    write_text_index(path, columns.get("key", np.arange(count)), columns["offset"])
+    return dropped
+
+
+def rearrange(sources: Sequence[Path], prefix: Path, shards: int) -> list[Path]:
+    """All records of ``sources`` in order, in ``shards`` files ``prefix-00000-of-00004.rec`` of equal numbers of records (± 1).
+
+    Keys are kept where no two are equal, else counted anew; side columns are kept where all files have the same.
+    """
+    files = [RecordFile(source) for source in sources]
+    total = sum(len(file) for file in files)
+    if not 1 <= shards <= total:
+        raise DataError(
+            given=f"{shards} shards of {total} records",
+            rule="a shard holds at least one record",
+            consequence="nothing was written",
+            nearest=f"{min(max(1, shards), total)} shards" if total else "files that hold records",
+        )
+    keys = np.concatenate([np.asarray(file.keys, np.int64) for file in files])
+    if len(np.unique(keys)) < total:
+        keys = np.arange(total)
+    names = set(files[0].side) if all(set(file.side) == set(files[0].side) for file in files) else set[str]()
+    rows = chain.from_iterable(_rows(file, names) for file in files)
+    paths = [prefix.with_name(f"{prefix.name}-{number:05d}-of-{shards:05d}.rec") for number in range(shards)]
+    with ExitStack() as stack:
+        begin = 0
+        writers = [stack.enter_context(RecordWriter(path)) for path in paths]
+        for number, writer in enumerate(writers):
+            stop = (number + 1) * total // shards
+            for place in range(begin, stop):
+                payload, side = next(rows)
+                writer.write(payload, key=int(keys[place]), side=side)
+            begin = stop
+    return paths
+
+
+def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[str, SideValues]]]:
+    columns = {name: file.side[name].tolist() for name in sorted(names)}
+    for number, payload in enumerate(file):
+        yield payload, {name: values[number] for name, values in columns.items()}
+
+
+def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
+    """The sidecar if there is one that can be trusted, and what is wrong with it otherwise."""
+    beside = sidecar_path(path)
+    if not beside.exists():
+        return None, []
+    try:
+        sidecar = open_sidecar(beside, kind=KIND)
+    except DataError as error:
+        return None, [
+            Finding(path=beside, record=-1, offset=0, end=beside.stat().st_size, what=error.problems[0].given)
+        ]
+    bad = [
+        Finding(
+            path=beside, record=-1, offset=c.offset, end=c.offset + sidecar.columns[name].nbytes, what=_column(name)
+        )
+        for name, c in sidecar.head.columns.items()
+        if digest_of(sidecar.columns[name]) != c.xxh3_128
+    ]
+    return (None if bad else sidecar), bad
+
+
+def _column(name: str) -> str:
+    return f"column {name!r} does not match its digest, so the checksums cannot be used"
+
+
+def _payload(data: memoryview, offset: int, length: int, split: bool) -> bytes | memoryview | None:
+    """The bytes where a record should be, without looking at its heads unless it is split; None where there are none."""
+    if split:
+        try:
+            return join_parts(data, offset)
+        except ValueError:
+            return None
+    end = offset + HEAD_BYTES + length
+    return data[offset + HEAD_BYTES : end] if end <= len(data) else None
+
+
+def _by_checksum(
+    data: NDArray[np.uint8], sidecar: Sidecar
+) -> Iterator[tuple[int, int, int, bytes | memoryview | None]]:
+    """(number, offset, end, payload or None) of every record of the sidecar; None where it does not have its checksum."""
+    view = view_of(data)
+    columns = sidecar.columns
+    split = set(columns["split"].tolist())
+    rows = zip(*(columns[name].tolist() for name in ("offset", "length", "digest")), strict=True)
+    for number, (offset, length, digest) in enumerate(rows):
+        payload = _payload(view, offset, length, number in split)
+        whole = payload is not None and xxhash.xxh3_64_intdigest(payload) == digest
+        end = offset + HEAD_BYTES + padded_length(length)
+        yield number, offset, end, payload if whole else None
+
+
+def _bad_records(path: Path, data: NDArray[np.uint8], sidecar: Sidecar) -> Iterator[Finding]:
+    split = set(sidecar.columns["split"].tolist())
+    for number, offset, end, payload in _by_checksum(data, sidecar):
+        if payload is None:
+            what = "the bytes do not have their checksum" if end <= len(data) else f"the file ends at {len(data)}"
+            yield Finding(path=path, record=number, offset=offset, end=min(end, len(data)), what=what)
+        elif number not in split and data[offset : offset + 8].tobytes() != _head(len(payload)):
+            yield Finding(path=path, record=number, offset=offset, end=offset + 8, what="its head has changed")
+        elif number not in split and data[offset + 8 + len(payload) : end].any():
+            begin = offset + 8 + len(payload)
+            yield Finding(path=path, record=number, offset=begin, end=end, what="its padding has changed")
+
+
+def _head(length: int) -> bytes:
+    return MAGIC.to_bytes(4, "little") + length.to_bytes(4, "little")
+
+
+def _repair_by_checksum(
+    path: Path, data: NDArray[np.uint8], records: RecordExtents, sidecar: Sidecar, writer: RecordWriter
+) -> RepairReport:
+    view = view_of(data)
+    # records that moved are found by their checksum among those whose framing is whole
+    moved: dict[int, int] = {}
+    split = set(records.split.tolist())
+    for place, (offset, length) in enumerate(zip(records.offsets.tolist(), records.lengths.tolist(), strict=True)):
+        payload = _payload(view, offset, length, place in split)
+        if payload is not None:
+            moved.setdefault(xxhash.xxh3_64_intdigest(payload), place)
+    keys: Any = sidecar.columns.get("key", range(len(sidecar.columns["offset"])))
+    side = {name: column.tolist() for name, column in decode_side_columns(sidecar.columns).items()}
+    digests = sidecar.columns["digest"].tolist()
+    parted = set(sidecar.columns["split"].tolist())
+    lost: list[Finding] = []
+    mended = 0
+    for number, offset, end, found in _by_checksum(data, sidecar):
+        payload = found
+        if payload is None and digests[number] in moved:
+            place = moved[digests[number]]
+            payload = _payload(view, int(records.offsets[place]), int(records.lengths[place]), place in split)
+        if payload is None:
+            what = "no bytes of the file have its checksum"
+            lost.append(Finding(path=path, record=number, offset=offset, end=end, what=what))
+            continue
+        mended += found is None or (number not in parted and data[offset : offset + 8].tobytes() != _head(len(found)))
+        values = {name: column[number] for name, column in side.items()}
+        writer.write(bytes(payload), key=int(keys[number]), side=values)
+    return RepairReport(saved=len(writer), mended=mended, lost=lost)
+
+
+def _repair_by_framing(
+    path: Path, data: NDArray[np.uint8], records: RecordExtents, damage: Sequence[FramingDamage], writer: RecordWriter
+) -> RepairReport:
+    view = view_of(data)
+    split = set(records.split.tolist())
+    keys = dict(_text_index_rows(path))
+    fresh = max(keys.values(), default=-1) + 1
+
+    def save(offset: int, payload: bytes) -> None:
+        nonlocal fresh
+        if keys and offset not in keys:
+            keys[offset], fresh = fresh, fresh + 1
+        writer.write(payload, key=keys.get(offset))
+
+    places = iter(zip(records.offsets.tolist(), records.lengths.tolist(), strict=True))
+    gaps = {d.offset: d for d in damage}
+    mended, lost, at, number = 0, list[Finding](), 0, 0
+    while at < len(data):
+        if at in gaps:
+            gap = gaps[at]
+            restored = _chain(view, gap.offset, gap.end)
+            for offset, payload in restored:
+                save(offset, payload)
+            mended += len(restored)
+            if not restored:
+                lost.append(Finding(path=path, record=-1, offset=gap.offset, end=gap.end, what=gap.what))
+            at = gap.end
+            continue
+        offset, length = next(places)
+        payload = _payload(view, offset, length, number in split)
+        assert payload is not None, "the framing of this record was looked at"
+        save(offset, bytes(payload))
+        at, number = int(records.ends[number]), number + 1
+    return RepairReport(saved=len(writer), mended=mended, lost=lost)
+
+
+def _chain(view: memoryview, begin: int, end: int) -> list[tuple[int, bytes]]:
+    """(offset, payload) of records that fill a gap exactly, by their lengths, whatever became of their magic words; or none."""
+    found: list[tuple[int, bytes]] = []
+    at = begin
+    while at + HEAD_BYTES <= end:
+        length = int.from_bytes(view[at + 4 : at + 8], "little")  # a flag other than 0 makes it too long
+        stop = at + HEAD_BYTES + padded_length(length)
+        if stop > end or any(view[at + HEAD_BYTES + length : stop]):
+            return []
+        found.append((at, bytes(view[at + HEAD_BYTES : at + HEAD_BYTES + length])))
+        at = stop
+    return found if at == end else []
+
+
+def _text_index_rows(path: Path) -> Iterator[tuple[int, int]]:
+    """(offset, key) of the lines of ``.idx`` that can be read."""
+    source = text_index_path(path)
+    for line in source.read_bytes().splitlines() if source.exists() else ():
+        key, _, offset = line.partition(b"\t")
+        if key.removeprefix(b"-").isdigit() and offset.isdigit():
+            yield int(offset), int(key)
+
+
+def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[int, int]]) -> list[Finding]:
+    """Lines of ``.idx`` that lead to no record; ``unknown`` are stretches in which nobody knows."""
+    source = text_index_path(path)
+    if not source.exists():
+        return []
+    findings: list[Finding] = []
+    at = 0
+    for number, line in enumerate(source.read_bytes().splitlines(keepends=True), start=1):
+        key, _, offset = line.strip().partition(b"\t")
+        if not (key.removeprefix(b"-").isdigit() and offset.isdigit()):
+            what = f"line {number} is not a key, a tab and an offset"
+            findings.append(Finding(path=source, record=-1, offset=at, end=at + len(line), what=what))
+        elif int(offset) not in known and not any(begin <= int(offset) < end for begin, end in unknown):
+            what = f"line {number} says offset {int(offset)}, where no record begins"
+            findings.append(Finding(path=source, record=-1, offset=at, end=at + len(line), what=what))
+        at += len(line)
+    return findings

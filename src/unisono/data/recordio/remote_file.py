@@ -1,0 +1,142 @@
+"""Files behind a URL, read range by range into a sparse local copy that stays.
+
+The copy has the size of the file and is mapped like a local one; blocks are fetched when a record in them is first wanted,
+many at a time where the store can, and a byte per block says which are there. Processes may share a copy: they write the
+same bytes. It lies in a folder named by the store's own key of the file, so a file that changed gets a new one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.sidecar import map_array
+from unisono.errors import DataError
+
+BLOCK_BYTES: Final = 1 << 20
+_BLOCKS_AT_ONCE: Final = 64  # of one request: what may lie in memory before it is written
+
+
+def is_url(path: Path | str) -> bool:
+    """Whether ``path`` names a file behind a URL rather than a local one."""
+    return isinstance(path, str) and "://" in path
+
+
+class RemoteFile:
+    """One file of any fsspec filesystem (``s3://``, ``gs://``, ``https://``, …). ``bytes`` is the mapped copy, ``path`` its
+    name: what ``ensure`` was not asked for is zeros. Raises DataError where the store does not answer."""
+
+    def __init__(self, url: str, cache_dir: Path) -> None:
+        self.url = url
+        self._connect()
+        try:
+            info = self._fs.info(self._path)
+            key = f"{url}\0{self._fs.ukey(self._path)}\0{info['size']}"
+        except Exception as error:  # every store has its own errors
+            raise _unreachable(url, error) from error
+        self.size = int(info["size"])
+        self.folder = cache_dir / xxhash.xxh3_128(key.encode()).hexdigest()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path = self.folder / "data.rec"
+        count = -(-self.size // BLOCK_BYTES)
+        self._data = _sparse(self.path, self.size)
+        self._blocks = _sparse(self.folder / "blocks", count)
+        self.bytes = map_array(self.path, "|u1", count=self.size)
+        self._present = map_array(self.folder / "blocks", "|u1", count=count)
+        weakref.finalize(self, _close, self._data, self._blocks)
+
+    def ensure(self, begins: Sequence[int] | NDArray[Any], ends: Sequence[int] | NDArray[Any]) -> None:
+        """Fetch whatever is missing of the byte ranges ``[begins[i], ends[i])``."""
+        first = np.asarray(begins, np.int64) // BLOCK_BYTES
+        last = np.minimum(np.asarray(ends, np.int64) - 1, self.size - 1) // BLOCK_BYTES
+        wanted = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)] or [first]))
+        missing = wanted[self._present[wanted] == 0].tolist() if wanted.size else []
+        for group in range(0, len(missing), _BLOCKS_AT_ONCE):
+            self._fetch(missing[group : group + _BLOCKS_AT_ONCE])
+
+    def _fetch(self, missing: list[int]) -> None:
+        starts = [block * BLOCK_BYTES for block in missing]
+        stops = [min(start + BLOCK_BYTES, self.size) for start in starts]
+        if self._pid != os.getpid():
+            self._connect()  # a store's connections and their thread do not survive a fork
+        try:
+            contents = self._fs.cat_ranges([self._path] * len(missing), starts, stops, on_error="raise")
+        except Exception as error:
+            raise _unreachable(self.url, error) from error
+        for block, start, stop, content in zip(missing, starts, stops, contents, strict=True):
+            if len(content) != stop - start:
+                raise _unreachable(self.url, EOFError(f"bytes {start} to {stop}: {len(content)} came"))
+            _write(self._data, content, start)
+            _write(self._blocks, b"\1", block)  # after the bytes it speaks of
+
+    def forget(self, begin: int, end: int) -> None:
+        """Have the blocks of a range fetched again: what is in the copy is not what it should be."""
+        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            _write(self._blocks, b"\0", block)
+
+    def fetch_beside(self, url: str, name: str) -> Path | None:
+        """A small file of the same store, copied whole to ``name`` in the copy's folder; None where there is none."""
+        _, path = _filesystem(url)
+        target = self.folder / name
+        if not target.exists():
+            try:
+                content = self._fs.cat_file(path)
+            except FileNotFoundError:
+                return None
+            except Exception as error:
+                raise _unreachable(url, error) from error
+            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                file.write(content)
+            os.replace(file.name, target)
+        return target
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        try:
+            self._fs, self._path = _filesystem(self.url)
+        except (ImportError, ValueError) as error:
+            raise _unreachable(self.url, error) from error
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    import fsspec.core  # pulls in asyncio: only where there are URLs
+
+    core: Any = fsspec.core
+    return core.url_to_fs(url, skip_instance_cache=True)
+
+
+def _sparse(path: Path, size: int) -> int:
+    """An open file of ``size`` bytes, zeros where nothing was written."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if os.fstat(handle).st_size != size:
+        os.ftruncate(handle, size)
+    return handle
+
+
+def _close(*handles: int) -> None:
+    for handle in handles:
+        os.close(handle)
+
+
+def _write(handle: int, content: bytes, offset: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _unreachable(url: str, error: Exception) -> DataError:
+    return DataError(
+        given=f"{url}: {type(error).__name__}: {error}",
+        rule="a file behind a URL is read in ranges through fsspec",
+        consequence="the records asked for are not there",
+        nearest="check address, access rights and network; some stores need their own package, such as s3fs for s3://",
+    )

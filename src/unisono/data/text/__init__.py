@@ -1,0 +1,1 @@
+"""Text augmentation and masking."""

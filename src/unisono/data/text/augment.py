@@ -1,0 +1,211 @@
+"""Text for classification: augmented word by word, then encoded to one length.
+
+Three of the four operations of EDA (Wei & Zou 2019): synonyms, swaps, deletions; random insertion is left out. A word is a
+run of letters, digits and underscores, with single apostrophes or hyphens inside (``don't``, ``well-known``); what stands between
+words is kept as it is. For scripts without spaces this is a whole phrase: use no augmentation there.
+
+Everything random comes from the generator given, which a loader keys by sample, so a text is augmented alike on any rank and
+after any resume, and anew each time it comes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch
+from unisono.data.tokens.tokenizer import Tokenizer
+from unisono.errors import DataError, Problem
+
+_WORD = re.compile(r"\w+(?:['’-]\w+)*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextAugment:
+    """``augment(text, rng)``: replaces, then swaps, then deletes words of a text of n words.
+
+    ``replace``: max(1, ⌊replace · n⌋) words get a synonym each, drawn from ``synonyms``; words that have none there or are in
+    ``stopwords`` are passed over, so there may be fewer. Words are looked up in lower case; a capital first letter is kept.
+    ``swap``: max(1, ⌊swap · n⌋) times two words change places. ``delete``: each word goes with this probability, together
+    with what stands before it; where all would go, one stays. A text without words is returned as it is.
+
+    Raises DataError for rates outside [0, 1], and for settings that would act on nothing.
+    """
+
+    replace: float = 0.0
+    swap: float = 0.0
+    delete: float = 0.0
+    synonyms: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    stopwords: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        rates = {"replace": self.replace, "swap": self.swap, "delete": self.delete}
+        problems = [_bad_rate(name, rate) for name, rate in rates.items() if not 0 <= rate <= 1]
+        if not problems and not any(rates.values()):
+            problems.append(
+                Problem(
+                    given="a TextAugment with replace, swap and delete of 0",
+                    rule="an augmentation changes something",
+                    consequence="every text would stay as it is",
+                    nearest="rates of 0.1, or no augmentation",
+                )
+            )
+        if bool(self.synonyms) != (self.replace != 0) or (self.stopwords and not self.synonyms):
+            problems.append(
+                Problem(
+                    given=f"replace = {self.replace} with {len(self.synonyms)} words that have synonyms and "
+                    f"{len(self.stopwords)} stopwords",
+                    rule="replace, synonyms and, optionally, stopwords act together",
+                    consequence="what was given would act on nothing",
+                    nearest='synonyms=load_synonyms("synonyms.tsv") and replace=0.1, or none of them',
+                )
+            )
+        if problems:
+            raise DataError(*problems)
+
+    def __call__(self, text: str, rng: np.random.Generator) -> str:
+        """The augmented text; never empty where ``text`` is not."""
+        found = list(_WORD.finditer(text))
+        if not found:
+            return text
+        words = [match.group() for match in found]
+        ends = [match.end() for match in found]
+        before = [text[end : match.start()] for end, match in zip([0, *ends[:-1]], found, strict=True)]
+        if self.replace:
+            self._put_synonyms(words, rng)
+        if self.swap and len(words) > 1:
+            for _ in range(_times(self.swap, len(words))):
+                one, other = rng.choice(len(words), 2, replace=False)
+                words[one], words[other] = words[other], words[one]
+        kept = range(len(words))
+        if self.delete:
+            stays = rng.random(len(words)) >= self.delete
+            kept = np.flatnonzero(stays).tolist() or [int(rng.integers(len(words)))]
+        first, *others = kept
+        return before[0] + words[first] + "".join(before[i] + words[i] for i in others) + text[ends[-1] :]
+
+    def _put_synonyms(self, words: list[str], rng: np.random.Generator) -> None:
+        keys = [word.lower() for word in words]
+        able = [i for i, key in enumerate(keys) if self.synonyms.get(key) and key not in self.stopwords]
+        chosen = rng.permutation(len(able))[: _times(self.replace, len(words))]
+        for i in (able[place] for place in chosen.tolist()):
+            synonyms = self.synonyms[keys[i]]
+            synonym = synonyms[int(rng.integers(len(synonyms)))]
+            words[i] = synonym[:1].upper() + synonym[1:] if words[i][:1].isupper() else synonym
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextTransform:
+    """The transform of a loader that reads texts: ``text``, uint8 [bytes] of UTF-8, becomes ``tokens`` and ``mask``.
+
+    ``tokens`` int64 [length]: the text's first ``length`` token ids, what follows is cut off; a shorter text is filled up with
+    the end-of-document id. ``mask`` bool [length]: true for ids of the text. Other entries of a sample stay. Without
+    ``augment`` nothing is drawn. Raises DataError for a sample that is no text, or a ``length`` below 1.
+    """
+
+    tokenizer: Tokenizer
+    length: int
+    augment: TextAugment | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise DataError(
+                given=f"a TextTransform of length {self.length}",
+                rule="a text is encoded to at least one token",
+                consequence="no sample could be made",
+                nearest="length 128",
+            )
+
+    def __call__(self, sample: Batch, rng: np.random.Generator) -> Batch:
+        text = _text_of(sample)
+        if self.augment is not None:
+            text = self.augment(text, rng)
+        ids = self.tokenizer.encode([text])[0].ids[: self.length]
+        tokens = np.full(self.length, self.tokenizer.end_of_document, np.int64)
+        tokens[: ids.size] = ids
+        rest = {name: value for name, value in sample.items() if name != "text"}
+        return {**rest, "tokens": tokens, "mask": np.arange(self.length) < ids.size}
+
+
+def load_synonyms(path: Path | str) -> dict[str, list[str]]:
+    """Word → synonyms, from ``.json`` (an object of lists) or ``.tsv`` (a word and its synonyms per line, tabs between).
+
+    Words become lower case, those that come twice are joined, a word is left out of its own synonyms. Raises DataError
+    naming the file, and the line, that is not understood.
+    """
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+        if path.suffix == ".json":
+            rows = list(msgspec.json.decode(raw, type=dict[str, list[str]]).items())
+        elif path.suffix == ".tsv":
+            rows = [
+                _row(path, number, line) for number, line in enumerate(raw.decode().splitlines(), 1) if line.strip()
+            ]
+        else:
+            raise _no_lexicon(f"{path}: a lexicon with the suffix {path.suffix!r}")
+    except OSError as error:
+        raise _no_lexicon(f"{path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise _no_lexicon(f"{path}: {error}") from error
+    lexicon: dict[str, list[str]] = {}
+    for word, synonyms in rows:
+        known = lexicon.setdefault(word.lower(), [])
+        known += [each for each in dict.fromkeys(synonyms) if each.lower() != word.lower() and each not in known]
+    return {word: synonyms for word, synonyms in lexicon.items() if synonyms}
+
+
+def _row(path: Path, number: int, line: str) -> tuple[str, list[str]]:
+    word, *synonyms = (part.strip() for part in line.split("\t"))
+    if not (word and synonyms and all(synonyms)):
+        raise _no_lexicon(f"{path}: line {number} is {line[:60]!r}")
+    return word, synonyms
+
+
+def _times(rate: float, words: int) -> int:
+    return max(1, int(rate * words))
+
+
+def _text_of(sample: Batch) -> str:
+    array: NDArray[Any] | None = sample.get("text")
+    if array is None or array.dtype != np.uint8 or array.ndim != 1:
+        given = f"a sample with {', '.join(f'{name} {a.dtype}{list(a.shape)}' for name, a in sample.items())}"
+        raise _no_text(given)
+    try:
+        return array.tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise _no_text(f"a text of {array.size} bytes of which byte {error.start} is not UTF-8") from error
+
+
+def _no_text(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="a sample has its text under 'text' as uint8 [bytes] of UTF-8",
+        consequence="it cannot be encoded",
+        nearest='"text": np.frombuffer(text.encode(), np.uint8)',
+    )
+
+
+def _bad_rate(name: str, rate: float) -> Problem:
+    return Problem(
+        given=f"{name} = {rate}",
+        rule="rates are between 0 and 1",
+        consequence="no text can be augmented",
+        nearest=f"{name} = 0.1, the value recommended by Wei & Zou",
+    )
+
+
+def _no_lexicon(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="a lexicon is .json ({word: [synonym, …]}) or .tsv (word, tab, synonym, tab, …), in UTF-8",
+        consequence="no word has a synonym",
+        nearest="repair that place; a word without synonyms needs no line",
+    )

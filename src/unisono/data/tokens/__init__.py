@@ -1,0 +1,1 @@
+"""Tokens: corpora, tokenizers, token shards, windows and packing."""

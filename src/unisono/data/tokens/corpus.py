@@ -1,0 +1,207 @@
+"""Where text comes from: the running interpreter's standard library, a folder, or one file. Nothing is downloaded.
+
+The list of files and their split into train and eval are functions of the files' relative paths, so adding a file moves
+no other. Test code, generated tables, caches and installed packages do not belong to the standard library's
+corpus.
+
+Not here: archives, JSON, Parquet, files too large for memory. A file is read whole and is one document.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import platform
+import stat
+import sysconfig
+import tokenize
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from unisono.errors import DataError
+
+STDLIB = "stdlib"
+
+# Parts of a standard library that are not its source: tests, other people's packages, what this machine's build wrote,
+# generated tables (codecs) and texts (pydoc's topics: one file, more than half of the bytes a split may hold out).
+_STDLIB_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
+    | {"encodings", "pydoc_data"}
+)
+_STDLIB_SKIPPED_FILES = frozenset({"sitecustomize.py", "usercustomize.py"})
+_STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """A file of the corpus and what tells whether it changed since it was last read."""
+
+    path: str  # relative to the corpus' root, with forward slashes
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Files in the order of their paths."""
+
+    name: str
+    root: Path
+    files: tuple[SourceFile, ...]
+    skip_undecodable: bool
+
+
+class UndecodableError(Exception):
+    """A file's bytes are not text in the encoding it declares."""
+
+
+def find_corpus(corpus: str) -> Corpus:
+    """List the files of ``"stdlib"``, a folder (hidden files and folders apart) or one file.
+
+    Raises ``DataError`` where nothing is there, or something there cannot be read.
+    """
+    if corpus == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        name = f"standard library of {platform.python_implementation()} {platform.python_version()}"
+        files = tuple(_stat(root, path) for path in _walk(root, stdlib=True))
+        if not files:
+            raise _empty(f"the {name} at {root}, which has no .py files (a zipped or stripped interpreter)")
+        return Corpus(name=name, root=root, files=files, skip_undecodable=True)
+    path = Path(corpus).expanduser()
+    if path.is_file():
+        file = _stat(path.parent, path.name)
+        return Corpus(name=str(path), root=path.parent, files=(file,), skip_undecodable=False)
+    if not path.is_dir():
+        raise DataError(
+            given=f"corpus {corpus!r}: no file or folder {path.absolute()}",
+            rule="the corpus is 'stdlib', a folder of text files or one text file",
+            consequence="there is nothing to train on",
+            nearest=f"the nearest folder that exists is {_nearest_folder(path)}; 'stdlib' always exists",
+        )
+    files = tuple(_stat(path, relative) for relative in _walk(path, stdlib=False))
+    if not files:
+        raise _empty(f"corpus {corpus!r}: the folder {path.absolute()} holds no files")
+    return Corpus(name=str(path), root=path, files=files, skip_undecodable=False)
+
+
+def read_text(raw: bytes, *, python_source: bool) -> str:
+    """The text of a file: UTF-8, and for Python source whatever encoding it declares (PEP 263). Line ends are kept.
+
+    Raises ``UndecodableError``.
+    """
+    try:
+        encoding = "utf-8"
+        if python_source:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        return raw.removeprefix(codecs.BOM_UTF8).decode(encoding)
+    except UnicodeDecodeError as error:
+        raise UndecodableError(f"byte {error.start} is not {error.encoding}") from error
+    except (SyntaxError, LookupError) as error:
+        raise UndecodableError(str(error)) from error
+
+
+def held_out_files(paths: Sequence[str], eval_frac: float) -> frozenset[str]:
+    """The paths that belong to the eval split: those whose hash falls below ``eval_frac``, at least one and not all.
+
+    The hash is xxh3-64 of the relative path in UTF-8, as a fraction of 2^64. Needs two paths or more.
+    """
+    by_hash = sorted(paths, key=lambda path: (xxhash.xxh3_64_intdigest(path.encode()), path))
+    below = sum(xxhash.xxh3_64_intdigest(path.encode()) < eval_frac * 2.0**64 for path in by_hash)
+    return frozenset(by_hash[: min(max(below, 1), len(by_hash) - 1)])
+
+
+def split_text(text: str, eval_frac: float) -> tuple[str, str]:
+    """One text as (train, eval): its tail is held out, from the first line that begins in the last ``eval_frac``."""
+    cut = len(text) - int(len(text) * eval_frac)
+    line = text.find("\n", cut - 1) + 1
+    return (text[:line], text[line:]) if 0 < line < len(text) else (text[:cut], text[cut:])
+
+
+def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
+    """The error for files that are not text, all of them at once: (path, reason)."""
+    shown = "; ".join(f"{path}: {reason}" for path, reason in problems[:5])
+    more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return DataError(
+        given=f"{len(problems)} file(s) of the corpus are not text: {shown}{more}",
+        rule="files are UTF-8 (Python source: the encoding it declares)",
+        consequence="the corpus was not prepared; no file is left out silently",
+        nearest="convert them, or point the corpus at a folder that holds text only",
+    )
+
+
+def _walk(root: Path, *, stdlib: bool) -> list[str]:
+    """Relative paths of the corpus' files, sorted. Linked files are followed, linked folders are not."""
+    found: list[str] = []
+    for folder, folders, files in os.walk(root, onerror=_raise):
+        folders[:] = [name for name in folders if not _skipped_folder(name, stdlib=stdlib)]
+        found.extend(
+            Path(folder, name).relative_to(root).as_posix() for name in files if not _skipped_file(name, stdlib=stdlib)
+        )
+    return sorted(found)
+
+
+def _skipped_folder(name: str, *, stdlib: bool) -> bool:
+    if stdlib:
+        return name in _STDLIB_SKIPPED_FOLDERS or name.startswith(_STDLIB_SKIPPED_PREFIXES)
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _skipped_file(name: str, *, stdlib: bool) -> bool:
+    if stdlib:
+        return not name.endswith(".py") or name in _STDLIB_SKIPPED_FILES or name.startswith(_STDLIB_SKIPPED_PREFIXES)
+    return name.startswith(".")
+
+
+def _raise(error: OSError) -> None:
+    raise unreadable_file_error(Path(error.filename), error.strerror) from error
+
+
+def unreadable_file_error(path: Path, why: str | None) -> DataError:
+    """The error for a file or folder that cannot be read."""
+    return DataError(
+        given=f"{path} cannot be read: {why}",
+        rule="every file of the corpus is readable, regular, and named in UTF-8",
+        consequence="the corpus was not prepared; no file is left out silently",
+        nearest="repair or remove it, or point the corpus elsewhere",
+    )
+
+
+def _stat(root: Path, relative: str) -> SourceFile:
+    path = root / relative
+    try:
+        relative.encode()
+        status = path.stat()
+    except UnicodeEncodeError as error:
+        raise unreadable_file_error(
+            Path(relative.encode(errors="replace").decode()), "its name is not UTF-8"
+        ) from error
+    except OSError as error:
+        raise unreadable_file_error(path, error.strerror) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise unreadable_file_error(path, "it is not a regular file")
+    return SourceFile(path=relative, size=status.st_size, mtime_ns=status.st_mtime_ns, ctime_ns=status.st_ctime_ns)
+
+
+def _empty(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="a corpus has at least one file with text in it",
+        consequence="there is nothing to train on",
+        nearest="'stdlib', or the path of a folder or file with text",
+    )
+
+
+def empty_split_error(corpus: Corpus, part: str) -> DataError:
+    """The error for a corpus of which nothing is left for ``part``, train or eval."""
+    size = sum(file.size for file in corpus.files)
+    return _empty(f"corpus {corpus.name!r}: {len(corpus.files)} file(s), {size} bytes, no text for the {part} part")
+
+
+def _nearest_folder(path: Path) -> Path:
+    absolute = path.absolute()
+    return next(folder for folder in (absolute, *absolute.parents) if folder.is_dir())

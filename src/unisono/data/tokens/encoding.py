@@ -1,0 +1,110 @@
+"""Documents to token ids, in order, in this process or in several.
+
+A request to a process (``framed``) is the tokenizer's fingerprint and a list of texts in MessagePack, its answer uint32 arrays
+one after the other: tokens per text, ids, bytes of text per token.
+
+Each process runs the tokenizer on one thread. The package's own threads, used where everything is done in this process,
+encode as fast; but turning their results into arrays is left to one thread, at 20 MB of text per second (measured), which
+would bound any number of cores.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+
+import msgspec
+import numpy as np
+
+from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
+from unisono.data.tokens.tokenizer import Encoded, Tokenizer, load_tokenizer
+from unisono.errors import UnisonoError
+
+Document = tuple[str, str]  # (label, text)
+
+_HERE_CHARS = 1 << 23  # text given to the tokenizer of this process at once: enough for its own threads
+_REQUEST_CHARS = 1 << 20
+
+
+def encode_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer, *, workers: int
+) -> Generator[tuple[str, Encoded]]:
+    """(label, encoded text) of each document, in order, whatever the number of ``workers``; 0 = in this process.
+
+    At most two requests of about a million characters per worker are under way. A tokenizer is loaded there by its
+    ``name``. Close the generator to end the processes early. Raises ``UnisonoError`` where one of them ends by itself.
+    """
+    if workers == 0:
+        for batch in _batches(documents, _HERE_CHARS):
+            yield from _labelled(batch, tokenizer.encode([text for _, text in batch]))
+        return
+    requests = (
+        (batch, msgspec.msgpack.encode((tokenizer.fingerprint, [text for _, text in batch])))
+        for batch in _batches(documents, _REQUEST_CHARS)
+    )
+    command = [sys.executable, "-m", "unisono.data.tokens.encoding", tokenizer.name]
+    environ = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    answers = subprocess_map(requests, command, workers=workers, ahead=2, ended=_ended_at, environ=environ)
+    with closing(answers):
+        for batch, answer in answers:
+            if not answer:
+                raise _ended("a tokenizing process found another tokenizer: the file changed meanwhile")
+            yield from _labelled(batch, _unpacked(answer, len(batch)))
+
+
+def _unpacked(answer: bytes, texts: int) -> list[Encoded]:
+    numbers = np.frombuffer(answer, "<u4")
+    counts, ids, sizes = np.split(numbers, [texts, (texts + numbers.size) // 2])
+    ends = np.cumsum(counts, dtype=np.int64)[:-1]
+    return [Encoded(ids=i, token_bytes=b) for i, b in zip(np.split(ids, ends), np.split(sizes, ends), strict=True)]
+
+
+def _labelled(batch: list[Document], encoded: list[Encoded]) -> Iterator[tuple[str, Encoded]]:
+    return zip((label for label, _ in batch), encoded, strict=True)
+
+
+def _batches(documents: Iterable[Document], chars: int) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    held = 0
+    for document in documents:
+        batch.append(document)
+        held += len(document[1])
+        if held >= chars:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _ended_at(batch: list[Document], code: int) -> UnisonoError:
+    return _ended(f"a tokenizing process ended with exit code {code}")
+
+
+def _ended(given: str) -> UnisonoError:
+    return UnisonoError(
+        given=given,
+        rule="each process that encodes text runs until all of it is encoded",
+        consequence="the corpus was not prepared; finished shards are kept and not made again",
+        nearest="start again; where memory ran out, cut very large files: a file is one document, encoded at once",
+    )
+
+
+def _answer(name: str) -> Callable[[bytes], bytes]:
+    """What a process does with a request; an empty answer says that its tokenizer is another one."""
+    tokenizer = load_tokenizer(name)
+
+    def answer(request: bytes) -> bytes:
+        fingerprint, texts = msgspec.msgpack.decode(request, type=tuple[str, list[str]])
+        if fingerprint != tokenizer.fingerprint:
+            return b""
+        encoded = tokenizer.encode(texts)
+        counts = np.array([each.ids.size for each in encoded], "<u4")
+        columns = [counts, *(each.ids for each in encoded), *(each.token_bytes for each in encoded)]
+        return np.concatenate(columns).astype("<u4").tobytes()
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve_requests(_answer(sys.argv[1]))

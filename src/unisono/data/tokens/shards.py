@@ -1,0 +1,249 @@
+"""Token shards: raw little-endian arrays of token ids, each with a sidecar, several of them forming one set.
+
+``name-00000.bin`` is nothing but uint16 ids (uint32 where the vocabulary needs it), documents one after the other,
+each closed by the end-of-document id. ``name-00000.idx`` is its sidecar (``sidecar.py``): where documents start,
+digests, the vocabulary, and, where asked for, how many bytes of the original text each token stands for. A document
+never spans two shards. Any tool that maps a raw array can read the payload alone.
+
+Not here: cutting the stream into samples (``windows``), making tokens from text (``prepared``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.data.sidecar import PayloadInfo, Sidecar, map_array, open_sidecar, verify_sidecar, write_sidecar
+from unisono.errors import DataError, Problem
+from unisono.storage.files import sync_folder
+
+_KIND = "tokens"
+_SHARD_TOKENS = 1 << 28
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenShardFacts:
+    """What a token shard's sidecar says besides its columns."""
+
+    vocab_size: int
+    end_of_document: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenShard:
+    """One opened shard; every array is a read-only view of a mapped file."""
+
+    tokens: NDArray[Any]  # [tokens] uint16 or uint32
+    starts: NDArray[np.int64]  # [documents] index of each document's first token
+    token_bytes: NDArray[np.uint32] | None  # [tokens] bytes of text each token stands for
+    facts: TokenShardFacts
+    sidecar: Sidecar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSet:
+    """Shards read as one stream of ``tokens`` ids below ``vocab_size``."""
+
+    shards: tuple[TokenShard, ...]
+    num_tokens: int
+    num_documents: int
+    text_bytes: int
+    vocab_size: int
+    end_of_document: int
+    fingerprint: str
+
+    def verify(self) -> list[Problem]:
+        """Read every byte of every shard and compare digests; empty means all is as written."""
+        return [problem for shard in self.shards for problem in verify_sidecar(shard.sidecar, shard.tokens)]
+
+
+def open_tokens(paths: Sequence[Path]) -> TokenSet:
+    """Open shards (their ``.bin`` paths), in the order given. O(1) per shard: sizes and head digests are checked.
+
+    Raises ``DataError``: no shard given, a missing, cut or damaged file, or shards of different vocabularies.
+    """
+    if not paths:
+        raise DataError(
+            given="a token set of no shards",
+            rule="a set has at least one shard",
+            consequence="there is nothing to read",
+            nearest="the paths of the .bin files",
+        )
+    shards = tuple(_open_shard(path) for path in paths)
+    vocabularies = {(s.facts.vocab_size, s.facts.end_of_document) for s in shards}
+    if len(vocabularies) > 1:
+        raise DataError(
+            given=f"shards of {len(vocabularies)} vocabularies: {sorted(vocabularies)} (size, end of document)",
+            rule="shards of one set are written by one tokenizer",
+            consequence="the same id would mean different text",
+            nearest="open them as separate sets",
+        )
+    return TokenSet(
+        shards=shards,
+        num_tokens=sum(s.tokens.size for s in shards),
+        num_documents=sum(s.starts.size for s in shards),
+        text_bytes=sum(s.facts.text_bytes for s in shards),
+        vocab_size=shards[0].facts.vocab_size,
+        end_of_document=shards[0].facts.end_of_document,
+        fingerprint="tokens:" + xxhash.xxh3_128("".join(s.sidecar.digest for s in shards).encode()).hexdigest(),
+    )
+
+
+def check_token_bytes(tokens: TokenSet, name: str) -> None:
+    """Raises DataError where ``target_bytes`` cannot be given: some shard did not count the bytes its tokens stand for."""
+    if any(shard.token_bytes is None for shard in tokens.shards):
+        raise DataError(
+            given=f"{name} data without a count of text bytes per token",
+            rule="target_bytes needs shards written with token_bytes",
+            consequence="bits per byte cannot be computed",
+            nearest="write the shards with TokenWriter(..., token_bytes=True), as the eval split is",
+        )
+
+
+def shard_path(folder: Path, name: str, number: int) -> Path:
+    """Where shard ``number`` of a set lies."""
+    return folder / f"{name}-{number:05d}.bin"
+
+
+class TokenWriter:
+    """Writes a set of shards ``folder/name-NNNNN.bin``; leaving the ``with`` block normally commits the last one.
+
+    Each payload is written under a temporary name, synced, its sidecar put in place, and only then renamed, so that a
+    ``.bin`` file is always complete. ``token_bytes`` says whether the sidecars carry the bytes of text per token.
+    ``finished`` are shards an earlier writer has committed: these documents come after theirs.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        vocab_size: int,
+        end_of_document: int,
+        token_bytes: bool = False,
+        shard_tokens: int = _SHARD_TOKENS,
+        finished: Sequence[Path] = (),
+    ) -> None:
+        self.paths: list[Path] = list(finished)
+        self._folder = folder
+        self._name = name
+        self._vocab_size = vocab_size
+        self._end_of_document = end_of_document
+        self._with_bytes = token_bytes
+        self._shard_tokens = shard_tokens
+        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._open: _UnfinishedShard | None = None
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open is not None:
+            if kind is None:
+                self._commit(self._open)
+            else:
+                self._open.file.close()
+                self._open.temporary.unlink(missing_ok=True)
+            self._open = None
+
+    def add(self, ids: NDArray[Any], token_bytes: NDArray[Any]) -> None:
+        """Append one document: its ids without the closing one, and the bytes of text each stands for."""
+        shard = self._open
+        if shard is not None and shard.tokens + ids.size + 1 > self._shard_tokens:
+            self._commit(shard)
+            shard = None
+        if shard is None:
+            shard = self._open = _UnfinishedShard(shard_path(self._folder, self._name, len(self.paths)))
+        block = np.append(ids, self._end_of_document)
+        if int(block.min()) < 0 or int(block.max()) >= self._vocab_size:
+            raise ValueError(f"token ids lie in [0, {self._vocab_size}), got {int(block.min())}..{int(block.max())}")
+        raw = block.astype(self._dtype).tobytes()
+        shard.file.write(raw)
+        shard.hash.update(raw)
+        shard.starts.append(shard.tokens)
+        shard.tokens += block.size
+        shard.text_bytes += int(token_bytes.sum())
+        if self._with_bytes:
+            shard.token_bytes.append(np.append(token_bytes, 0).astype(np.uint32))
+
+    def _commit(self, shard: _UnfinishedShard) -> None:
+        shard.file.flush()
+        os.fsync(shard.file.fileno())
+        shard.file.close()
+        columns: dict[str, NDArray[Any]] = {"starts": np.array(shard.starts, np.uint64)}
+        if self._with_bytes:
+            columns["token_bytes"] = np.concatenate(shard.token_bytes)
+        payload = PayloadInfo(
+            bytes=shard.tokens * self._dtype.itemsize, dtype=self._dtype.str, xxh3_128=shard.hash.hexdigest()
+        )
+        facts = TokenShardFacts(
+            vocab_size=self._vocab_size, end_of_document=self._end_of_document, text_bytes=shard.text_bytes
+        )
+        write_sidecar(shard.path.with_suffix(".idx"), kind=_KIND, payload=payload, columns=columns, facts=asdict(facts))
+        shard.temporary.replace(shard.path)
+        sync_folder(self._folder)
+        self.paths.append(shard.path)
+
+
+class _UnfinishedShard:
+    """What the writer knows of the shard it is filling."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.temporary = path.with_name(path.name + ".tmp")
+        self.file: BinaryIO = self.temporary.open("wb")
+        self.hash = xxhash.xxh3_128()
+        self.starts: list[int] = []
+        self.token_bytes: list[NDArray[np.uint32]] = []
+        self.tokens = 0
+        self.text_bytes = 0
+
+
+def _open_shard(path: Path) -> TokenShard:
+    sidecar = open_sidecar(path.with_suffix(".idx"), kind=_KIND)
+    payload = sidecar.head.payload
+    size = path.stat().st_size if path.exists() else None
+    if size is None:
+        raise _unusable(f"{path} is missing, its sidecar is there")
+    if size != payload.bytes:
+        raise _unusable(f"{path} has {size} bytes where its sidecar says {payload.bytes}")
+    tokens = map_array(path, payload.dtype, count=payload.bytes // np.dtype(payload.dtype).itemsize)
+    dtypes = {name: (column.dtype.str, column.size) for name, column in sidecar.columns.items()}
+    if dtypes.get("starts", ("", 0))[0] != "<u8" or dtypes.get("token_bytes", ("<u4", tokens.size)) != (
+        "<u4",
+        tokens.size,
+    ):
+        raise _unusable(f"{sidecar.path} has columns {dtypes}, not those of a token shard")
+    try:
+        facts = msgspec.convert(sidecar.head.facts, TokenShardFacts)
+    except msgspec.ValidationError as error:
+        raise _unusable(f"{sidecar.path} has unexpected facts: {error}") from error
+    return TokenShard(
+        tokens=tokens,
+        # Same bits as signed integers: comparing uint64 with int64 would make numpy copy the column to float64.
+        starts=sidecar.columns["starts"].view("<i8"),
+        token_bytes=sidecar.columns.get("token_bytes"),
+        facts=facts,
+        sidecar=sidecar,
+    )
+
+
+def _unusable(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="a shard is its payload and its sidecar, both complete",
+        consequence="nothing of this shard is used",
+        nearest="write the shard again; prepared corpora are rebuilt when their folder is deleted",
+    )

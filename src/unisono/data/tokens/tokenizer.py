@@ -1,0 +1,167 @@
+"""Text to token ids and back: bytes as they are, or a tokenizer file of Hugging Face's ``tokenizers`` package.
+
+Both add nothing to the text: no beginning or end marks, no padding; text that looks like a special token stays text.
+The end-of-document id is put in by whoever joins documents.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unisono.errors import DataError, missing_extra
+
+BYTES = "bytes"
+
+# What published tokenizers call the end of a document, most specific first.
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoded:
+    """Token ids of one text, and the bytes of it each stands for: they add up to the text's UTF-8 length."""
+
+    ids: NDArray[np.uint32]  # [tokens]
+    token_bytes: NDArray[np.uint32]  # [tokens]
+
+
+class Tokenizer(Protocol):
+    """Ids are in ``[0, vocab_size)``. ``fingerprint`` changes whenever any text could encode otherwise."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def end_of_document(self) -> int: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Token ids of each text, without the end-of-document id."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD, the end-of-document id is left out."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ByteTokenizer:
+    """One token per UTF-8 byte, ids 0..255, and 256 for the end of a document.
+
+    >>> ByteTokenizer().encode(["Aé"])[0].ids.tolist()
+    [65, 195, 169]
+    """
+
+    name: str = BYTES
+    vocab_size: int = 257
+    end_of_document: int = 256
+    fingerprint: str = "bytes-1"
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """See ``Tokenizer.encode``."""
+        raws = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        return [Encoded(ids=raw.astype(np.uint32), token_bytes=np.ones(raw.size, np.uint32)) for raw in raws]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See ``Tokenizer.decode``."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A ``tokenizer.json``. Made by ``load_tokenizer``."""
+
+    def __init__(self, name: str, backend: Any, *, fingerprint: str) -> None:
+        vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        end = next((vocab[text] for text in _END_NAMES if text in vocab), None)
+        if end is None:
+            raise DataError(
+                given=f"tokenizer {name!r} has none of the tokens {', '.join(_END_NAMES)}",
+                rule="documents are separated by an end-of-document token",
+                consequence="the model could not tell where a document ends",
+                nearest=f"tokenizers.Tokenizer.from_file({name!r}), .add_special_tokens(['<|endoftext|>']), .save",
+            )
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # "<|endoftext|>" written in a text is text
+        self.name = name
+        self.vocab_size = max(vocab.values()) + 1
+        self.end_of_document = end
+        self.fingerprint = fingerprint
+        self._backend = backend
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """See ``Tokenizer.encode``; texts are encoded in parallel by the package's own threads."""
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            Encoded(ids=np.array(e.ids, np.uint32), token_bytes=_token_bytes(text, e.offsets))
+            for text, e in zip(texts, encodings, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See ``Tokenizer.decode``."""
+        kept = [int(i) for i in ids if i != self.end_of_document]
+        return self._backend.decode(kept, skip_special_tokens=False)
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """``"bytes"``, or the path of a ``tokenizer.json``.
+
+    Raises ``ExtraError`` where the package is not installed, ``DataError`` for a missing file, one that is no
+    tokenizer, or one without an end-of-document token.
+    """
+    if spec == BYTES:
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if not path.is_file():
+        raise _no_tokenizer(f"tokenizer {spec!r}: no file {path.absolute()}")
+    try:
+        package = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise missing_extra("hf", "tokenizers", f"the tokenizer file {spec!r}") from error
+    raw = path.read_bytes()
+    try:
+        backend = package.Tokenizer.from_buffer(raw)
+    except Exception as error:  # the package raises bare Exception
+        raise _no_tokenizer(f"tokenizer {spec!r}: {error}") from error
+    return FileTokenizer(spec, backend, fingerprint=f"hf-{xxhash.xxh3_128_hexdigest(raw)}")
+
+
+def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
+    """Raise ``DataError`` where the model has fewer embeddings than the tokenizer has ids."""
+    if model_vocab < tokenizer_vocab:
+        raise DataError(
+            given=f"a model vocabulary of {model_vocab} for data with {tokenizer_vocab} token ids",
+            rule="the model's vocabulary is at least the tokenizer's",
+            consequence=f"ids {model_vocab}..{tokenizer_vocab - 1} would have no embedding",
+            nearest=f"vocab_size {-(-tokenizer_vocab // 64) * 64}, the next multiple of 64",
+        )
+
+
+def _token_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
+    """UTF-8 bytes from the end of the token before to each token's end; the last token takes what is left."""
+    if not offsets:
+        return np.zeros(0, np.uint32)
+    code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    widths = 1 + (code_points > 0x7F) + (code_points > 0x7FF) + (code_points > 0xFFFF)
+    upto = np.concatenate([[0], np.cumsum(widths)])
+    ends = np.maximum.accumulate(np.array([end for _, end in offsets], np.int64))
+    ends[-1] = code_points.size
+    return np.diff(upto[ends], prepend=0).astype(np.uint32)
+
+
+def _no_tokenizer(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule="the tokenizer is 'bytes' or a tokenizer.json of the Hugging Face tokenizers package",
+        consequence="text cannot become tokens",
+        nearest="'bytes', or the file that tokenizers.Tokenizer.save wrote",
+    )

@@ -1,0 +1,244 @@
+"""Samples of a language model: windows of ``seq_len`` tokens over the stream of a token set, aware of documents.
+
+Window ``i`` reads tokens ``[i·S, i·S + T)`` and predicts each one's successor; the last window is padded, with weight 0. The
+stride S is T unless said otherwise: then every token of the stream but the first is a target exactly once. With a smaller one
+windows overlap; with 1 one begins at each token, which drawn in random order is what many scripts do (nanoGPT).
+
+Arrays of ``read`` (B windows, T = seq_len):
+
+    tokens        int64    [B, T]
+    targets       int64    [B, T]  the next token
+    weights       float32  [B, T]  1, or 0 where the target must not count: padding, and with boundaries "mask" the
+                                   first token of another document, which nothing in this document can predict; the
+                                   end-of-document token is predicted like any other
+    positions     int64    [B, T]  place in the document or, for one that began earlier, in the window ("mask" only)
+    documents     int32    [B, T]  number of the document within its window, from 0                    ("mask" only)
+    target_bytes  float32  [B, T]  bytes of text the target stands for, 0 where its weight is 0        (on request)
+
+Bits per byte = Σ loss · weights / ln 2 / Σ target_bytes, exact for any tokenizer and any subset of windows: a token
+stands for the bytes of its document from the end of the token before to its own end, so the bytes of a document's
+tokens add up to the document; the end-of-document token stands for none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from unisono.data.dataset import Batch
+from unisono.data.options import Boundaries
+from unisono.data.tokens.shards import TokenSet, TokenShard, check_token_bytes
+from unisono.errors import DataError
+
+Ids = NDArray[np.int64]
+
+_NONE = np.empty(0, np.int64)
+
+
+class TokenWindows:
+    """A ``Dataset`` of windows over ``tokens``. Raises ``DataError`` where the set is shorter than one window or the stride is
+    outside 1..``seq_len``.
+
+    ``name`` says in errors which data is meant (train, eval). Reading is vectorised over windows; only the few windows
+    that run over the end of a shard are put together one by one.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenSet,
+        *,
+        seq_len: int,
+        boundaries: Boundaries = "mask",
+        target_bytes: bool = False,
+        stride: int | None = None,
+        name: str = "train",
+    ) -> None:
+        stride = seq_len if stride is None else stride
+        if not 1 <= stride <= seq_len:
+            raise DataError(
+                given=f"{name} windows of {seq_len} tokens every {stride}",
+                rule="a stride is at least 1 and at most seq_len",
+                consequence="tokens would be left out, or no window would be another",
+                nearest=f"stride={min(max(stride, 1), seq_len)}",
+            )
+        if tokens.num_tokens < seq_len + 1:
+            raise DataError(
+                given=f"{name} data of {tokens.num_tokens} tokens with seq_len {seq_len}",
+                rule="the data holds at least one window: seq_len tokens and the one that follows",
+                consequence="there is no sample to read",
+                nearest=f"seq_len <= {tokens.num_tokens - 1}, or more text"
+                if tokens.num_tokens > 2
+                else "a corpus with more text",
+            )
+        if target_bytes:
+            check_token_bytes(tokens, name)
+        every = "" if stride == seq_len else f":every {stride}"
+        self.fingerprint = f"windows:{seq_len}{every}:{boundaries}:{tokens.fingerprint}"
+        self.seq_len = seq_len
+        self._stride = stride
+        self._count = -(-(tokens.num_tokens - 1 - seq_len) // stride) + 1
+        self.tokens = tokens
+        self._boundaries = boundaries
+        self._target_bytes = target_bytes
+        self._ends = np.cumsum([shard.tokens.size for shard in tokens.shards], dtype=np.int64)
+        self._grids = [
+            _ShardWindows.over(shard, end - shard.tokens.size, seq_len, stride)
+            for shard, end in zip(tokens.shards, self._ends.tolist(), strict=True)
+        ]
+        self._firsts = [grid.first for grid in self._grids]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        """The windows ``indices`` as the arrays above."""
+        numbers: list[int] = indices.tolist()  # a batch is short: numpy's reductions take longer to begin
+        first, last = min(numbers, default=0), max(numbers, default=0)
+        if first < 0 or last >= self._count:
+            raise IndexError(f"windows are numbered 0..{self._count - 1}, asked for {first}..{last}")
+        grid = self._grids[bisect_right(self._firsts, first) - 1]
+        if first >= grid.first and last < grid.first + len(grid.windows):
+            rows = indices - grid.first
+            batch = grid.read(rows, target_bytes=self._target_bytes)
+            edges = grid.edges(rows) if self._boundaries == "mask" else _NONE
+        else:
+            batch, edges = self._read_across(indices)
+        if self._boundaries == "mask":
+            edges.sort()
+            batch["weights"].reshape(-1)[edges] = 0
+            batch["positions"], batch["documents"] = _segments(edges, batch["tokens"].shape)
+        if self._target_bytes:
+            batch["target_bytes"] *= batch["weights"]
+        return batch
+
+    def _read_across(self, indices: Ids) -> tuple[Batch, Ids]:
+        """Windows of several shards, or over a shard's end, and their edges (see ``_Grid``)."""
+        shape = (indices.size, self.seq_len)
+        batch: Batch = {
+            "tokens": np.empty(shape, np.int64),
+            "targets": np.empty(shape, np.int64),
+            "weights": np.ones(shape, np.float32),
+        }
+        if self._target_bytes:
+            batch["target_bytes"] = np.empty(shape, np.float32)
+        edges: list[Ids] = [_NONE]
+        alone = np.ones(indices.size, np.bool_)
+        grid_of = np.searchsorted(self._firsts, indices, side="right") - 1
+        touched: list[int] = np.unique(grid_of).tolist()
+        for number in touched:
+            grid = self._grids[number]
+            rows = np.flatnonzero((grid_of == number) & (indices < grid.first + len(grid.windows)))
+            alone[rows] = False
+            for name, array in grid.read(indices[rows] - grid.first, target_bytes=self._target_bytes).items():
+                batch[name][rows] = array
+            if self._boundaries == "mask":
+                local = grid.edges(indices[rows] - grid.first)
+                edges.append(rows[local // self.seq_len] * self.seq_len + local % self.seq_len)
+        left: list[int] = np.flatnonzero(alone).tolist()
+        for row in left:
+            start = int(indices[row]) * self._stride
+            stream, sizes, begins = self._assemble(start)
+            batch["tokens"][row], batch["targets"][row] = stream[:-1], stream[1:]
+            batch["weights"][row, max(0, self.tokens.num_tokens - start - 1) :] = 0
+            if self._target_bytes:
+                batch["target_bytes"][row] = sizes[1:]
+            edges.append(row * self.seq_len + begins[begins > 0] - 1)
+        return batch, np.concatenate(edges)
+
+    def _shard_of(self, token: int) -> int:
+        return int(np.searchsorted(self._ends, token, side="right"))
+
+    def _assemble(self, start: int) -> tuple[Ids, NDArray[np.float32], Ids]:
+        """One window over the end of a shard or of the stream: T + 1 tokens, their bytes, where documents begin."""
+        length = self.seq_len + 1
+        stream = np.full(length, self.tokens.end_of_document, np.int64)
+        sizes = np.zeros(length, np.float32)
+        begins: list[Ids] = []
+        filled = 0
+        while filled < length and start + filled < self.tokens.num_tokens:
+            number = self._shard_of(start + filled)
+            shard = self.tokens.shards[number]
+            local = start + filled - (int(self._ends[number]) - shard.tokens.size)
+            part = shard.tokens[local : local + length - filled]
+            stream[filled : filled + part.size] = part
+            if shard.token_bytes is not None:
+                sizes[filled : filled + part.size] = shard.token_bytes[local : local + part.size]
+            low, high = np.searchsorted(shard.starts, [local, local + part.size])
+            begins.append(shard.starts[low:high] - local + filled)
+            filled += part.size
+        if filled < length:
+            begins.append(np.array([filled], np.int64))  # padding counts as a document of its own
+        return stream, sizes, np.concatenate(begins)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ShardWindows:
+    """The windows that lie whole in one shard: window ``first + i`` of the set is row i, one copy and no index per token.
+
+    A row holds T + 1 tokens and begins S behind the one before. An edge is a flat place ``row · T + j - 1`` in the batch
+    where token j of the row's window, j in 1..T, begins a document.
+    """
+
+    first: int
+    phase: int  # token of the shard that row 0 begins with: windows count from the start of the set
+    stride: int
+    starts: Ids  # [documents]
+    windows: NDArray[Any]  # [rows, T + 1] view
+    token_bytes: NDArray[Any] | None  # [rows, T + 1] view
+
+    @staticmethod
+    def over(shard: TokenShard, offset: int, seq_len: int, stride: int) -> _ShardWindows:
+        phase = -offset % stride
+
+        def rows(array: NDArray[Any]) -> NDArray[Any]:
+            if array.size <= phase + seq_len:
+                return np.empty((0, seq_len + 1), array.dtype)
+            return sliding_window_view(array[phase:], seq_len + 1)[::stride]
+
+        return _ShardWindows(
+            first=(offset + phase) // stride,
+            phase=phase,
+            stride=stride,
+            starts=shard.starts,
+            windows=rows(shard.tokens),
+            token_bytes=None if shard.token_bytes is None else rows(shard.token_bytes),
+        )
+
+    def read(self, rows: Ids, *, target_bytes: bool) -> Batch:
+        """Tokens, targets, weights of 1 and, where asked for, the bytes each target stands for."""
+        raw = self.windows[rows]  # [B, T + 1]
+        tokens = raw[:, :-1].astype(np.int64)
+        weights = np.empty(tokens.shape, np.float32)
+        weights.fill(1)
+        batch: Batch = {"tokens": tokens, "targets": raw[:, 1:].astype(np.int64), "weights": weights}
+        if target_bytes and self.token_bytes is not None:
+            batch["target_bytes"] = self.token_bytes[rows][:, 1:].astype(np.float32)
+        return batch
+
+    def edges(self, rows: Ids) -> Ids:
+        """The edges of windows ``rows``, as rows 0, 1, … of a batch."""
+        length = self.windows.shape[1] - 1
+        local = self.phase + rows * self.stride
+        low, high = np.searchsorted(self.starts, [local, local + length], side="right")
+        counts = high - low
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = self.starts[np.repeat(low, counts) + within]
+        return np.repeat(np.arange(rows.size) * length - local, counts) + starts - 1
+
+
+def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32]]:
+    """Positions and document numbers [B, T] from the sorted edges of a batch."""
+    num_rows, length = shape
+    places = np.arange(num_rows * length)
+    rows = places[::length]
+    # Flat place of each segment's first token: every row begins one. An edge at j = T is a target, no token of its row.
+    heads = np.sort(np.concatenate([rows, edges[(edges + 1) % length != 0] + 1]))
+    lengths = np.append(heads[1:], places.size) - heads
+    numbers = np.arange(heads.size) - np.searchsorted(heads, heads - heads % length)
+    places -= np.repeat(heads, lengths)
+    return places.reshape(shape), np.repeat(numbers.astype(np.int32), lengths).reshape(shape)

@@ -1,0 +1,124 @@
+"""The reference GPT as a model of Hugging Face transformers: names, what they hold, and config.json.
+
+Dense it is a Llama. With experts it is a Mixtral, and where a bias takes part in the choice an Ernie 4.5 MoE, the one that adds
+it to a softmax. Ernie turns neighbours (2i, 2i + 1) where Llama and this library turn (i, i + half), so rows of its query and
+key matrices are in another order; their products are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+from unisono.interop.exported_tensor import ExportedTensor
+from unisono.models.gpt import GPT
+from unisono.models.options import ModelOptions
+
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_MIXTRAL = {
+    "ffn.router": "block_sparse_moe.gate",
+    "ffn.experts.gate": "block_sparse_moe.experts.{}.w1",
+    "ffn.experts.down": "block_sparse_moe.experts.{}.w2",
+    "ffn.experts.up": "block_sparse_moe.experts.{}.w3",
+}
+_ERNIE = {
+    "ffn.router": "mlp.gate",
+    "ffn.experts.gate": "mlp.experts.{}.gate_proj",
+    "ffn.experts.down": "mlp.experts.{}.down_proj",
+    "ffn.experts.up": "mlp.experts.{}.up_proj",
+}
+
+
+def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
+    """What the export holds. Raises CheckpointError where no architecture computes the same."""
+    options = model.options
+    if options.experts and options.experts_per_token == 1:
+        raise CheckpointError(
+            given="a model with experts_per_token 1",
+            rule="it weighs its expert with the score; Mixtral and its like would weigh it with 1",
+            consequence="the export would compute something else, and nothing was exported",
+            nearest="experts_per_token=2 or more, or the checkpoint itself",
+        )
+    names = _BLOCK | (_ERNIE if options.balance == "bias" else _MIXTRAL)
+    turned = ("attention.q", "attention.k") if options.experts and options.balance == "bias" else ()
+    yield ExportedTensor(key="model.embed_tokens.weight", name="embedding.weight")
+    for inner_name in model.blocks.state_dict(keep_vars=True):
+        number, _, rest = inner_name.partition(".")
+        name, layer, inner = f"blocks.{inner_name}", f"model.layers.{number}.", rest.removesuffix(".weight")
+        if inner == "ffn.router.bias":
+            yield ExportedTensor(
+                key=f"{layer}mlp.moe_statics.e_score_correction_bias", name=name, transform=itemgetter(None)
+            )
+        elif inner.startswith("ffn.experts."):
+            for expert in range(options.experts):
+                key = f"{layer}{names[inner].format(expert)}.weight"
+                yield ExportedTensor(key=key, name=name, transform=itemgetter(expert))
+        elif inner in turned:
+            yield ExportedTensor(
+                key=f"{layer}{names[inner]}.weight", name=name, transform=partial(_interleave_rotary, options=options)
+            )
+        else:
+            yield ExportedTensor(key=f"{layer}{names[inner]}.weight", name=name)
+    yield ExportedTensor(key="model.norm.weight", name="norm.weight")
+    if model.head is not None:
+        yield ExportedTensor(key="lm_head.weight", name="head.weight")
+
+
+def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:
+    """The content of config.json; ``max_length`` in tokens."""
+    options = model.options
+    common = {
+        "vocab_size": options.vocab_size,
+        "hidden_size": options.dim,
+        "intermediate_size": options.hidden_ffn,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": options.dim // options.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_length,
+        "rms_norm_eps": options.norm_eps,
+        "rope_theta": options.rope_theta,
+        "tie_word_embeddings": options.tied,
+        "bos_token_id": end_of_document,
+        "eos_token_id": end_of_document,
+        "torch_dtype": "float32",
+    }
+    if not options.experts:
+        names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        return names | common | {"attention_bias": False, "mlp_bias": False}
+    if options.balance != "bias":
+        names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+        experts = {"num_local_experts": options.experts, "num_experts_per_tok": options.experts_per_token}
+        return names | common | experts | {"sliding_window": None}
+    names = {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"}
+    experts = {
+        "moe_num_experts": options.experts,
+        "moe_k": options.experts_per_token,
+        "moe_intermediate_size": options.hidden_ffn,
+        "moe_num_shared_experts": 0,
+        "moe_layer_start_index": 0,
+        "moe_layer_interval": 1,
+    }
+    return names | common | experts | {"use_bias": False, "pad_token_id": None}
+
+
+def _interleave_rotary(weight: Tensor, options: ModelOptions) -> Tensor:
+    """Rows (i, i + half) of each head [heads · width, D] as (2i, 2i + 1)."""
+    half = options.dim // options.heads // 2
+    return weight.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)

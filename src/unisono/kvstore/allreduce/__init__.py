@@ -1,0 +1,1 @@
+"""All-reduce of gradients: buckets, hierarchical reduction, shared memory."""

@@ -1,0 +1,1 @@
+"""Backends of the key-value store, one for each kind."""

@@ -1,0 +1,501 @@
+"""A worker's side of ``dist_async``: everything that is said to the servers that hold the parameters.
+
+Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (work, a
+barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart:
+the wire sends again what was not answered, and every request may come twice.
+
+Values are in host memory while they travel; copying them from and to an accelerator is the caller's business.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future as Answer
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CommError, ConfigError
+from unisono.kvstore.backends.pull_decoder import PullDecoder
+from unisono.kvstore.compression import Codec, ErrorFeedback, can_compress_values
+from unisono.kvstore.keys import Future
+from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
+from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, SLOT_BYTES, WRITE, raw_bytes, write_chunks
+from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks, split_into_chunks
+from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.range_set import RangeSet
+from unisono.kvstore.server.run_spec import RunSpec
+from unisono.kvstore.server.work_queue import WorkItem
+from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.connection import Connection, Traffic
+from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, payload_views
+from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.tls import TLSContexts
+
+HEARTBEAT_S = 2.0
+_FIRST = 1 << 30
+_WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
+_GOODBYE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushResult:
+    """What became of a push: chunks that had it already, whether it was refused as not finite, the oldest version there was."""
+
+    num_duplicates: int
+    refused: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """``weight``: of all units that are done. ``last``: nothing comes after this save, as far as is known."""
+
+    item: WorkItem
+    weight: float
+    is_last: bool
+
+
+class ServerClient:
+    """Connections to all servers of a run, as ``worker`` in its ``incarnation`` (one higher at each restart of it).
+
+    ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is
+    told of what was lost with a server. ``shared_memory``: values go to servers on this host through it. Raises CommError when
+    a server cannot be reached within ``deadline_s``, AuthError when it, or this worker, does not hold ``secret`` or a
+    good certificate where there is ``tls``.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        secret: bytes,
+        agreed: RunSpec,
+        *,
+        worker: int,
+        incarnation: int = 0,
+        codec: Codec | None = None,
+        deadline_s: float = 60.0,
+        shared_memory: bool = True,
+        tls: TLSContexts | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.placement = agreed.placement()
+        self.worker = worker
+        self._codec, self._say = codec, say
+        self._feedback = None if codec is None else self._residuals()
+        self._copies = PullDecoder(codec) if codec is not None and can_compress_values(codec) else None
+        self._groups = cache(self._grouped)
+        me = Peer("worker", worker, incarnation, agreed.job, "")
+        facts = agreed.to_json()
+        self._links: list[Connection] = []
+        self._versions = [0] * len(addresses)
+        self._acknowledged = [0] * len(addresses)  # one more than the last push of this worker's own stream
+        self._units = [RangeSet() for _ in addresses]  # acknowledged too
+        self._noting = threading.Lock()
+        self._beats = threading.Event()
+        try:
+            for server, address in enumerate(addresses):
+                self._links.append(
+                    Connection(
+                        address,
+                        secret,
+                        me,
+                        facts,
+                        limits=PEER_LIMITS,
+                        deadline_s=deadline_s,
+                        slot_bytes=SLOT_BYTES if shared_memory else 0,
+                        on_reconnect=self._back(server),
+                        tls=tls,
+                    )
+                )
+            self._talk = Connection(addresses[0], secret, me, facts, limits=PEER_LIMITS, deadline_s=deadline_s, tls=tls)
+        except BaseException:
+            for link in self._links:
+                link.close()
+            raise
+        self._numbers = itertools.count(max(int(link.hello["seq"]) for link in self._links))
+        self._asked = itertools.count(1)
+        self._heart = threading.Thread(target=self._beat, name="unisono-heartbeat", daemon=True)
+        self._heart.start()
+
+    # --- values ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_initialised(self) -> bool:
+        """Whether the servers had all values when this worker came."""
+        here = [set(link.hello["initialised"]) for link in self._links]
+        return all({c.number for c in self.placement.chunks_on(s)} <= found for s, found in enumerate(here))
+
+    @property
+    def clock(self) -> int:
+        """The steps that this worker counts as having made: those of the slowest when it came."""
+        return int(self._links[0].hello["clock"])
+
+    def init(self, values: Mapping[str, Tensor]) -> None:
+        """Give the servers values where they have none. Returns when all have theirs."""
+        parts = {key: raw_bytes(value.detach().cpu().contiguous()) for key, value in values.items()}
+        _all(
+            [self._request(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))]
+        )
+
+    def push(
+        self, values: Mapping[str, Tensor], *, lr: float = float("nan"), unit: int | None = None, priority: int = 0
+    ) -> Future[PushResult]:
+        """Have the servers apply gradients, each key's once. ``values`` are on the CPU and stay as they are until the future is
+        done. ``unit``: the unit of work they belong to, which counts in place of this worker's own pushes. ``lr``: NaN for the
+        servers' own rate."""
+        return self._pushed(Op.PUSH, values, {}, lr, unit, priority)
+
+    def pushpull(
+        self,
+        values: Mapping[str, Tensor],
+        into: Mapping[str, Tensor],
+        *,
+        lr: float = float("nan"),
+        unit: int | None = None,
+        priority: int = 0,
+    ) -> Future[PushResult]:
+        """``push``, and the values that came of it straight into the memory of ``into`` (same keys, contiguous, on the CPU)."""
+        return self._pushed(Op.PUSHPULL, values, into, lr, unit, priority)
+
+    def pull(self, into: Mapping[str, Tensor], *, exact: bool = False, priority: int = 0) -> Future[None]:
+        """The values of now, into the memory of ``into`` (contiguous, on the CPU). With a codec that codes values, what its codes
+        brought of them so far, unless ``exact``."""
+        targets = {key: raw_bytes(tensor) for key, tensor in into.items()}
+        answers: list[tuple[int, Answer[Frame]]] = []
+        for server, group in self._groups(tuple(into)):
+            based = () if exact else self._bases(group)
+            frame = write_chunks(
+                Op.PULL, [(chunk.number, memoryview(b"")) for chunk in group], dtype="float32", based=based
+            )
+            answers.append((server, self._values(server, frame, priority, group, based, targets)))
+
+        def finish() -> None:
+            for server, answer in answers:
+                self._versions[server] = answer.result().clock
+
+        return Future(finish, lambda: all(answer.done() for _, answer in answers))
+
+    def push_rows(
+        self, key: str, ids: Tensor, rows: Tensor, *, lr: float = float("nan"), priority: int = 0
+    ) -> Future[PushResult]:
+        """Have the servers apply gradients of some rows: ``ids`` [n] int64, rising, and ``rows`` [n, ...], on the CPU. The others
+        keep value and moments. They travel without codec. Raises ConfigError for a key whose chunks are no whole rows."""
+        seq = next(self._numbers)
+        answers: list[tuple[int, int, Answer[Frame]]] = []
+        for chunk, local, place in self._row_parts(key, ids):
+            data = memoryview(raw_bytes(local).tobytes() + raw_bytes(rows[place].contiguous()).tobytes())
+            prefix = (lr, self._versions[chunk.server])
+            frame = write_chunks(Op.ROWS, [(chunk.number, data)], dtype=_dtype(chunk), prefix=prefix)
+            frame = replace(frame, seq=seq, flags=WRITE)
+            answers.append((chunk.server, 1, self._links[chunk.server].request(frame, priority)))
+        return self._sent(answers, seq)
+
+    def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
+        """The rows ``ids`` [n] int64, rising, of now: [n, ...]. ConfigError as for ``push_rows``."""
+        parts, chunks = self._row_parts(key, ids), self.placement.chunks_of(key)
+        dtype = chunks[0].dtype if chunks else torch.float32
+        found = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
+        answers: list[Answer[Frame]] = []
+        for chunk, local, place in parts:
+            frame = write_chunks(Op.ROWS, [(chunk.number, raw_bytes(local))], dtype=_dtype(chunk))
+            answers.append(self._links[chunk.server].request(frame, priority, raw_bytes(found[place])))
+
+        def finish() -> Tensor:
+            _all(answers)
+            return found
+
+        return Future(finish, lambda: all(answer.done() for answer in answers))
+
+    def commit(self, good: bool = True) -> None:
+        """What the pushes since the last call left out is added to the next ones, with a codec only; not ``good``: those pushes
+        count for nothing."""
+        if self._feedback is not None:
+            self._feedback.commit(good)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """What this worker's codec holds back, to be given to ``load_residuals``."""
+        return {} if self._feedback is None else self._feedback.state_dict()
+
+    def load_residuals(self, state: Mapping[str, Tensor]) -> None:
+        """Hold back what another process of this worker did. Raises CheckpointError for another compression."""
+        if self._feedback is not None:
+            self._feedback.load_state_dict(state)
+
+    def compression_stats(self) -> dict[str, dict[str, float]]:
+        """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
+        ``Feedback.stats``); and of what came last with a codec that codes values: ``pull_bytes_in``, the values' own size, and
+        ``pull_bytes_out``, what travelled."""
+        keys: dict[str, dict[str, float]] = {}
+        for name, each in ({} if self._feedback is None else self._feedback.stats()).items():
+            of = keys.setdefault(name.rpartition("@")[0], {"bytes_in": 0, "bytes_out": 0, "residual": 0.0})
+            of["bytes_in"] += each["bytes_in"]
+            of["bytes_out"] += each["bytes_out"]
+            of["residual"] = max(of["residual"], each["residual"])
+        for key, (whole, came) in ({} if self._copies is None else self._copies.stats()).items():
+            keys.setdefault(key, {}).update(pull_bytes_in=whole, pull_bytes_out=came)
+        return keys
+
+    # --- the optimizer ---------------------------------------------------------------------------------------------
+
+    def set_optimizer(self, recipe: ServerOptimizerSpec) -> None:
+        """How the servers apply gradients. Raises CommError where they were told otherwise."""
+        _all([link.request(json_frame(Op.OPTIMIZER, recipe.to_json())) for link in self._links])
+
+    def state(self) -> dict[str, Tensor]:
+        """Values and the optimizer's tensors, whole, as ``<key>`` and ``optim/<state>/<key>``; of a key without pushes its value
+        alone. The next pulls are in full too, as those of a worker that goes on from this state."""
+        if self._copies is not None:
+            self._copies.forget()
+        tensors: dict[str, Tensor] = {}
+        for server, group in self._groups(tuple(self.placement.shapes)):
+            frame = json_frame(Op.STATE, {"chunks": [chunk.number for chunk in group]})
+            tensors |= decode_chunk_state(b"".join(payload_views(self._links[server].request(frame).result())))[1]
+        return merge_chunks(self.placement, tensors)
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace values and optimizer state (as ``state`` gives them), as if nothing had been pushed yet."""
+        pieces = split_into_chunks(self.placement, tensors)
+        for server, group in self._groups(tuple(self.placement.shapes)):
+            facts = {str(chunk.number): {"version": 0, "applied": {}} for chunk in group}
+            own = {name: piece for name, piece in pieces.items() if name.partition("/")[0] in facts}
+            image = encode_chunk_state({"recipe": None, "chunks": facts}, own)
+            self._links[server].request(Frame(Op.STATE, flags=WRITE, payload=image)).result()
+
+    # --- work, clocks, meetings ------------------------------------------------------------------------------------
+
+    def claim(self, *, wait: bool) -> Claim:
+        """The next piece of work, ``WAIT`` where there is none now (with ``wait`` after a while)."""
+        content = {"wait_s": _WAIT_S if wait else 0.0}
+        answer = read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))
+        work = WorkItem(answer["kind"], answer["number"])
+        return Claim(item=work, weight=float(answer["weight"]), is_last=bool(answer["last"]))
+
+    def mark_done(self, work: WorkItem, weight: float = 0.0) -> None:
+        """It is: of a unit, all pushes are acknowledged, and its samples weighed this much."""
+        self._say_to_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
+
+    def stop(self, *, finished: bool = False) -> None:
+        """Have the run end, with a save, at the next step that nobody has begun. ``finished``: that is all it was to do."""
+        self._say_to_coordinator(json_frame(Op.DONE, {"kind": "finish" if finished else "stop"}))
+
+    def tick(self, clock: int) -> None:
+        """This worker has made ``clock`` steps; returns when the slowest live one is at most the agreed staleness behind."""
+        self._say_to_coordinator(Frame(Op.TICK, clock=clock))
+
+    def barrier(self, number: int) -> None:
+        """Return when all live workers have called it with ``number``, which rises from call to call."""
+        self._say_to_coordinator(json_frame(Op.BARRIER, {"number": number}))
+
+    def snapshot(self) -> None:
+        """Have every server save itself now."""
+        _all([link.request(Frame(Op.SNAPSHOT)) for link in self._links])
+
+    def stats(self) -> list[dict[str, Any]]:
+        """What each server has counted."""
+        return [read_json(link.request(Frame(Op.STATS)).result()) for link in self._links]
+
+    def traffic(self) -> list[Traffic]:
+        """Bytes and requests of each connection for values."""
+        return [link.traffic() for link in self._links]
+
+    def close(self) -> None:
+        """Leave: what this worker had claimed and not done is dealt to others at once."""
+        self._beats.set()
+        self._heart.join()
+        # a server that does not answer holds nobody up: there the lease ends by itself
+        with suppress(CommError, TimeoutError):
+            for answer in [link.request(Frame(Op.BYE)) for link in self._links]:
+                answer.result(_GOODBYE_S)
+        for link in [self._talk, *self._links]:
+            link.close()
+
+    # --- how -------------------------------------------------------------------------------------------------------
+
+    def _pushed(
+        self,
+        op: Op,
+        values: Mapping[str, Tensor],
+        into: Mapping[str, Tensor],
+        lr: float,
+        unit: int | None,
+        priority: int,
+    ) -> Future[PushResult]:
+        seq = next(self._numbers) if unit is None else unit
+        sources = (
+            self._coded(values) if self._codec is not None else {key: raw_bytes(each) for key, each in values.items()}
+        )
+        targets = {key: raw_bytes(each) for key, each in into.items()}
+        answers: list[tuple[int, int, Answer[Frame]]] = []
+        for server, group in self._groups(tuple(values)):
+            based = self._bases(group) if into else ()
+            frame = self._write(op, group, sources, prefix=(lr, self._versions[server]), based=based)
+            frame = replace(
+                frame,
+                seq=seq,
+                flags=frame.flags | (0 if unit is None else BATCH_SHARD),
+                codec=CODED if self._codec is not None else 0,
+            )
+            answers.append((server, len(group), self._values(server, frame, priority, group, based, targets)))
+        return self._sent(answers, seq if unit is None else None, unit, pulled=bool(into))
+
+    def _sent(
+        self,
+        answers: Sequence[tuple[int, int, Answer[Frame]]],
+        seq: int | None,
+        unit: int | None = None,
+        *,
+        pulled: bool = False,
+    ) -> Future[PushResult]:
+        """The answers (server, chunks, answer) to a push with number ``seq`` of this worker's own stream, or to a ``unit``'s."""
+
+        def finish() -> PushResult:
+            duplicates, refused = 0, False
+            for server, chunks, answer in answers:
+                reply = answer.result()
+                refused |= bool(reply.flags & REFUSED)
+                duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
+                with self._noting:
+                    if seq is not None:
+                        self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
+                    elif unit is not None and not reply.flags & REFUSED:
+                        self._units[server].add(unit)
+                if pulled:
+                    self._versions[server] = reply.clock
+            return PushResult(num_duplicates=duplicates, refused=refused)
+
+        return Future(finish, lambda: all(answer.done() for *_, answer in answers))
+
+    def _bases(self, group: Sequence[Chunk]) -> Sequence[int]:
+        """What a pull of these chunks names; nothing where they come in full."""
+        if self._copies is None or not group[0].dtype.is_floating_point:
+            return ()
+        return self._copies.bases(group)
+
+    def _values(
+        self,
+        server: int,
+        frame: Frame,
+        priority: int,
+        group: Sequence[Chunk],
+        based: Sequence[int],
+        targets: Mapping[str, memoryview],
+    ) -> Answer[Frame]:
+        """The answer to a request, its values in ``targets``, if there are any."""
+        places = [_of(targets[chunk.key], chunk) for chunk in group] if targets else None
+        if self._copies is None or places is None or not based:
+            return self._links[server].request(frame, priority, places)
+        return self._copies.decode_when_received(self._links[server].request(frame, priority), group, based, places)
+
+    def _coded(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Every chunk's code, by key and start."""
+        assert self._codec is not None
+        assert self._feedback is not None
+        parts = {
+            _name(chunk): (chunk, value.reshape(-1)[chunk.start : chunk.start + chunk.num_elements])
+            for key, value in values.items()
+            for chunk in self.placement.chunks_of(key)
+        }
+        return {name: raw_bytes(self._feedback.encode(self._codec, name, value)) for name, (_, value) in parts.items()}
+
+    def _residuals(self) -> ErrorFeedback:
+        chunks = [chunk for chunk in self.placement.chunks if chunk.dtype.is_floating_point]
+        whole = {_name(chunk): torch.empty(chunk.num_elements, dtype=chunk.dtype) for chunk in chunks}
+        return ErrorFeedback(whole, worker=self.worker)
+
+    def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
+        """The chunks that hold some of these rows: row numbers as they count them, and where in ``ids`` those stand."""
+        parts: list[tuple[Chunk, Tensor, slice]] = []
+        for chunk in self.placement.chunks_of(key):
+            if not chunk.row_elements:
+                raise _no_rows(key)
+            first, count = chunk.start // chunk.row_elements, chunk.num_elements // chunk.row_elements
+            low, high = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
+            if low < high:
+                parts.append((chunk, ids[low:high] - first, slice(low, high)))
+        return parts
+
+    def _write(
+        self,
+        op: Op,
+        group: Sequence[Chunk],
+        sources: Mapping[str, memoryview],
+        prefix: tuple[float, int] | None = None,
+        based: Sequence[int] = (),
+    ) -> Frame:
+        parts = [
+            (chunk.number, sources[_name(chunk)] if _name(chunk) in sources else _of(sources[chunk.key], chunk))
+            for chunk in group
+        ]
+        return write_chunks(op, parts, dtype=_dtype(group[0]), prefix=prefix, based=based)
+
+    def _grouped(self, keys: tuple[str, ...]) -> list[tuple[int, list[Chunk]]]:
+        """(server, chunks that travel in one frame), in the order of sending: servers take turns."""
+        lines = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.num_servers)]
+        turns = itertools.zip_longest(*lines)
+        return [each for turn in turns for each in turn if each is not None]
+
+    def _request(self, server: int, frame: Frame) -> Answer[Frame]:
+        return self._links[server].request(frame)
+
+    def _say_to_coordinator(self, frame: Frame) -> Frame:
+        return self._talk.request(frame).result()
+
+    def _back(self, server: int) -> Callable[[dict[str, Any]], None]:
+        def told(hello: dict[str, Any]) -> None:
+            with self._noting:
+                lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
+                self._acknowledged[server] -= lost  # said once
+                kept = [RangeSet(spans) for spans in hello["units"]]
+                units = [unit for first, end in self._units[server].to_json() for unit in range(first, end)]
+                there = [unit for unit in units if all(unit in each for each in kept)]
+                if len(there) < len(units):
+                    lost += len(units) - len(there)
+                    self._units[server] = RangeSet()
+                    for unit in there:
+                        self._units[server].add(unit)
+            if lost > 0:
+                self._say(
+                    f"server {server} was restarted and has lost {lost} acknowledged pushes of worker {self.worker}"
+                )
+
+        return told
+
+    def _beat(self) -> None:
+        while not self._beats.wait(HEARTBEAT_S):
+            for link in self._links:
+                with suppress(CommError):  # a connection that was given up: whoever uses it next is told
+                    link.request(Frame(Op.HEARTBEAT), priority=_FIRST)
+
+
+def _name(chunk: Chunk) -> str:
+    return f"{chunk.key}@{chunk.start}"
+
+
+def _dtype(chunk: Chunk) -> str:
+    return str(chunk.dtype).removeprefix("torch.")
+
+
+def _of(data: memoryview, chunk: Chunk) -> memoryview:
+    """A chunk's bytes among those of its key."""
+    start = chunk.start * chunk.dtype.itemsize
+    return data[start : start + chunk.nbytes]
+
+
+def _all(answers: Sequence[Answer[Frame]]) -> None:
+    for answer in answers:
+        answer.result()
+
+
+def _no_rows(key: str) -> ConfigError:
+    return ConfigError(
+        given=f"rows of {key!r}, whose chunks are no whole rows",
+        rule="rows travel alone where a chunk holds a multiple of 1024 elements that is whole rows",
+        consequence="nothing was sent",
+        nearest="push and pull all of it, or choose a row length with more factors of 2",
+    )

@@ -1,0 +1,181 @@
+"""One and two bits per element, packed as MXNet packs them (first element in a byte's highest bits, whole 32-bit words).
+
+Two bits: ``11`` is +t, ``10`` is -t, ``00`` is nothing; at most one t per step and element, the rest waits in the residual, which
+therefore grows without bound where gradients stay above t: watch ``Feedback.stats``, or take t relative to the rms of the value.
+One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847). One bit, MXNet's: +1 above
+t, else -1.
+
+Code: level f32, elements u32, then the words. A level of NaN says that the value was not finite.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ConfigError
+from unisono.kvstore.compression.codec import (
+    MAX_ELEMENTS,
+    accumulation_dtype,
+    as_bytes,
+    check_content,
+    check_length,
+    from_bytes,
+    invalid_code,
+)
+
+_HEADER = 8
+# byte i of eight, each 0 or 1, moves to bit 63 - i
+_GATHER_BITS = 0x8040201008040201 - 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class TwoBit:
+    """Threshold ``factor``, or that many times the rms of the value. Source: MXNet's gradient compression, ``2bit``."""
+
+    name: str
+    factor: float
+    relative: bool = False
+    summable: None = None
+
+    def encoded_bytes(self, numel: int) -> int:
+        """8 and 4 for every 16 elements begun."""
+        return _coded_bytes(numel, per_word=16)
+
+    @torch.no_grad()
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        """See ``Codec``."""
+        value = value.to(accumulation_dtype(value.dtype)).contiguous()
+        level = _or_nan(self.factor * _rms(value)) if self.relative else _fixed(self.factor, value)
+        quanta = torch.zeros(_padded(value.numel(), 16), dtype=torch.uint8, device=value.device)
+        quanta[: value.numel()] = (value >= level).to(torch.uint8) * 3 | (value <= -level).to(torch.uint8) * 2
+        # four bytes of 0 to 3, read as a little-endian word, to one byte
+        words = quanta.view(torch.int32)
+        packed = (words << 6 | words >> 4 | words >> 14 | words >> 24).to(torch.uint8)
+        return torch.cat([_header(level, value.numel()), packed])
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        """See ``Codec``."""
+        check_length(self, code, numel)
+        body = code[_HEADER:]
+        if not trusted:
+            _check_header(self, code, numel)
+            pairs = _unpacked(body, 2)
+            check_content(self, numel, pairs == 1, "a 01", "a pair of bits is 00, 10 or 11")
+            check_content(self, numel, pairs[numel:] != 0, "bits after the last element", "padding is 0")
+        return _looked_up(body, 2, (0.0, 0.0, -1.0, 1.0), _level(code), numel, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OneBit:
+    """A sign per element. ``threshold`` None: scaled by the mean; else MXNet's ``1bit``, levels +1 and -1."""
+
+    name: str
+    threshold: float | None = None
+    summable: None = None
+
+    @property
+    def relative(self) -> bool:
+        """See ``codecs.codec``."""
+        return self.threshold is None
+
+    def encoded_bytes(self, numel: int) -> int:
+        """8 and 4 for every 32 elements begun."""
+        return _coded_bytes(numel, per_word=32)
+
+    @torch.no_grad()
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        """See ``Codec``."""
+        value = value.to(accumulation_dtype(value.dtype)).contiguous()
+        if self.threshold is None:
+            level, up = _or_nan(value.abs().sum() / max(value.numel(), 1)), value >= 0
+        else:
+            level, up = _fixed(1.0, value), value > self.threshold
+        signs = torch.zeros(_padded(value.numel(), 32), dtype=torch.uint8, device=value.device)
+        signs[: value.numel()] = up
+        packed = (signs.view(torch.int64) * _GATHER_BITS >> 56).to(torch.uint8)
+        return torch.cat([_header(level, value.numel()), packed])
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        """See ``Codec``."""
+        check_length(self, code, numel)
+        body = code[_HEADER:]
+        if not trusted:
+            _check_header(self, code, numel)
+            check_content(self, numel, _unpacked(body, 1)[numel:] != 0, "bits after the last element", "padding is 0")
+        return _looked_up(body, 1, (-1.0, 1.0), _level(code), numel, dtype)
+
+
+def _rms(value: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(value) / max(value.numel(), 1) ** 0.5
+
+
+def _or_nan(level: Tensor) -> Tensor:
+    return torch.where(level.isfinite(), level.float(), torch.nan)
+
+
+def _fixed(level: float, value: Tensor) -> Tensor:
+    # the sum is finite if all are: a quarter of the time of asking each
+    return torch.where(value.sum().isfinite(), level, torch.nan).float()
+
+
+def _padded(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+def _coded_bytes(numel: int, per_word: int) -> int:
+    if numel > MAX_ELEMENTS:
+        raise ConfigError(
+            given=f"a tensor of {numel} elements",
+            rule=f"1-bit and 2-bit codes count at most {MAX_ELEMENTS} elements",
+            consequence="it cannot be compressed",
+            nearest="int8, fp16 or bf16, which count none",
+        )
+    return _HEADER + 4 * -(-numel // per_word)
+
+
+def _header(level: Tensor, numel: int) -> Tensor:
+    count = torch.full((1,), numel, dtype=torch.int64, device=level.device)
+    return torch.cat([as_bytes(level.reshape(1)), as_bytes(count)[:4]])
+
+
+def _level(code: Tensor) -> Tensor:
+    return from_bytes(code[:4], torch.float32)
+
+
+def _check_header(codec: TwoBit | OneBit, code: Tensor, numel: int) -> None:
+    counted = int(from_bytes(code[4:_HEADER], torch.int32).item()) % 2**32
+    if counted != numel:
+        raise invalid_code(codec, numel, f"its header counts {counted}", "both sides have the same table of parameters")
+    level = _level(code)
+    check_content(
+        codec,
+        numel,
+        (level < 0) | level.isinf(),
+        f"level {level.item()}",
+        "a level is 0 or more, or NaN for a bad step",
+    )
+
+
+def _unpacked(body: Tensor, bits: Literal[1, 2]) -> Tensor:
+    """The groups of ``bits`` bits, [8 / bits * bytes], as uint8."""
+    shifts = torch.arange(8 - bits, -1, -bits, dtype=torch.uint8, device=body.device)
+    return (body[:, None] >> shifts & (2**bits - 1)).reshape(-1)
+
+
+@functools.cache
+def _table(bits: Literal[1, 2], meanings: tuple[float, ...], device: torch.device) -> Tensor:
+    """For each byte what its groups of bits mean, [256, 8 / bits]."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    return torch.tensor(meanings, device=device)[_unpacked(every, bits).int()].view(256, 8 // bits)
+
+
+def _looked_up(
+    body: Tensor, bits: Literal[1, 2], meanings: tuple[float, ...], level: Tensor, numel: int, dtype: torch.dtype
+) -> Tensor:
+    table = (_table(bits, meanings, body.device) * level).to(dtype)
+    return table[body.int()].view(-1)[:numel]

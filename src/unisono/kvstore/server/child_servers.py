@@ -1,0 +1,207 @@
+"""Parameter servers as children of workers, for launchers that start workers only: torchrun, mpirun, srun, MXNet's trackers.
+
+A server holds the read end of a pipe as its standard input and leaves when that closes: however its worker ends, no server stays
+behind. A worker that is done waits until nobody needs its servers any more. One that dies meanwhile is started again at the same
+socket, which the worker keeps, with what its snapshots or the next server have of it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from unisono.errors import LaunchError
+from unisono.launch.exit_report import FATAL, USER_ERROR
+from unisono.launch.resources import TUNED_ALLOCATOR
+from unisono.launch.secret import secret_pipe
+
+if TYPE_CHECKING:
+    from unisono.dist import World
+
+DRAIN = "UNISONO_DRAIN"  # set: on SIGTERM a server stays until its last worker has left
+
+_MODULE = "unisono.kvstore.server.child_servers"
+_WORD = "UNISONO_WORD_FD"  # a pipe on which a server tells its worker that it listens
+
+
+@contextmanager
+def child_servers(
+    world: World, count: int, *, tls: str = "", restarts: int = 0, more: Mapping[str, str] | None = None
+) -> Generator[tuple[list[tuple[str, int]], bytes]]:
+    """Server processes, the n-th on the host of rank n modulo the number of ranks; addresses and secret. A collective.
+
+    The secret is new and reaches the other ranks by the job's own collectives; who has overheard it there gets nowhere without a
+    certificate, where ``tls`` names a folder of those. A server that dies is started again ``restarts`` times. ``more`` is for
+    the servers' environment. Entered, all listen; raises LaunchError on every rank where one ended instead. Left in order, it
+    waits until no worker is connected; left by an error, it does not.
+    """
+    from unisono.kvstore.wire.frame_server import listen
+
+    secret = bytes.fromhex(world.broadcast_json(secrets.token_hex(32)))
+    mine = [server for server in range(count) if server % world.world_size == world.rank]
+    children: list[_Child] = []
+    common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
+    with ExitStack() as stack:
+        listeners = {server: stack.enter_context(listen(_address(world), tls=bool(tls))) for server in mine}
+        told = world.gather_json({server: each.getsockname()[:2] for server, each in listeners.items()})
+        everyone = {int(server): (str(host), int(port)) for each in told for server, (host, port) in each.items()}
+        addresses = [everyone[server] for server in range(count)]
+        common["UNISONO_SERVER_ADDRESSES"] = ",".join(f"{host}:{port}" for host, port in addresses)
+        for server, listener in listeners.items():
+            children.append(_Child(server, listener, secret, restarts, common))
+            stack.callback(children[-1].end)
+        ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
+        if wrong := [f"server {server} with exit code {code}" for each in ended for server, code in each.items()]:
+            raise _not_there(", ".join(wrong))
+        yield addresses, secret
+        for child in children:
+            child.drain()
+        for child in children:
+            child.wait()
+
+
+def child_environ() -> dict[str, str]:
+    """This process's, without what numbers it, with its path of modules and what our launcher adds."""
+    numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
+    }
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    return {**TUNED_ALLOCATOR, **kept, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def exit_with_parent() -> None:
+    """Leave at once when standard input closes."""
+
+    def watch() -> None:
+        # not through sys.stdin: its lock would be held while the interpreter ends
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="unisono-starter", daemon=True).start()
+
+
+def kill_process(process: subprocess.Popen[str]) -> None:
+    """Now, and let go of its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+class _Child:
+    """A server at ``listener``. Whenever it dies it is started again, one epoch higher, up to ``restarts`` times."""
+
+    def __init__(
+        self, server: int, listener: socket.socket, secret: bytes, restarts: int, environ: Mapping[str, str]
+    ) -> None:
+        self.server, self._listener, self._secret = server, listener, secret
+        self._restarts, self._environ = restarts, environ
+        self._epoch, self._leaves = 0, False
+        self._changing = threading.Lock()
+        self._known, self._ended = threading.Event(), None
+        self._process = self._start()
+        self._nurse = threading.Thread(target=self._look_after, name="unisono-server-beside", daemon=True)
+        self._nurse.start()
+
+    def begun(self) -> int | None:
+        """Waits until it listens, then None, or has ended without, then how."""
+        self._known.wait()
+        return self._ended
+
+    def drain(self) -> None:
+        """From here on it ends when its last worker has left, and is not started again."""
+        with self._changing:
+            self._leaves = True
+            self._process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._nurse.join()
+
+    def end(self) -> None:
+        """Now."""
+        with self._changing:
+            self._leaves = True
+            kill_process(self._process)
+        self.wait()
+
+    def _look_after(self) -> None:
+        while True:
+            if os.read(self._word, 1):
+                self._known.set()
+            os.close(self._word)
+            code = self._process.wait()
+            with self._changing:
+                if self._leaves or code in (0, USER_ERROR, FATAL) or self._epoch == self._restarts:
+                    self._listener.close()  # nobody waits there for an answer
+                    if not self._known.is_set():
+                        self._ended = code
+                        self._known.set()
+                    return
+                self._epoch += 1
+                told = (
+                    f"server {self.server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
+                )
+                print(told, file=sys.stderr, flush=True)
+                kill_process(self._process)
+                self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        secret, listener = secret_pipe(self._secret), self._listener.fileno()
+        self._word, word = os.pipe()
+        seat = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._epoch)}
+        passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE],
+            env=child_environ() | seat | passed | dict(self._environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener, secret, word],
+            text=True,
+            start_new_session=True,  # a signal to the worker's group is for the worker, which needs its server to stop in order
+        )
+        os.close(secret)
+        os.close(word)
+        return process
+
+
+def _address(world: World) -> str:
+    """Of this host, as the job's other hosts see it."""
+    if world.job.is_local:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: the kernel only chooses a route
+        probe.connect((world.job.master_addr, 9))
+        return str(probe.getsockname()[0])
+
+
+def _not_there(given: str) -> LaunchError:
+    return LaunchError(
+        given=f"{given} ended before it listened",
+        rule="servers beside workers are there before the first worker asks for them",
+        consequence="no worker of this job began",
+        nearest="see above what that server said",
+    )
+
+
+def _tell_starter() -> None:
+    word = int(os.environ.pop(_WORD))
+    os.write(word, b"!")
+    os.close(word)
+
+
+if __name__ == "__main__":
+    exit_with_parent()
+    from unisono.kvstore.server.__main__ import main
+
+    sys.exit(main(_tell_starter))

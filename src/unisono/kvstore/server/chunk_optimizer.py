@@ -1,0 +1,155 @@
+"""How a server turns gradients into values: the optimizer of ``unisono.optim``, one per chunk.
+
+Workers name it in JSON, its options and how each key is treated; no code travels (MXNet's servers unpickle an optimizer). A
+chunk's state and kernels are those that one process would have: elementwise optimizers give the same bits cut or whole, and
+for LAMB and LARS keys stay whole. Clipping is the workers' business, who see whole gradients; ``clip_norm`` is not read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.config import load_config
+from unisono.errors import CommError, ConfigError, nearest_name
+from unisono.optim import OptimOptions, build_optimizer, state_tensors
+from unisono.optim.groups import Role
+
+LAYERWISE_OPTIMIZERS = ("lamb", "lars")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptimizerSpec:
+    """Which optimizer, what each trained key is to it, and whether late gradients make shorter steps.
+
+    ``damped``: a gradient computed before tau pushes of other workers is applied with lr / (1 + tau)
+    (staleness-aware SGD, Zhang et al. 2016, arXiv:1511.05950).
+    """
+
+    options: OptimOptions
+    roles: Mapping[str, Role]
+    staleness_lr_decay: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As it travels."""
+        options = {name: value for name, value in asdict(self.options).items() if value is not None}
+        return {
+            "options": options | {"decay_exclude": list(self.options.decay_exclude)},
+            "roles": {key: role.name for key, role in self.roles.items()},
+            "damped": self.staleness_lr_decay,
+        }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> ServerOptimizerSpec:
+        """From ``json``. Raises ConfigError with all that is wrong."""
+        try:
+            options, named, damped = given["options"], given["roles"], given["damped"]
+            roles = {str(key): Role[role] for key, role in named.items()}
+            planned = {str(name): value for name, value in options.items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                given=f"an optimizer for the servers that cannot be read: {error!r}",
+                rule="it is an object of options, roles (DECAY, NO_DECAY or PLAIN by key) and damped",
+                consequence="the servers have no optimizer",
+                nearest="set_optimizer of the store makes it",
+            ) from error
+        return cls(options=load_config(OptimOptions, planned=planned).value, roles=roles, damped=bool(damped))
+
+
+class ChunkOptimizer:
+    """The optimizer of one chunk; ``value`` [elements] is updated in place. Not for several threads at once."""
+
+    def __init__(self, recipe: ServerOptimizerSpec, key: str, value: nn.Parameter) -> None:
+        if key not in recipe.roles:
+            raise CommError(
+                given=f"a gradient of {key!r}",
+                rule="the optimizer names every key that is trained",
+                consequence="nothing was applied",
+                nearest=nearest_name(key, recipe.roles) if recipe.roles else "name keys in set_optimizer",
+            )
+        self.spec, self._key, self._value = recipe, key, value
+        self._optimizer = self._built(value)
+        self.state: dict[str, Tensor] = self._state_of(value, self._optimizer)
+
+    def step(self, gradient: Tensor, lr: float, rows: Tensor | None = None) -> None:
+        """Apply ``gradient`` [elements], or of ``rows`` [n] only [n, row elements]: the others keep value and moments."""
+        if rows is None:
+            self._advance(self._optimizer, self._value, gradient, lr)
+            return
+        table = self._value.detach().view(-1, gradient.shape[1])
+        part = nn.Parameter(table[rows].flatten())
+        optimizer = self._built(part)
+        mine = self._state_of(part, optimizer)
+        for name, whole in self.state.items():
+            mine[name].copy_(whole.view(table.shape)[rows].flatten() if whole.ndim else whole)
+        self._advance(optimizer, part, gradient.flatten(), lr)
+        table[rows] = part.detach().view_as(gradient)
+        for name, whole in self.state.items():
+            if whole.ndim:
+                whole.view(table.shape)[rows] = mine[name].view_as(gradient)
+            else:
+                whole.copy_(mine[name])
+
+    def _built(self, value: nn.Parameter) -> torch.optim.Optimizer:
+        key = self._key
+        return build_optimizer(
+            nn.Module(), self.spec.options, pieces={key: value}, named_roles={key: self.spec.roles[key]}
+        )
+
+    def _state_of(self, value: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The optimizer's own tensors by the name of the state."""
+        return {name.split("/")[1]: tensor for name, tensor in state_tensors({self._key: value}, optimizer).items()}
+
+    def _advance(self, optimizer: torch.optim.Optimizer, value: nn.Parameter, gradient: Tensor, lr: float) -> None:
+        optimizer.param_groups[0]["lr"] = lr
+        value.grad = gradient
+        optimizer.step()
+        value.grad = None
+
+
+def effective_learning_rate(recipe: ServerOptimizerSpec, lr: float, lag: int) -> float:
+    """What a push is applied with. ``lr``: its own, NaN for the recipe's. CommError for a rate below 0 or infinite."""
+    rate = recipe.options.lr if math.isnan(lr) else lr
+    if not 0.0 <= rate < math.inf:
+        raise CommError(
+            given=f"a push with learning rate {lr}",
+            rule="a learning rate is finite and at least 0; NaN asks for the optimizer's own",
+            consequence="nothing was applied",
+            nearest="the schedule's value at this step",
+        )
+    return rate / (1 + lag) if recipe.staleness_lr_decay else rate
+
+
+def no_optimizer_error(key: str) -> CommError:
+    """The answer to a push that nobody said how to apply."""
+    return CommError(
+        given=f"a push of {key!r} to servers without an optimizer",
+        rule="in dist_async the servers apply gradients, so they are told how before the first push",
+        consequence="nothing was applied",
+        nearest="store.set_optimizer(OptimOptions(...)) on any worker, after init",
+    )
+
+
+def rows_not_supported_error(key: str, kind: str) -> CommError:
+    """The answer to rows of a key that the optimizer looks at as a whole."""
+    return CommError(
+        given=f"rows of {key!r} with optimizer kind {kind!r}",
+        rule=f"{' and '.join(LAYERWISE_OPTIMIZERS)} need the norm of the whole gradient",
+        consequence="nothing was applied",
+        nearest="push the whole gradient, or choose adamw or sgd",
+    )
+
+
+def not_floating_error(dtype: torch.dtype, key: str) -> CommError:
+    """The answer to a gradient for whole numbers."""
+    return CommError(
+        given=f"a push of {key!r}, which is {dtype}",
+        rule="gradients are of floating dtypes",
+        consequence="nothing was applied",
+        nearest="push parameters only; buffers are set by init",
+    )

@@ -1,0 +1,73 @@
+"""Everything about some chunks as bytes, and as the tensors of a checkpoint.
+
+An image is JSON facts and named tensors, as ``Table.image`` gives them. As bytes it is a safetensors file whose metadata holds
+the JSON, so there is one format for snapshots, replicas and checkpoints. ``join`` names the tensors as an optimizer's
+checkpoint does (``optim/<state>/<key>``), so that a run can go on with other servers, or with none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from unisono.errors import CommError
+from unisono.kvstore.server.placement import ChunkPlacement
+
+_LENGTH_BYTES = 8
+
+
+def encode_chunk_state(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """One safetensors file."""
+    return save(dict(tensors), metadata={"unisono": json.dumps(facts)})
+
+
+def decode_chunk_state(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What ``encode`` was given. CommError for anything else."""
+    try:
+        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        tensors = load(data)  # checks the length and every offset against the bytes there are
+        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
+        return json.loads(header["__metadata__"]["unisono"]), tensors
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CommError(
+            given=f"an image of {len(data)} bytes that cannot be read: {error!r}",
+            rule="it is a safetensors file with a JSON text in its metadata",
+            consequence="nothing was taken from it",
+            nearest="use the same release of unisono everywhere",
+        ) from error
+
+
+def merge_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Images of all chunks, from all servers, as whole tensors: ``<key>`` and ``optim/<state>/<key>``, sorted.
+
+    A step count is one number for a key; where chunks differ, because a push of some was refused, it is the largest.
+    """
+    parts: dict[tuple[str, str], list[Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: int(name.partition("/")[0])):
+        number, _, state = name.partition("/")
+        parts.setdefault((state, placement.chunks[int(number)].key), []).append(tensors[name])
+    whole: dict[str, Tensor] = {}
+    for (state, key), pieces in parts.items():
+        name = key if state == "value" else f"optim/{state}/{key}"
+        if state != "step":
+            whole[name] = torch.cat(pieces).view(placement.shapes[key])
+        else:
+            whole[name] = torch.stack(pieces).amax()
+    return dict(sorted(whole.items()))
+
+
+def split_into_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The reverse of ``join``: ``<number>/value`` and ``<number>/<state>`` for every chunk."""
+    pieces: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        _, state, key = name.split("/", 2) if name.startswith("optim/") else ("", "value", name)
+        for chunk in placement.chunks_of(key):
+            own = tensor.flatten()[chunk.start : chunk.start + chunk.num_elements] if state != "step" else tensor
+            pieces[f"{chunk.number}/{state}"] = own.clone()
+    return pieces

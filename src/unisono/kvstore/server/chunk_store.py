@@ -1,0 +1,349 @@
+"""The chunks that a server holds: values, optimizer state, and which pushes were applied.
+
+Exactly once: a push has a number in its stream, and a chunk keeps the numbers that it applied beside its value, so that a
+push which is sent again, by the network, by a worker that saw no answer or by another worker that was dealt the same unit, is
+acknowledged and changes nothing. Each chunk has a lock of its own; a push of several chunks takes all of theirs, in order.
+
+A push with a NaN or an infinity is refused whole, before it changes anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.errors import CommError
+from unisono.kvstore.server.chunk_optimizer import (
+    LAYERWISE_OPTIMIZERS,
+    ChunkOptimizer,
+    ServerOptimizerSpec,
+    effective_learning_rate,
+    no_optimizer_error,
+    not_floating_error,
+    rows_not_supported_error,
+)
+from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.range_set import RangeSet
+
+# what is on its way is bounded by credits, far below this
+_MOST_GAPS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushHeader:
+    """What is said of a gradient. ``base_version``: the version of the values that it was computed from, 0 if unknown."""
+
+    worker: int
+    stream: int
+    sequence_number: int
+    lr: float = float("nan")
+    base_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGradient:
+    """A gradient of a chunk, [elements]; of some ``rows`` [n] only, [n, row elements]."""
+
+    chunk: int
+    gradient: Tensor
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushOutcome:
+    """Of a push: chunks it changed, chunks that had it already, why it was refused, the lowest version, the largest lag."""
+
+    applied: int = 0
+    duplicates: int = 0
+    refused: str = ""
+    version: int = 0
+    lag: int = 0
+
+
+@dataclass(slots=True)
+class _Cell:
+    chunk: Chunk
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    value: nn.Parameter | None = None
+    version: int = 0  # pushes applied
+    applied: dict[int, RangeSet] = field(default_factory=dict[int, RangeSet])  # by stream
+    updater: ChunkOptimizer | None = None
+    own: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # versions that a worker's pushes made
+
+    def lag(self, worker: int, base_version: int) -> int:
+        """How many pushes of others came since ``base_version``."""
+        own = [version for version in self.own.get(worker, ()) if version > base_version]
+        self.own[worker] = own
+        return max(self.version - base_version - len(own), 0)
+
+
+class ChunkStore:
+    """The chunks of one server. All methods may be called from several threads."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        self._cells = {chunk.number: _Cell(chunk) for chunk in chunks}
+        self.optimizer_spec: ServerOptimizerSpec | None = None
+
+    @property
+    def initialised_chunks(self) -> list[int]:
+        """Of the chunks that have a value, in order."""
+        return sorted(number for number, cell in self._cells.items() if cell.value is not None)
+
+    def next_seq(self, stream: int) -> int:
+        """A number that no chunk has applied of this stream, nor any above it."""
+        ends = [0]
+        for cell in self._cells.values():
+            with cell.lock:
+                ends += [end for _, end in cell.applied.get(stream, RangeSet()).to_json()[-1:]]
+        return max(ends)
+
+    def applied_ranges(self, stream: int) -> list[list[list[int]]]:
+        """Which numbers of this stream chunks have applied, as ``RangeSet.json``; equal ones once, so that it stays short."""
+        found: dict[str, list[list[int]]] = {}
+        for cell in self._cells.values():
+            with cell.lock:
+                spans = cell.applied.get(stream, RangeSet()).to_json()
+            found[str(spans)] = spans
+        return list(found.values())
+
+    def chunk(self, number: int) -> Chunk:
+        """CommError for one that is not here."""
+        return self._cell(number).chunk
+
+    def init(self, number: int, value: Tensor) -> bool:
+        """The first value [elements] of a chunk is kept, later ones are not looked at; whether this one was kept."""
+        cell = self._cell(number)
+        _fits(cell.chunk, value.numel(), value.dtype)
+        with cell.lock:
+            if cell.value is not None:
+                return False
+            cell.value = nn.Parameter(value.detach().clone().flatten(), requires_grad=value.is_floating_point())
+            return True
+
+    def set_optimizer_spec(self, recipe: ServerOptimizerSpec) -> None:
+        """How gradients are applied. The same again changes nothing; another one is a CommError."""
+        if self.optimizer_spec is not None and self.optimizer_spec != recipe:
+            raise CommError(
+                given=f"optimizer {recipe.options.kind!r} for servers that have {self.optimizer_spec.options.kind!r}, "
+                "or with other options or keys",
+                rule="all workers name one optimizer, and it stays: its state belongs to it",
+                consequence="the servers keep the one they have",
+                nearest="send learning rates with the pushes; for another optimizer start a new run from the weights",
+            )
+        self.optimizer_spec = recipe
+
+    def push(
+        self, entries: Sequence[ChunkGradient], push: PushHeader, then: Callable[[], None] | None = None
+    ) -> PushOutcome:
+        """Apply gradients, each once. ``then`` runs before the chunks are free again, also for a duplicate: a replica
+        sees pushes of a chunk in the order in which they were applied here.
+
+        Raises CommError for what does not fit, before anything is changed.
+        """
+        cells = [self._cell(entry.chunk) for entry in entries]
+        if any(left.chunk >= right.chunk for left, right in pairwise(entries)):
+            raise _unsorted("chunks")
+        for cell, entry in zip(cells, entries, strict=True):
+            self._check(cell, entry)
+        if not all(is_finite(entry.gradient) for entry in entries):
+            return PushOutcome(refused="non-finite")
+        applied = duplicates = lag = 0
+        with ExitStack() as locks:
+            for cell in cells:
+                locks.enter_context(cell.lock)
+            for cell in cells:
+                if len(cell.applied.get(push.stream, ())) >= _MOST_GAPS:
+                    raise _scattered(push)
+            work = [(cell, self._updater(cell), cell.lag(push.worker, push.base_version)) for cell in cells]
+            rates = [effective_learning_rate(updater.spec, push.lr, late) for _, updater, late in work]
+            for (cell, updater, late), entry, rate in zip(work, entries, rates, strict=True):
+                numbers = cell.applied.setdefault(push.stream, RangeSet())
+                if push.sequence_number in numbers:
+                    duplicates += 1
+                    continue
+                updater.step(entry.gradient, rate, entry.rows)
+                numbers.add(push.sequence_number)
+                cell.version += 1
+                cell.own[push.worker].append(cell.version)
+                applied, lag = applied + 1, max(lag, late)
+            version = min(cell.version for cell in cells) if cells else 0
+            if then is not None:
+                then()
+        return PushOutcome(applied=applied, duplicates=duplicates, version=version, lag=lag)
+
+    def pull(self, number: int, rows: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, int]:
+        """A copy of a chunk's value [elements], in ``into`` if it is given, or of some rows [n, row elements], and its
+        version."""
+        cell = self._cell(number)
+        with cell.lock:
+            value = self._value(cell).detach()
+            if rows is None:
+                return (value.clone() if into is None else into.copy_(value)), cell.version
+            _check_rows(cell.chunk, rows)
+            return value.view(-1, cell.chunk.row_elements)[rows], cell.version
+
+    def state(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """All that there is to chunks, each as it was at one moment: facts as JSON by number, tensors as
+        ``<number>/value`` and ``<number>/<state>``. Chunks without value are left out."""
+        facts: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for number in numbers:
+            cell = self._cell(number)
+            with cell.lock:
+                if cell.value is None:
+                    continue
+                applied = {str(stream): numbers.to_json() for stream, numbers in cell.applied.items()}
+                facts[str(number)] = {"version": cell.version, "applied": applied}
+                tensors[f"{number}/value"] = cell.value.detach().clone()
+                state = cell.updater.state if cell.updater is not None else {}
+                tensors |= {f"{number}/{name}": tensor.clone() for name, tensor in state.items()}
+        return facts, tensors
+
+    def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Take chunks over from ``image``; the recipe comes first. CommError for what does not fit, before any change."""
+        named: dict[int, dict[str, Tensor]] = {int(number): {} for number in facts}
+        for name, tensor in tensors.items():
+            number, _, state = name.partition("/")
+            named.setdefault(int(number), {})[state] = tensor
+        if named.keys() - {int(number) for number in facts}:
+            raise _unlike(self.chunk(min(named.keys() - {int(number) for number in facts})), "tensors without facts")
+        made = [self._made(number, parts) for number, parts in named.items()]
+        counts = [_history(facts[str(number)]) for number in named]
+        for (number, parts), (value, updater), (version, applied) in zip(named.items(), made, counts, strict=True):
+            cell = self._cells[number]
+            with cell.lock, torch.no_grad():
+                for name, own in updater.state.items() if updater is not None else ():
+                    own.copy_(parts[name])
+                cell.value, cell.updater, cell.own = value, updater, {}
+                cell.version, cell.applied = version, applied
+
+    def _made(self, number: int, parts: Mapping[str, Tensor]) -> tuple[nn.Parameter, ChunkOptimizer | None]:
+        """Value and empty optimizer for what was saved of a chunk."""
+        chunk = self._cell(number).chunk
+        saved = parts.get("value")
+        if saved is None:
+            raise _unlike(chunk, "no value")
+        _fits(chunk, saved.numel(), saved.dtype)
+        value = nn.Parameter(saved.clone().flatten(), requires_grad=saved.is_floating_point())
+        states = parts.keys() - {"value"}
+        if not states:
+            return value, None
+        if self.optimizer_spec is None:
+            raise no_optimizer_error(chunk.key)
+        updater = ChunkOptimizer(self.optimizer_spec, chunk.key, value)
+        if states != updater.state.keys():
+            raise _unlike(chunk, f"the state {sorted(states)} where the optimizer keeps {sorted(updater.state)}")
+        for name, own in updater.state.items():
+            if (parts[name].shape, parts[name].dtype) != (own.shape, own.dtype):
+                raise _unlike(chunk, f"{name} as {parts[name].dtype} {list(parts[name].shape)}")
+        return value, updater
+
+    def _check(self, cell: _Cell, entry: ChunkGradient) -> None:
+        chunk = cell.chunk
+        if not chunk.dtype.is_floating_point:
+            raise not_floating_error(chunk.dtype, chunk.key)
+        if entry.rows is None:
+            _fits(chunk, entry.gradient.numel(), entry.gradient.dtype)
+            return
+        _check_rows(chunk, entry.rows)
+        if self.optimizer_spec is not None and self.optimizer_spec.options.kind in LAYERWISE_OPTIMIZERS:
+            raise rows_not_supported_error(chunk.key, self.optimizer_spec.options.kind)
+        if entry.gradient.shape != (len(entry.rows), chunk.row_elements) or entry.gradient.dtype != chunk.dtype:
+            raise _unlike(chunk, f"{len(entry.rows)} rows as {entry.gradient.dtype} {list(entry.gradient.shape)}")
+
+    def _updater(self, cell: _Cell) -> ChunkOptimizer:
+        value = self._value(cell)
+        if self.optimizer_spec is None:
+            raise no_optimizer_error(cell.chunk.key)
+        if cell.updater is None:
+            cell.updater = ChunkOptimizer(self.optimizer_spec, cell.chunk.key, value)
+        return cell.updater
+
+    def _value(self, cell: _Cell) -> nn.Parameter:
+        if cell.value is None:
+            raise CommError(
+                given=f"chunk {cell.chunk.number} of {cell.chunk.key!r}, which has no value yet",
+                rule="a key is initialised before it is pushed or pulled",
+                consequence="nothing was changed",
+                nearest="store.init with all parameters, on any worker",
+            )
+        return cell.value
+
+    def _cell(self, number: int) -> _Cell:
+        cell = self._cells.get(number)
+        if cell is None:
+            raise CommError(
+                given=f"chunk {number}",
+                rule=f"this server holds {len(self._cells)} chunks, and that is none of them",
+                consequence="nothing was changed",
+                nearest="send it where the placement puts it",
+            )
+        return cell
+
+
+def _history(fact: Mapping[str, Any]) -> tuple[int, dict[int, RangeSet]]:
+    """Version and applied numbers; ValueError for a version that no frame could carry."""
+    version = int(fact["version"])
+    if not 0 <= version < 1 << 64:
+        raise ValueError(f"version {version} is no number of pushes")
+    return version, {int(stream): RangeSet(spans) for stream, spans in fact["applied"].items()}
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Both extremes are NaN where any element is. One pass without memory: ``isfinite().all()`` takes 50 times as long."""
+    if not gradient.numel():
+        return True
+    low, high = gradient.aminmax()
+    return bool(low.isfinite()) and bool(high.isfinite())
+
+
+def _fits(chunk: Chunk, elements: int, dtype: torch.dtype) -> None:
+    if (elements, dtype) != (chunk.num_elements, chunk.dtype):
+        raise _unlike(chunk, f"{elements} elements of {dtype}")
+
+
+def _check_rows(chunk: Chunk, rows: Tensor) -> None:
+    if not chunk.row_elements:
+        raise CommError(
+            given=f"rows of {chunk.key!r}, whose chunks are no whole rows",
+            rule="rows of a key are pushed and pulled where 1024 of them, or fewer, fill a chunk evenly",
+            consequence="nothing was changed",
+            nearest="name the key in whole, or push and pull all of it",
+        )
+    count = chunk.num_elements // chunk.row_elements
+    if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= count or not bool((rows[1:] > rows[:-1]).all())):
+        raise _unsorted(f"rows of {chunk.key!r}, chunk {chunk.number} with {count} rows,")
+
+
+def _scattered(push: PushHeader) -> CommError:
+    return CommError(
+        given=f"push {push.sequence_number} of stream {push.stream}, of whose numbers {_MOST_GAPS:,} lots are missing before",
+        rule="a stream counts its pushes one by one, and those that are lost are sent again",
+        consequence="nothing was changed; a server would need memory without end to tell pushes apart",
+        nearest="use the same release of unisono everywhere, and end whatever else has the job's secret",
+    )
+
+
+def _unsorted(what: str) -> CommError:
+    return CommError(
+        given=f"{what} that are not in strictly rising order, or out of range",
+        rule="each is named once, in order, counted from the first of what holds it",
+        consequence="nothing was changed",
+        nearest="sort, and add up what is named twice",
+    )
+
+
+def _unlike(chunk: Chunk, what: str) -> CommError:
+    return CommError(
+        given=f"{what} for chunk {chunk.number}",
+        rule=f"it is {chunk.num_elements} elements of {chunk.dtype}, of {chunk.key!r} from element {chunk.start} on",
+        consequence="nothing was changed",
+        nearest="start all workers with one model and one precision",
+    )

@@ -1,0 +1,585 @@
+"""One parameter server: what it answers to each request. The wire calls it from a thread per connection.
+
+Requests may come twice, because an answer was lost: each is safe to repeat. Server 0 is also the coordinator: clocks, units
+of work and barriers are its business alone, and workers give it their signs of life.
+
+With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so that
+the replica applies in the same order. A replica that does not know a chunk, because it has just started, refuses; it then
+gets all there is to the chunk. Replicas answer to servers only.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.errors import CommError, ConfigError, UnisonoError
+from unisono.kvstore.compression import Codec, PowerSGD, can_compress_values, find_codec
+from unisono.kvstore.compression.codec import accumulation_dtype
+from unisono.kvstore.server import snapshot
+from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
+from unisono.kvstore.server.chunk_payload import (
+    BATCH_SHARD,
+    CODED,
+    REFUSED,
+    WRITE,
+    Decoder,
+    answer_views,
+    chunk_rows,
+    chunk_tensor,
+    chunk_values_frame,
+    common_dtype,
+    raw_bytes,
+    read_bases,
+    read_chunks,
+    read_requested_chunks,
+    write_chunks,
+)
+from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state
+from unisono.kvstore.server.chunk_store import ChunkGradient, ChunkStore, PushHeader
+from unisono.kvstore.server.clocks import Clocks
+from unisono.kvstore.server.membership import NumberedBarriers, PeerTable
+from unisono.kvstore.server.placement import ChunkPlacement
+from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
+from unisono.kvstore.server.run_spec import RunSpec
+from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
+from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.frame import Frame, Op, payload_views
+from unisono.kvstore.wire.message import json_frame, read_json
+
+_LOOK_S = 0.25  # how often leases are looked at
+_STILL_S = 1.0  # between two looks: then it was this process that stood still
+_LONGEST_WAIT_S = 60.0  # of one CLAIM; who wants to wait longer asks again
+_NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What there is once the first hello, or a snapshot, has said what the run is."""
+
+    agreed: RunSpec
+    placement: ChunkPlacement
+    tables: Mapping[
+        str, ChunkStore
+    ]  # by the role of who asks: the server's own chunks for workers, the replica for servers
+    clocks: Clocks
+    deal: WorkQueue
+    barriers: NumberedBarriers
+    decoders: Mapping[int, Decoder]  # by the number of a codec in frames
+    shadows: PullEncoder | None  # of workers that pull coded; None where the run's codec is not for values
+
+
+class ParameterServer:
+    """Server ``server``. ``forward`` sends a frame to the next server and returns its answer, None without replicas.
+
+    ``held``: workers wait at the door until ``release``; other servers do not. ``snapshots``: where, None for nowhere; the
+    first as soon as there are values, then every ``snapshot_every_s``. ``on_stale`` is told when another server writes there:
+    this one was replaced. ``say`` is told what a person should know. A snapshot that is there is taken up at once; raises
+    CommError when it does not hold.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        *,
+        forward: Callable[[RunSpec, Frame], Frame] | None = None,
+        held: bool = False,
+        snapshots: Path | None = None,
+        snapshot_every_s: float = 60.0,
+        on_stale: Callable[[str], None] = print,
+        say: Callable[[str], None] = print,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._forward, self._on_stale = server, forward, on_stale
+        self._open = threading.Event()
+        if not held:
+            self._open.set()
+        self._snapshots, self._snapshot_every_s, self._say, self._now = snapshots, snapshot_every_s, say, now
+        self._lock = threading.Lock()
+        self._saving = threading.Lock()
+        self._run: _Run | None = None
+        self._members = {"worker": PeerTable(), "server": PeerTable()}
+        self._claims: dict[int, tuple[int, int, WorkItem]] = {}  # by worker: incarnation, number of the CLAIM, its work
+        self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._counts: Counter[str] = Counter()
+        self._largest_lag = 0
+        self._stop = threading.Event()
+        self._saved = 0  # the newest snapshot that this server knows
+        found = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
+        if found is not None:
+            for reason in found.set_aside:
+                say(f"server {server}: a snapshot does not hold and was set aside: {reason}")
+            self._saved = found.number
+            self._restore(found.facts, found.tensors)
+            say(f"server {server}: goes on from snapshot {found.number}; pushes since then are lost without a replica")
+        self._keeper = threading.Thread(target=self._keep, name="unisono-server-keeper", daemon=True)
+        self._keeper.start()
+
+    # --- what the wire calls
+
+    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+        """Let a peer in that says what all say. The answer: see the keys below; ``seq`` is free in the worker's stream.
+
+        A server that has forgotten everything says nothing, and is told what the run is.
+        """
+        members = self._members[peer.role]
+        if peer.role == "server" and not facts:
+            members.connect(peer)
+            return {"agreed": self._run.agreed.to_json() if self._run is not None else None}
+        if peer.role == "worker":
+            self._open.wait()
+        agreed = RunSpec.from_json(facts)
+        run = self._begun(agreed)
+        run.agreed.require_equal(agreed, f"{peer.role} {peer.index}")
+        members.check(peer)
+        clock = run.clocks.join(peer.index, peer.worker_restart_count) if peer.role == "worker" else 0
+        members.connect(peer)
+        run.barriers.recheck()
+        table = run.tables[peer.role]
+        return {
+            "server": self._server,
+            "placement": run.placement.hash,
+            "clock": clock,
+            "initialised": table.initialised_chunks,
+            "optimizer": table.optimizer_spec is not None,
+            "seq": table.next_seq(peer.index + 1),
+            "units": table.applied_ranges(0),
+        }
+
+    def gone(self, peer: Peer) -> None:
+        """A connection has closed."""
+        if self._members[peer.role].disconnect(peer) and peer.role == "worker":
+            self._began().clocks.connection_closed(peer.index, peer.worker_restart_count)
+
+    def handle(self, peer: Peer, frame: Frame) -> Frame:
+        """Answer a request. UnisonoError where it is wrong; nothing has changed then."""
+        run = self._began()
+        self._members[peer.role].check(peer)
+        if peer.role == "worker" and frame.op in _NEEDS_LEASE:
+            run.clocks.join(peer.index, peer.worker_restart_count)  # one that was taken for dead is back
+        with self._lock:
+            self._counts[frame.op.name.lower()] += 1
+            self._counts["bytes_in"] += sum(part.nbytes for part in payload_views(frame))
+        match frame.op:
+            case Op.INIT:
+                answer = self._init(run, peer, frame)
+            case Op.PUSH:
+                answer = self._push(run, peer, frame)
+            case Op.PULL:
+                answer = self._pull(run, peer, frame, read_requested_chunks(frame))
+            case Op.PUSHPULL:
+                answer = self._push(run, peer, frame)
+                chunks = [number for number, _ in read_chunks(frame, prefix=True)[0]]
+                pulled = self._pull(run, peer, frame, chunks)
+                answer = replace(pulled, flags=pulled.flags | answer.flags)
+            case Op.ROWS:
+                answer = self._rows(run, peer, frame)
+            case Op.OPTIMIZER:
+                run.tables[peer.role].set_optimizer_spec(ServerOptimizerSpec.from_json(read_json(frame)))
+                answer = Frame(Op.ACK)
+            case Op.STATE:
+                answer = self._state(run, peer, frame)
+            case Op.SNAPSHOT:
+                answer = json_frame(Op.JSON, {"number": self.save() if self._snapshots is not None else None})
+            case Op.STATS:
+                answer = json_frame(Op.JSON, self.stats())
+            case Op.TICK | Op.HEARTBEAT | Op.CLAIM | Op.DONE | Op.BARRIER | Op.BYE:
+                answer = self._coordinate(run, peer, frame)
+            case _:
+                raise _unasked(frame)
+        with self._lock:
+            self._counts["bytes_out"] += sum(part.nbytes for part in payload_views(answer))
+        return replace(answer, seq=frame.seq)
+
+    # --- what whoever runs it calls
+
+    def adopt_replica_state(self, image: bytes) -> None:
+        """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
+        facts, tensors = decode_chunk_state(image)
+        self._take(self._begun(RunSpec.from_json(facts["agreed"])).tables["worker"], facts, tensors)
+
+    def admit_workers(self) -> None:
+        """Let workers in."""
+        self._open.set()
+
+    @property
+    def num_live_workers(self) -> int:
+        """How many workers are connected, or were a moment ago."""
+        return len(self._run.clocks.live_clocks) if self._run is not None else 0
+
+    @property
+    def run_spec(self) -> RunSpec | None:
+        """What the run is, as a hello or a snapshot has told; None before."""
+        return self._run.agreed if self._run is not None else None
+
+    def save(self) -> int:
+        """Write a snapshot now; its number. CommError where there is no folder, or nothing to save, or the disk refuses."""
+        with self._saving:
+            if self._snapshots is None or self._run is None:
+                raise _no_snapshot(
+                    "there is no run yet" if self._snapshots is not None else "it has no folder for them"
+                )
+            try:
+                table = self._run.tables["worker"]
+                image = self._image(self._run, table, table.initialised_chunks)
+                self._saved = snapshot.write_snapshot(self._snapshots, *image, after=self._saved)
+                return self._saved
+            except OSError as error:
+                raise _no_snapshot(str(error)) from error
+
+    def stats(self) -> dict[str, Any]:
+        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, how many workers there have been,
+        chunks with a value, units done."""
+        with self._lock:
+            run, counts = self._run, dict(sorted(self._counts.items()))
+        known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
+        if run is None:
+            return known
+        workers = {str(worker): clock for worker, clock in run.clocks.live_clocks.items()}
+        return known | {
+            "workers": workers,
+            "workers_ever": self._members["worker"].num_ever_connected,
+            "chunks": len(run.tables["worker"].initialised_chunks),
+            "units_done": run.deal.num_done,
+        }
+
+    def close(self) -> None:
+        """Let go of everyone who waits. What was not saved is lost."""
+        self._stop.set()
+        self._open.set()
+        self._keeper.join()
+        if self._run is not None:
+            self._run.clocks.close()
+            self._run.deal.close()
+            self._run.barriers.close()
+
+    # --- requests
+
+    def _init(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        table, (parts, _, _) = run.tables[peer.role], read_chunks(frame, prefix=False)
+        given = [(chunk, chunk_tensor(replace(frame, codec=0), data, table.chunk(chunk), {})) for chunk, data in parts]
+        kept = sum(table.init(chunk, value) for chunk, value in given)
+        if peer.role == "worker":
+            self._mirror(run, frame, [chunk for chunk, _ in given])
+        return Frame(Op.ACK, entries=kept)
+
+    def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
+        table, (parts, lr, base_version) = run.tables[peer.role], read_chunks(frame, prefix=True)
+        if entries is None:
+            entries = [
+                ChunkGradient(chunk, chunk_tensor(frame, data, table.chunk(chunk), run.decoders))
+                for chunk, data in parts
+            ]
+        # a server forwards for a worker, and says in ``clock`` for which
+        worker = frame.clock if peer.role == "server" else peer.index
+        stream = 0 if frame.flags & BATCH_SHARD else worker + 1
+        push = PushHeader(worker=worker, stream=stream, sequence_number=frame.seq, lr=lr, base_version=base_version)
+        chunks = [entry.chunk for entry in entries]
+        onward = replace(frame, op=Op.PUSH if frame.op is Op.PUSHPULL else frame.op, clock=worker)
+        mirror = (lambda: self._mirror(run, onward, chunks)) if peer.role == "worker" else None
+        outcome = table.push(entries, push, mirror)
+        with self._lock:
+            self._counts["applied"] += outcome.applied
+            self._counts["duplicates"] += outcome.duplicates
+            self._counts["refused"] += bool(outcome.refused)
+            self._largest_lag = max(self._largest_lag, outcome.lag)
+        return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
+
+    def _pull(self, run: _Run, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
+        table, based = run.tables[peer.role], read_bases(frame, prefix=frame.op is Op.PUSHPULL)
+        if based and run.shadows is not None and all(table.chunk(n).dtype.is_floating_point for n in chunks):
+            return self._lacking(run.shadows, table, peer, list(zip(chunks, based, strict=True)))
+        places = answer_views(frame, [table.chunk(number) for number in chunks])
+        pulled = [(number, *table.pull(number, into=into)) for number, into in zip(chunks, places, strict=True)]
+        return chunk_values_frame(pulled)
+
+    def _lacking(self, shadows: PullEncoder, table: ChunkStore, peer: Peer, asked: list[tuple[int, int]]) -> Frame:
+        """What a worker that names bases lacks, coded where that is possible."""
+        found = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
+        pulled = [RequestedChunk(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in found]
+        answer = shadows.answer(peer.index, pulled)
+        parts = [(chunk, raw_bytes(data)) for (chunk, _), data in zip(asked, answer.data, strict=True)]
+        frame = write_chunks(Op.DATA, parts, dtype=common_dtype(each.value for each in pulled), based=answer.numbers)
+        return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
+
+    def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        table, writes = run.tables[peer.role], bool(frame.flags & WRITE)
+        parts, _, _ = read_chunks(frame, prefix=writes)
+        entries = [chunk_rows(frame, data, table.chunk(chunk)) for chunk, data in parts]
+        if writes:
+            return self._push(run, peer, frame, entries)
+        return chunk_values_frame([(entry.chunk, *table.pull(entry.chunk, entry.rows)) for entry in entries])
+
+    def _state(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        table = run.tables[peer.role]
+        if frame.flags & WRITE:
+            self._take(table, *decode_chunk_state(b"".join(payload_views(frame))))
+            if peer.role == "worker" and run.shadows is not None:
+                run.shadows.clear()
+            return Frame(Op.ACK)
+        chunks = read_json(frame).get("chunks")
+        if not isinstance(chunks, list) or not all(type(number) is int for number in chunks):
+            raise _wrong(frame, "chunks", chunks, "chunks is a list of the numbers of chunks")
+        return Frame(Op.DATA, payload=encode_chunk_state(*self._image(run, table, sorted(set(chunks)))))
+
+    def _coordinate(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+        worker, incarnation = peer.index, peer.worker_restart_count
+        match frame.op:
+            case Op.TICK:
+                return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
+            case Op.CLAIM:
+                work = self._claim(run, peer, frame)
+                more = {"weight": run.deal.total_weight, "last": work.number >= run.deal.goal}
+                return json_frame(Op.JSON, work._asdict() | more)
+            case Op.DONE:
+                return self._done(run, frame)
+            case Op.BARRIER:
+                run.barriers.arrive(worker, _whole(frame, "number"))
+                return Frame(Op.ACK)
+            case Op.BYE:
+                run.clocks.leave(worker, incarnation)
+                return Frame(Op.ACK)
+            case _:
+                return Frame(Op.ACK, clock=run.clocks.slowest_clock)
+
+    def _claim(self, run: _Run, peer: Peer, frame: Frame) -> WorkItem:
+        """A piece of work. The same CLAIM, by its number, gets the same: else one whose answer was lost would be held for
+        ever."""
+        content = read_json(frame)
+        with self._lock:
+            claiming = self._claiming[peer.index]
+        with claiming:  # the first may still wait, on a connection that is lost
+            earlier = self._claims.get(peer.index)
+            if earlier is not None and earlier[:2] == (peer.worker_restart_count, frame.seq):
+                return earlier[2]
+            leads = lambda: peer.index == min(run.clocks.live_clocks, default=peer.index)  # noqa: E731
+            work = run.deal.claim(peer.index, _wait_s(content), leads)
+            if work.kind in ("begin", "unit", "save"):
+                try:
+                    run.clocks.seen(peer.index, peer.worker_restart_count)
+                except CommError:
+                    # it died while it waited; its newer self, if there is one, holds nothing before this returns
+                    run.deal.give_back(peer.index)
+                    raise
+                self._claims[peer.index] = peer.worker_restart_count, frame.seq, work
+            return work
+
+    def _done(self, run: _Run, frame: Frame) -> Frame:
+        content = read_json(frame)
+        kind, weight = content.get("kind"), content.get("weight", 0.0)
+        if kind in ("stop", "finish"):
+            run.deal.stop(finished=kind == "finish")
+            return Frame(Op.ACK)
+        if kind not in ("begin", "unit", "save"):
+            raise _wrong(frame, "kind", kind, "kind is begin, unit, save, stop or finish")
+        if not isinstance(weight, (int, float)):
+            raise _wrong(frame, "weight", weight, "weight is a number")
+        return json_frame(Op.JSON, {"new": run.deal.mark_done(WorkItem(kind, _whole(frame, "number")), float(weight))})
+
+    # --- state
+
+    def _begun(self, agreed: RunSpec) -> _Run:
+        with self._lock:
+            if self._run is None:
+                self._run = self._begin(agreed)
+            return self._run
+
+    def _begin(self, agreed: RunSpec) -> _Run:
+        placement = agreed.placement()
+        if self._server >= agreed.num_servers:
+            raise CommError(
+                given=f"a worker that knows of {agreed.num_servers} servers, at server {self._server}",
+                rule="servers are numbered from 0",
+                consequence="it was not let in",
+                nearest="start as many servers as the configuration says",
+            )
+        before = (self._server - 1) % agreed.num_servers
+        clocks = Clocks(agreed.staleness, on_end=self._ended, now=self._now)
+        return _Run(
+            agreed=agreed,
+            placement=placement,
+            tables={
+                "worker": ChunkStore(placement.chunks_on(self._server)),
+                "server": ChunkStore(placement.chunks_on(before)),
+            },
+            clocks=clocks,
+            deal=WorkQueue(
+                agreed.num_batch_shards,
+                every=agreed.batch_shards_per_save,
+                per_step=agreed.batch_shards_per_step,
+                staleness=agreed.staleness,
+            ),
+            barriers=NumberedBarriers(lambda: clocks.live_clocks.keys()),
+            decoders=_decoders(agreed.codec),
+            shadows=_shadows(agreed.codec),
+        )
+
+    def _image(
+        self, run: _Run, table: ChunkStore, numbers: Sequence[int]
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """The deal first: a unit that is done in it was applied before, so it is in the chunks read after."""
+        deal, clock = run.deal.to_json(), run.clocks.slowest_clock
+        chunks, tensors = table.state(numbers)
+        recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
+        agreed = run.agreed.to_json()
+        return {"agreed": agreed, "recipe": recipe, "deal": deal, "clock": clock, "chunks": chunks}, tensors
+
+    def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        run = self._begin(RunSpec.from_json(facts["agreed"]))
+        self._take(run.tables["worker"], facts, tensors)
+        run.clocks.start_at(facts["clock"])
+        with self._lock:
+            self._run = replace(run, deal=WorkQueue.from_json(facts["deal"]))
+
+    def _take(self, table: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        try:
+            if facts.get("recipe") is not None:
+                table.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
+            table.load_state(facts["chunks"], tensors)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CommError(
+                given=f"a state whose facts cannot be read: {error!r}",
+                rule="they name recipe and chunks, and of each chunk version and applied",
+                consequence="it was not taken over",
+                nearest="use the same release of unisono everywhere",
+            ) from error
+
+    def _mirror(self, run: _Run, frame: Frame, chunks: list[int]) -> None:
+        """Have the next server do the same, or, where it cannot, take over all there is to these chunks."""
+        if self._forward is None:
+            return
+        try:
+            self._forward(run.agreed, frame)
+        except UnisonoError:
+            table = run.tables["worker"]
+            facts, tensors = table.state(chunks)
+            recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
+            image = encode_chunk_state({"recipe": recipe, "chunks": facts}, tensors)
+            self._forward(run.agreed, Frame(Op.STATE, flags=WRITE, payload=image))
+            with self._lock:
+                self._counts["mirrored_whole"] += 1
+
+    def _began(self) -> _Run:
+        if self._run is None:
+            raise CommError(
+                given="a request to a server that knows no run",
+                rule="a worker says hello first",
+                consequence="nothing was done",
+                nearest="open a connection: its hello tells the table",
+            )
+        return self._run
+
+    def _ended(self, worker: int) -> None:
+        """A lease is over, or a worker has left: its units go back, and nobody waits for it."""
+        if self._run is not None:
+            self._run.deal.give_back(worker)
+            self._run.barriers.recheck()
+            if self._run.shadows is not None:
+                self._run.shadows.drop_worker(worker)
+
+    def _keep(self) -> None:
+        """Look at leases, save now and then, and look whether another server does so in this one's place."""
+        saved_s, looked_s = -math.inf, time.monotonic()
+        while not self._stop.wait(_LOOK_S):
+            gap_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+            if (run := self._run) is None or not self._open.is_set():
+                continue
+            if gap_s > _STILL_S:
+                run.clocks.extend_leases(gap_s)
+            for worker in run.clocks.end_expired_leases():
+                self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
+            if self._snapshots is None or len(run.tables["worker"].initialised_chunks) < len(
+                run.placement.chunks_on(self._server)
+            ):
+                continue
+            with self._saving:
+                newer = snapshot.latest_snapshot_number(self._snapshots)
+                stale = newer > self._saved
+            if stale:
+                self._on_stale(str(snapshot.newer_snapshot_error(self._snapshots, newer, self._saved)))
+                return
+            if time.monotonic() - saved_s >= self._snapshot_every_s:
+                try:
+                    self.save()
+                except CommError as error:
+                    self._say(f"server {self._server}: {error}")
+                saved_s = time.monotonic()
+
+
+def _decoders(codec: str) -> dict[int, Decoder]:
+    """What reads the codes of the one codec that a run has. Raises ConfigError for one that servers cannot add up."""
+    if codec == "none":
+        return {}
+    found = server_codec(codec)
+
+    def decoder(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
+        return found.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
+
+    return {CODED: decoder}
+
+
+def _shadows(codec: str) -> PullEncoder | None:
+    """Where pulls are coded too."""
+    found = server_codec(codec) if codec != "none" else None
+    return PullEncoder(found) if found is not None and can_compress_values(found) else None
+
+
+def server_codec(text: str) -> Codec:
+    """The codec of that name, for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
+    found = find_codec(text)
+    if isinstance(found, PowerSGD):
+        raise ConfigError(
+            given=f"compression {text!r} with 'dist_async'",
+            rule="its factors are summed over all workers at once, and servers see one worker at a time",
+            consequence="no server could tell what a push means",
+            nearest="int8, topk:0.01 or 2bit:0.5, or dist_sync",
+        )
+    return found
+
+
+def _whole(frame: Frame, name: str) -> int:
+    value = read_json(frame).get(name)
+    if type(value) is int and value >= 0:
+        return value
+    raise _wrong(frame, name, value, f"{name} is a whole number from 0")
+
+
+def _wrong(frame: Frame, name: str, value: object, rule: str) -> CommError:
+    return CommError(
+        given=f"{frame.op.name} with {name} = {value!r}",
+        rule=rule,
+        consequence="nothing was done",
+        nearest="use the same release of unisono everywhere",
+    )
+
+
+def _wait_s(content: Mapping[str, Any]) -> float:
+    value = content.get("wait_s", 0)
+    return min(float(value), _LONGEST_WAIT_S) if isinstance(value, (int, float)) else 0.0
+
+
+def _unasked(frame: Frame) -> CommError:
+    return CommError(
+        given=f"{frame.op.name} as a request",
+        rule="servers answer requests; HELLO, ACK, DATA, JSON and ERROR are none",
+        consequence="nothing was done",
+        nearest="use the same release of unisono everywhere",
+    )
+
+
+def _no_snapshot(reason: str) -> CommError:
+    return CommError(
+        given=f"a snapshot that was not written: {reason}",
+        rule="a server saves itself to its own folder",
+        consequence="earlier snapshots are as they were, and training goes on",
+        nearest="mend what the reason names",
+    )

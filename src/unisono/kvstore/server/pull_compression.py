@@ -1,0 +1,141 @@
+"""What each worker holds, so that it can be sent the code of what it lacks: compression on the way back from servers.
+
+As in DoubleSqueeze (Tang et al. 2019, arXiv:1905.05957) errors are compensated in both directions. For a worker and a chunk the
+server keeps a shadow, bit for bit what that worker has. A pull is answered with the code of value - shadow, and both sides add
+what the code decodes to. What it leaves out is part of the next difference, so there is no residual.
+
+An answer has a number, and a pull names its base: the number of the last answer that the worker took, 0 for none.
+
+    the shadow's number           the next difference
+    the number one before that    that answer was lost: the same code again
+    anything else                 the value in full, and the shadow becomes it
+
+A number is given once by a server, and no other process counts from the same place: who names a shadow's number has its bits.
+All of this may be lost at any time, at the cost of a full answer, so none of it is saved or mirrored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from unisono.kvstore.compression import Codec
+from unisono.kvstore.compression.codec import accumulation_dtype
+from unisono.kvstore.server.chunk_store import is_finite
+
+_FIRST_BELOW = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedChunk:
+    """A chunk's ``value`` [elements], floating, in its ``version``, for a worker that names ``base``."""
+
+    chunk: int
+    base: int
+    value: Tensor
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PullAnswer:
+    """Of every chunk the code, or, where not ``coded``, the value; its number; the lowest version."""
+
+    coded: bool
+    data: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shadow:
+    """``value`` is the worker's after answer ``number``, whose ``code`` was of what it lacked after answer ``before``; 0: it was
+    in full. ``turn`` counts codes since then."""
+
+    value: Tensor  # [elements], in the dtype of sums
+    number: int
+    version: int
+    before: int = 0
+    code: Tensor | None = None
+    turn: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    chunks: dict[int, _Shadow] = field(default_factory=dict[int, _Shadow])
+
+
+class PullEncoder:
+    """The shadows of all workers at one server. All methods may be called from several threads."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._numbers = itertools.count(1 + secrets.randbelow(_FIRST_BELOW))
+        self._lock = threading.Lock()
+        self._workers: dict[int, _Worker] = {}
+
+    @torch.no_grad()
+    def answer(self, worker: int, asked: Sequence[RequestedChunk]) -> PullAnswer:
+        """What brings ``worker`` to these values, or nearer. Chunks of an answer are all coded, or all in full. The values are
+        kept: nobody changes them any more."""
+        with self._lock:
+            held, number = self._workers.setdefault(worker, _Worker()), next(self._numbers)
+        with held.lock:
+            after = [self._after(worker, held.chunks.get(each.chunk), each, number) for each in asked]
+            codes = [shadow.code for shadow in after if shadow is not None and shadow.code is not None]
+            if len(codes) < len(asked):
+                after = [_Shadow(value=_wide(each.value), number=number, version=each.version) for each in asked]
+            shadows = [shadow for shadow in after if shadow is not None]
+            held.chunks |= {each.chunk: shadow for each, shadow in zip(asked, shadows, strict=True)}
+        coded = len(codes) == len(asked)
+        return PullAnswer(
+            coded=coded,
+            data=tuple(codes if coded else (each.value for each in asked)),
+            numbers=tuple(shadow.number for shadow in shadows),
+            version=min((shadow.version for shadow in shadows), default=0),
+        )
+
+    def drop_worker(self, worker: int) -> None:
+        """It has gone, or might have."""
+        with self._lock:
+            self._workers.pop(worker, None)
+
+    def clear(self) -> None:
+        """Values were replaced: what workers had is no start for what they will."""
+        with self._lock:
+            self._workers.clear()
+
+    def _after(self, worker: int, shadow: _Shadow | None, asked: RequestedChunk, number: int) -> _Shadow | None:
+        """The shadow after a coded answer; None where none is possible."""
+        if shadow is None or asked.base == 0:
+            return None
+        if asked.base == shadow.before:
+            return shadow
+        if asked.base != shadow.number:
+            return None
+        value, turn = _wide(asked.value), shadow.turn + 1
+        code = self._codec.encode(value - shadow.value, _seed(worker, asked.chunk, turn))
+        reached = shadow.value + self._codec.decode(code, value.numel(), value.dtype, trusted=True)
+        # what is too large for its dtype as well, at the worker
+        if not is_finite(reached.to(asked.value.dtype)):
+            return None
+        # a codec may find all of a difference too small: it would never get through
+        if torch.equal(reached, shadow.value) and not torch.equal(reached, value):
+            return None
+        return _Shadow(value=reached, number=number, version=asked.version, before=shadow.number, code=code, turn=turn)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(accumulation_dtype(value.dtype))
+
+
+def _seed(worker: int, chunk: int, turn: int) -> int:
+    """Of the noise of codecs that round stochastically: the same in a run that is repeated."""
+    return int.from_bytes(hashlib.blake2b(f"{worker}/{chunk}/{turn}".encode(), digest_size=7).digest(), "little")

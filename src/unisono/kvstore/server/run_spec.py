@@ -1,0 +1,146 @@
+"""What all workers of a run say to a server before anything else, and must say alike.
+
+A server starts knowing nothing of the model: the first worker's hello tells it, and a snapshot keeps it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from unisono.errors import CommError
+from unisono.kvstore.server.placement import CHUNK_BYTES, ChunkPlacement, place_chunks
+from unisono.kvstore.wire.frame import DTYPES
+
+# a placement lists every chunk and server: what a hello can make a server list is bounded before it does
+_MOST_BYTES = 1 << 44
+_MOST_CHUNKS = 1 << 22
+_MOST_SERVERS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """``table``: shape and dtype by key; ``whole``: keys that are not cut; ``staleness``: clocks a worker may be ahead,
+    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves, and of how many units a step
+    and the stretch from one save to the next consist (0: one save, at the end); ``codec``: of pushes, and of
+    pulls if it codes values, as ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
+
+    table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    num_servers: int
+    uncut_keys: tuple[str, ...] = ()
+    chunk_bytes: int = CHUNK_BYTES
+    staleness: int | None = None
+    num_batch_shards: int = 0
+    batch_shards_per_step: int = 1
+    batch_shards_per_save: int = 0
+    codec: str = "none"
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def job(self) -> int:
+        """The number in every frame: of the run that ``about`` names."""
+        return int.from_bytes(hashlib.blake2b(self.labels.get("run", "").encode(), digest_size=8).digest(), "little")
+
+    def placement(self) -> ChunkPlacement:
+        """Where everything lies."""
+        return place_chunks(self.table, self.num_servers, self.chunk_bytes, self.uncut_keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """As it travels in a hello."""
+        return {
+            "table": {
+                key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in self.table.items()
+            },
+            "servers": self.num_servers,
+            "whole": sorted(self.uncut_keys),
+            "chunk_bytes": self.chunk_bytes,
+            "staleness": self.staleness,
+            "units": self.num_batch_shards,
+            "units_per_step": self.batch_shards_per_step,
+            "units_per_save": self.batch_shards_per_save,
+            "codec": self.codec,
+            "about": dict(self.labels),
+        }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> RunSpec:
+        """From ``json``. CommError for what cannot be read."""
+        try:
+            staleness = given["staleness"]
+            table = {str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in given["table"].items()}
+            nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in table.values())
+            if nbytes > _MOST_BYTES:
+                raise ValueError(f"a table of {nbytes} bytes, over {_MOST_BYTES}")
+            servers, chunk_bytes = _count(given["servers"]), _count(given["chunk_bytes"])
+            if servers > _MOST_SERVERS or nbytes > _MOST_CHUNKS * chunk_bytes:
+                raise ValueError(f"{servers} servers for {nbytes} bytes in chunks of {chunk_bytes}")
+            return cls(
+                table=table,
+                servers=servers,
+                whole=tuple(sorted(str(key) for key in given["whole"])),
+                chunk_bytes=chunk_bytes,
+                staleness=None if staleness is None else _count(staleness),
+                units=_count(given["units"]),
+                units_per_step=_count(given["units_per_step"]),
+                units_per_save=_count(given["units_per_save"]),
+                codec=str(given["codec"]),
+                about={str(name): str(value) for name, value in given["about"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CommError(
+                given=f"a hello that cannot be read: {error!r}",
+                rule="it tells table, servers, whole, chunk_bytes, staleness, units, codec and about",
+                consequence="the worker was not let in",
+                nearest="use the same release of unisono everywhere",
+            ) from error
+
+    def require_equal(self, other: RunSpec, who: str) -> None:
+        """CommError naming the first thing that ``other`` says differently."""
+        here, there = self.to_json(), other.to_json()
+        for key in sorted(self.table.keys() | other.table.keys()):
+            mine, theirs = here["table"].get(key), there["table"].get(key)
+            if mine != theirs:
+                raise _different(
+                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to those who came before"
+                )
+        for name in sorted(self.labels.keys() | other.labels.keys()):
+            mine, theirs = here["about"].get(name), there["about"].get(name)
+            if mine != theirs:
+                raise _different(who, f"{name} {theirs}", f"it is {mine} to those who came before")
+        for name in here.keys() - {"table", "about"}:
+            if here[name] != there[name]:
+                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to those who came before")
+
+
+def _text(entry: list[Any] | None) -> str:
+    return "absent" if entry is None else f"{entry[0]} {entry[1]}"
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number from 0")
+    return value
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(_count(extent) for extent in value)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"{name!r} is no dtype that travels")
+    return getattr(torch, name)
+
+
+def _different(who: str, given: str, rule: str) -> CommError:
+    return CommError(
+        given=f"{who} has {given}",
+        rule=rule,
+        consequence="it was not let in, so no tensor is added to another one",
+        nearest="start all workers with one configuration and one version of the model",
+    )

@@ -1,0 +1,184 @@
+"""The stored values of one process and the optimizer that updates them: what a sum over workers is applied to.
+
+Every key has an optimizer of its own, so keys may come in any order and at any time. A store knows names and shapes, no
+modules: tensors of two or more dims decay, others and those whose name ends in ``bias`` do not; name embeddings in
+``decay_exclude``. The gradient's norm over all keys is never known here, so ``clip_norm`` has to be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.config import load_config
+from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.kvstore.keys import Future, PushValue, SparseRows, as_sparse_rows, to_dense
+from unisono.optim import build_optimizer, load_state_tensors, state_tensors
+from unisono.optim.groups import Role
+from unisono.optim.options import OptimOptions
+
+
+class ValueStore:
+    """Tensors by key. A sum replaces the tensor under its key, or updates it once there is an optimizer."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._options: OptimOptions | None = None
+        self._lr: float | None = None
+        self._optimizers: dict[str, tuple[nn.Parameter, Optimizer]] = {}
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether sums are gradients for an optimizer."""
+        return self._options is not None
+
+    def init(self, values: Mapping[str, Tensor]) -> None:
+        """Keep these tensors, which become this object's own."""
+        self.tensors |= values
+        if self._options is not None:
+            self._build(self._options, values)
+
+    @torch.no_grad()
+    def apply(self, key: str, total: PushValue) -> None:
+        """``total`` is the sum over devices and workers; it is read, not kept."""
+        stored = self.tensors[key]
+        if not isinstance(total, Tensor):
+            total = to_dense(as_sparse_rows(key, total, stored.shape), stored.shape)
+        if self._options is None:
+            stored.copy_(total)
+            return
+        parameter, optimizer = self._optimizers[key]
+        parameter.grad = total.to(stored.device).view(stored.shape)
+        optimizer.step()
+        parameter.grad = None
+
+    def copy_to(self, items: Sequence[tuple[str, list[Tensor]]]) -> Future[None]:
+        """Write each key's tensor into its targets, at once."""
+        for key, targets in items:
+            for target in targets:
+                target.copy_(self.tensors[key])
+        return Future(lambda: None)
+
+    def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
+        """Copies of some rows."""
+        stored = self.tensors[key]
+        found = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: found)
+
+    def set_optimizer(self, options: OptimOptions) -> None:
+        """Sums are gradients from now on; the state of an optimizer before is dropped."""
+        self._options, self._lr, self._optimizers = options, None, {}
+        self._build(options, self.tensors)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """For all updates from now on. Raises ConfigError without an optimizer."""
+        if self._options is None:
+            raise learning_rate_without_optimizer(lr)
+        self._lr = lr
+        for _, optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``value/<key>`` and ``optim/<state>/<key>``: the tensors themselves, not copies."""
+        found = {f"value/{key}": value for key, value in self.tensors.items()}
+        for key, (parameter, optimizer) in self._optimizers.items():
+            found |= state_tensors({key: parameter}, optimizer)
+        return dict(sorted(found.items()))
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what ``state_dict`` of the same keys and optimizer gave. Raises CheckpointError for any difference."""
+        own = self.state_dict()
+        differing = sorted(
+            name
+            for name in own.keys() | state.keys()
+            if name not in own
+            or name not in state
+            or (own[name].shape, own[name].dtype) != (state[name].shape, state[name].dtype)
+        )
+        if differing:
+            raise CheckpointError(
+                given=f"the saved state and this store differ in {', '.join(map(repr, differing[:5]))}"
+                + (f" and {len(differing) - 5} more" if len(differing) > 5 else ""),
+                rule="names, shapes and dtypes of values and optimizer state are those of the store that was saved",
+                consequence="nothing was loaded",
+                nearest="init the same keys and set the same optimizer before load_state_dict",
+            )
+        for key, value in self.tensors.items():
+            value.copy_(state[f"value/{key}"])
+        for key, (parameter, optimizer) in self._optimizers.items():
+            names = state_tensors({key: parameter}, optimizer)
+            load_state_tensors({key: parameter}, optimizer, {name: state[name] for name in names})
+
+    def _build(self, options: OptimOptions, values: Mapping[str, Tensor]) -> None:
+        require_floating(values)
+        for key, value in values.items():
+            parameter = nn.Parameter(value)
+            with torch.enable_grad():
+                made = build_optimizer(
+                    nn.Module(), options, pieces={key: parameter}, named_roles={key: role_of(key, value.shape, options)}
+                )
+            self._optimizers[key] = parameter, made
+        if self._lr is not None:
+            self.set_learning_rate(self._lr)
+
+
+def role_of(key: str, shape: Sequence[int], options: OptimOptions) -> Role:
+    """Whether a key decays: what a store knows of it is its name and shape."""
+    if len(shape) < 2 or key.endswith("bias"):
+        return Role.PLAIN
+    return Role.NO_DECAY if any(fnmatchcase(key, pattern) for pattern in options.decay_exclude) else Role.DECAY
+
+
+def require_floating(values: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError for a key that no optimizer can update."""
+    for key, value in values.items():
+        if not value.is_floating_point():
+            raise ConfigError(
+                given=f"an optimizer for key {key!r} of dtype {value.dtype}",
+                rule="an optimizer updates floating point values",
+                consequence="no optimizer was set for it",
+                nearest="keep whole numbers in a store without an optimizer",
+            )
+
+
+def learning_rate_without_optimizer(lr: float) -> ConfigError:
+    """The answer to a learning rate for nobody."""
+    return ConfigError(
+        given=f"set_learning_rate({lr:g}) on a store without an optimizer",
+        rule="a learning rate belongs to the store's optimizer",
+        consequence="it would change no update",
+        nearest="set_optimizer('sgd', lr=...) first",
+    )
+
+
+def optimizer_options(optimizer: OptimOptions | str, hyper: Mapping[str, Any]) -> OptimOptions:
+    """The options that are meant. Raises ConfigError for unknown names, values out of range, and options without effect."""
+    if isinstance(optimizer, str):
+        optimizer = load_config(OptimOptions, planned={"kind": optimizer, "clip_norm": 0.0, **hyper}).value
+    elif hyper:
+        raise ConfigError(
+            given=f"OptimOptions together with {', '.join(sorted(hyper))}",
+            rule="hyper-parameters are given in the options, or beside an optimizer's name",
+            consequence="no optimizer was set",
+            nearest=f"set_optimizer({optimizer.kind!r}, ...)",
+        )
+    problems = [problem for _, problem in optimizer.problems()]
+    if optimizer.clip_norm:
+        problems.append(
+            Problem(
+                given=f"clip_norm = {optimizer.clip_norm:g} for a store's optimizer",
+                rule="a store updates key by key and never knows the norm of the whole gradient",
+                consequence="it would clip nothing",
+                nearest="clip_norm = 0, and clip before push",
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+    return optimizer

@@ -1,0 +1,323 @@
+"""The server's side: a thread for each connection, which reads a request, has it handled and answers, in that order.
+
+Memory is bounded by connections x (one request + its answer), each at most ``limits.payload_bytes``: a connection whose
+peer does not read its answers holds up itself alone, and is closed after a while. The credits granted to a peer say how
+many requests it may send ahead; those wait in the kernel's buffers. While a handler takes its time (a barrier, say) the
+peer gets a sign of life every second, so it can tell waiting from a server that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
+from unisono.kvstore.wire.auth import Peer, preauth_limits, require_private, server_handshake
+from unisono.kvstore.wire.channel import Channel, ConnectionLost
+from unisono.kvstore.wire.frame import Frame, Limits, Op
+from unisono.kvstore.wire.message import error_frame, json_frame, read_json
+from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
+from unisono.kvstore.wire.tls import TLSContexts
+
+PULSE_S = 1.0
+_BACKLOG = 1024
+
+
+class RequestHandler(Protocol):
+    """What a server does with requests. Called from a thread for each connection."""
+
+    def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
+        """A peer that proved itself wants to join. Raises UnisonoError to refuse; the text goes to the peer."""
+        ...
+
+    def handle(self, peer: Peer, frame: Frame) -> Frame:
+        """The answer. May block; a UnisonoError becomes an ERROR reply. The request may come twice (a lost answer)."""
+        ...
+
+    def gone(self, peer: Peer) -> None:
+        """A connection that ``hello`` accepted has closed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """How many connections there may be, how many of them may still owe the proof, and the credits of each."""
+
+    max_connections: int = 512
+    max_unauthenticated: int = 64
+    credits_per_connection: int = 8
+
+
+def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
+    """A listener on the one address named. Raises ConfigError for all interfaces at once, or a public one without TLS, and
+    LaunchError where the port is taken or the address is not this machine's."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    if str(address[0]) in ("0.0.0.0", "::"):
+        raise ConfigError(
+            given=f"{host or 'no host'} means every interface of this machine",
+            rule="a server listens on the one interface it is told",
+            consequence="no port was opened",
+            nearest="give the address of one interface, such as 127.0.0.1",
+        )
+    require_private(str(address[0]), tls=tls)
+    try:
+        return socket.create_server(address, family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise LaunchError(
+            given=f"{address[0]} port {address[1]} cannot be listened at: {os.strerror(error.errno or 0)}",
+            rule="a server has an address of this machine and a port that nobody else listens at",
+            consequence="no port was opened",
+            nearest="port 0 takes a free one; to see who has this one: ss -ltnp",
+        ) from error
+
+
+class FrameServer:
+    """Serves ``handler`` on ``listeners`` until ``close``. ``epoch`` is this server's incarnation.
+
+    A peer that has seen a higher epoch proves that this server was replaced: ``on_stale(epoch)`` is called, and from then
+    on every request is refused.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        handler: RequestHandler,
+        secret: bytes,
+        limits: Limits,
+        *,
+        epoch: int = 0,
+        admission: Admission | None = None,
+        on_stale: Callable[[int], None] = lambda epoch: None,
+        tls: TLSContexts | None = None,
+    ) -> None:
+        self._listeners, self._handler, self._secret, self._limits = list(listeners), handler, secret, limits
+        self._epoch, self._admission, self._on_stale, self._tls = epoch, admission or Admission(), on_stale, tls
+        self._lock = threading.Lock()
+        self._threads: dict[socket.socket, threading.Thread] = {}
+        self._strangers: dict[socket.socket, None] = {}
+        # whose handler is at work
+        self._busy: set[Channel] = set()
+        self._newest = epoch
+        self._closing = threading.Event()
+        self.num_accepted = self.num_refused = 0
+        self._wake, self._woken = socket.socketpair()
+        self._loops = [
+            threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
+            for loop in (self._accept, self._pulse)
+        ]
+        for loop in self._loops:
+            loop.start()
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Host and port of every listener."""
+        return [listener.getsockname()[:2] for listener in self._listeners]
+
+    # --- who comes in
+
+    def _accept(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for listener in self._listeners:
+                listener.setblocking(False)
+                selector.register(listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closing.is_set():
+                for key, _ in selector.select():
+                    if isinstance(key.fileobj, socket.socket) and key.fileobj is not self._woken:
+                        # the peer may have left again, or descriptors have run out: the next one is waited for
+                        try:
+                            sock, address = key.fileobj.accept()
+                        except OSError:
+                            self._closing.wait(0.05)
+                            continue
+                        self._admit(sock, f"{address[0]}:{address[1]}")
+
+    def _admit(self, sock: socket.socket, address: str) -> None:
+        with self._lock:
+            if len(self._threads) >= self._admission.max_connections:
+                self.num_refused += 1
+                sock.close()
+                return
+            if len(self._strangers) >= self._admission.max_unauthenticated:
+                # the one that owes its proof for longest: honest ones need milliseconds
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self.num_refused += 1
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+            thread = threading.Thread(target=self._serve, args=(sock, address), name="unisono-wire-peer", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the machine has no thread left: this one comes again, and the others are served
+                self.num_refused += 1
+                sock.close()
+                return
+            self.num_accepted += 1
+            self._strangers[sock] = None
+            self._threads[sock] = thread
+
+    def _serve(self, sock: socket.socket, address: str) -> None:
+        try:
+            if self._tls:
+                sock = encrypted = self._wrapped(self._tls.server, sock)
+                encrypted.do_handshake()
+            channel = Channel(sock, preauth_limits(self._limits), until=time.monotonic() + self._limits.handshake_s)
+            peer, seen = server_handshake(channel, self._secret, self._epoch, address, self._limits)
+            with self._lock:
+                self._strangers.pop(sock, None)
+            channel.limits = self._limits
+            self._compare(seen)
+            self._converse(channel, peer)
+        except (CommError, OSError):
+            # this peer is lost, which its own side notices; there is nobody here to tell
+            return
+        finally:
+            with self._lock:
+                self._strangers.pop(sock, None)
+                self._threads.pop(sock, None)
+            sock.close()
+
+    def _wrapped(self, context: ssl.SSLContext, plain: socket.socket) -> ssl.SSLSocket:
+        plain.settimeout(self._limits.handshake_s)
+        sock = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+        with self._lock:
+            self._threads[sock] = self._threads.pop(plain)
+            self._strangers.pop(plain, None)
+            self._strangers[sock] = None
+        return sock
+
+    # --- one peer
+
+    def _converse(self, channel: Channel, peer: Peer) -> None:
+        hello = channel.receive(wait_s=self._limits.handshake_s)
+        if hello is None or hello.op is not Op.HELLO:
+            return
+        channel.deadline = None
+        self._busy.add(channel)
+        try:
+            self._fence()
+            reply = self._handler.hello(peer, read_json(hello))
+        except UnisonoError as error:
+            channel.send(replace(error_frame(error), ticket=hello.ticket))
+            return
+        finally:
+            self._busy.discard(channel)
+        try:
+            granted = json_frame(
+                Op.JSON, {"credits": self._admission.credits_per_connection, "host": sharing_scope(), "reply": reply}
+            )
+            channel.send(replace(granted, ticket=hello.ticket))
+            while frame := channel.receive():
+                self._busy.add(channel)
+                try:
+                    answer = self._answer(channel, peer, frame)
+                except Exception as error:
+                    channel.send(replace(error_frame(_fault(frame, error)), ticket=frame.ticket))
+                    # not an OSError any more, which would pass for a lost peer below
+                    raise RuntimeError(f"the handler failed at {frame.op.name}") from error
+                finally:
+                    self._busy.discard(channel)
+                channel.send(answer)
+        finally:
+            self._handler.gone(peer)
+
+    def _answer(self, channel: Channel, peer: Peer, frame: Frame) -> Frame:
+        try:
+            self._compare(frame.server_restart_count)
+            self._fence()
+            self._same(peer, frame)
+            answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
+        except UnisonoError as error:
+            answer = error_frame(error)
+        own = {"job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
+        return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
+
+    def _share(self, channel: Channel, frame: Frame) -> Frame:
+        """The client offers memory, with at most a slot for each of its credits."""
+        channel.shared_slots = accept_shared_slots(
+            read_json(frame), self._admission.credits_per_connection, self._limits.max_payload_bytes
+        )
+        return Frame(Op.ACK)
+
+    def _compare(self, epoch: int) -> None:
+        with self._lock:
+            news, self._newest = epoch > self._newest, max(self._newest, epoch)
+        if news:
+            self._on_stale(epoch)
+
+    def _fence(self) -> None:
+        if self._newest > self._epoch:
+            raise CommError(
+                given=f"this server is of epoch {self._epoch}, and one of epoch {self._newest} has taken its place",
+                rule="a server that was replaced takes no more requests",
+                consequence="the request was refused and has changed nothing",
+                nearest="end this old server process",
+            )
+
+    def _same(self, peer: Peer, frame: Frame) -> None:
+        said = {
+            "epoch": frame.server_restart_count,
+            "job": frame.job,
+            "worker": frame.worker,
+            "incarnation": frame.worker_restart_count,
+        }
+        known = {"epoch": self._epoch, "job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
+        for name, value in said.items():
+            if value != known[name]:
+                raise CommError(
+                    given=f"{frame.op.name} with {name} {value}, where this connection's is {known[name]}",
+                    rule="every request carries what its connection was opened with, and the server's epoch",
+                    consequence="the request was refused and has changed nothing",
+                    nearest="open a new connection: its hello says which epoch the server is of",
+                )
+
+    def _pulse(self) -> None:
+        while not self._closing.wait(PULSE_S):
+            for channel in list(self._busy):
+                # its own thread finds out when the peer is gone
+                with contextlib.suppress(ConnectionLost):
+                    channel.send_unless_busy(Frame(Op.HEARTBEAT))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop listening, end every connection, wait for their threads. What blocks in the handler must be let go first.
+
+        Raises CommError when a handler has not returned after ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._closing.set()
+        self._wake.close()
+        for loop in self._loops:
+            loop.join()
+        for each in (*self._listeners, self._woken):
+            each.close()
+        with self._lock:
+            threads = list(self._threads.items())
+        for sock, _ in threads:
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        for _, thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if left := sum(thread.is_alive() for _, thread in threads):
+            raise CommError(
+                given=f"{left} requests are still being handled {timeout_s:g} s after the server was told to close",
+                rule="a handler lets go of what it keeps waiting before the server closes",
+                consequence="their threads are left behind",
+                nearest="wake barriers and clocks first",
+            )
+
+
+def _fault(frame: Frame, error: Exception) -> CommError:
+    return CommError(
+        given=f"the server failed at {frame.op.name}: {type(error).__name__}: {error}",
+        rule="a handler answers, or refuses with a UnisonoError",
+        consequence="the connection was closed; whether the request took effect is not known",
+        nearest="see the server's output for the traceback",
+    )

@@ -1,0 +1,131 @@
+"""How an attempt ended, and why: exit statuses, the failures ranks recorded, and who was first.
+
+When one rank dies its peers fail a moment later with a CommError. The cause is the rank that died of something else.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.dist import Failure, read_failure
+from unisono.launch.host_resources import oom_kills
+from unisono.launch.workers import WorkerProcess
+
+USER_ERROR = 2
+REQUEUE = 75
+# a process that ends with this would fail again the same way
+FATAL = 76
+
+_TAIL_LINES = 20
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """``codes`` by rank, negative for a signal as in subprocess; ``killed_by_us`` are ranks this launcher ended.
+
+    ``names`` are what to call each rank, with its host where there are several.
+    """
+
+    epoch: int
+    pids: dict[int, int]
+    names: dict[int, str]
+    log_paths: dict[int, Path]
+    folder: Path
+    oom_kills_before: int | None
+    codes: dict[int, int] = field(default_factory=dict[int, int])
+    failures: dict[int, Failure] = field(default_factory=dict[int, Failure])
+    killed_by_us: set[int] = field(default_factory=set[int])
+    stopped_by: str | None = None
+
+    @staticmethod
+    def begin(epoch: int, workers: Sequence[WorkerProcess], folder: Path) -> Attempt:
+        """An attempt whose workers have just started."""
+        return Attempt(
+            epoch=epoch,
+            names={worker.rank: worker.name for worker in workers},
+            pids={worker.rank: worker.pid for worker in workers},
+            log_paths={worker.rank: worker.log for worker in workers if worker.log is not None},
+            folder=folder,
+            # of another host's kernel nothing is known
+            oom_kills_before=oom_kills() if all(worker.here for worker in workers) else None,
+        )
+
+    def read_failures(self) -> None:
+        """Collects what the ranks recorded before they ended."""
+        for rank in self.pids:
+            failure = read_failure(self.folder, rank, self.epoch)
+            if failure is not None:
+                self.failures[rank] = failure
+
+    def root(self) -> int | None:
+        """The rank whose end explains the others'; None if none ended badly by itself."""
+        bad = [rank for rank, code in self.codes.items() if code not in (0, REQUEUE)]
+        own = [rank for rank in bad if rank not in self.killed_by_us or rank in self.failures]
+        return min(own or bad, key=self._rank_order, default=None)
+
+    def _rank_order(self, rank: int) -> tuple[int, float]:
+        failure = self.failures.get(rank)
+        if failure is None:
+            # a signal from outside leaves no words and is a cause; a wordless exit status may be a consequence
+            return (0 if self.codes[rank] < 0 else 2), 0.0
+        return (3 if failure.type == "CommError" else 1), failure.at_monotonic_s
+
+    def root_failure(self) -> Failure | None:
+        """What the root rank recorded, if it could."""
+        rank = self.root()
+        return None if rank is None else self.failures.get(rank)
+
+    def record(self) -> dict[str, Any]:
+        """JSON types for ``launch.json``."""
+        failure = self.root_failure()
+        return {
+            "attempt": self.epoch,
+            "exit_codes": [self.codes[rank] for rank in sorted(self.codes)],
+            "stopped_by": self.stopped_by,
+            "root_rank": self.root(),
+            "failure": None if failure is None else f"{failure.type}: {failure.message}",
+        }
+
+
+def exit_explanation(attempt: Attempt) -> str:
+    """Which rank ended first, how, and its last words: a traceback (of a user's error its text), or the end of its log."""
+    rank = attempt.root()
+    if rank is None:
+        return f"attempt {attempt.epoch} ended with exit codes {attempt.codes}"
+    log = attempt.log_paths.get(rank)
+    lines = [f"attempt {attempt.epoch}: {attempt.names[rank]} (pid {attempt.pids[rank]}) {_ending(attempt, rank)}"]
+    failure = attempt.failures.get(rank)
+    if failure is not None:
+        step = "before the first step" if failure.step is None else f"in step {failure.step}"
+        # of what the user must change the message says all
+        words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
+        lines += [f"it failed {step}:", *words.rstrip().splitlines()]
+    elif log is not None:
+        tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        lines += [f"the end of its log {log}:", *tail] if tail else [f"its log {log} is empty"]
+    return "\n".join(lines)
+
+
+def _ending(attempt: Attempt, rank: int) -> str:
+    code = attempt.codes[rank]
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    if rank in attempt.killed_by_us:
+        return f"was ended by this launcher ({name})"
+    text = f"was killed by signal {-code} ({name}), which this launcher did not send"
+    if -code != signal.SIGKILL:
+        return text
+    now = oom_kills()
+    if now is None or attempt.oom_kills_before is None:
+        return f"{text}; out of memory is the usual reason (see the kernel's log)"
+    if now > attempt.oom_kills_before:
+        return (
+            f"{text}; the kernel ended {now - attempt.oom_kills_before} process(es) for lack of memory meanwhile: "
+            "most likely out of memory (smaller micro_batch, recompute, or fewer processes)"
+        )
+    return f"{text}; the kernel counted no out-of-memory kill meanwhile, so someone sent it"

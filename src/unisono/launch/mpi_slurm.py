@@ -1,0 +1,90 @@
+"""Jobs started by others: the command lines of mpirun and srun, into which this process turns itself.
+
+They start the processes and pass signals on; Gloo or NCCL carry the gradients, and each process finds its place in what Open
+MPI or SLURM tell it (``unisono.dist.jobspec``). Variables travel by name, never by value, so nothing shows in an argument vector.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from unisono.errors import LaunchError
+from unisono.launch.hostfile import read_hostfile
+from unisono.launch.network_interface import interface_by_name
+from unisono.launch.options import LaunchOptions
+from unisono.launch.resources import divide_host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExecCommand:
+    """A command line, and the variables set before it is run."""
+
+    argv: list[str]
+    environ: dict[str, str]
+
+    def run(self) -> int:
+        """Becomes this command; returns only by LaunchError, where it is not installed."""
+        if shutil.which(self.argv[0]) is None:
+            raise LaunchError(
+                given=f"{self.argv[0]} is not on PATH",
+                rule=f"--{self.argv[0]} hands the job over to it",
+                consequence="nothing was started",
+                nearest="without it: `unisono launch` starts processes here, and with --hostfile on other hosts",
+            )
+        os.execvpe(self.argv[0], self.argv, {**os.environ, **self.environ})
+
+
+def mpirun(
+    command: Sequence[str],
+    *,
+    processes: int | None,
+    hostfile: Path | None,
+    interface: str | None,
+    forwarded: Mapping[str, str],
+    options: LaunchOptions,
+) -> ExecCommand:
+    """Open MPI starts the processes. Ranks of several hosts meet at the first host of the file.
+
+    mpirun would bind each rank to one core, on which all its threads would take turns: we bind nothing.
+    """
+    environ = dict(forwarded) | _interface(interface)
+    if hostfile is None:
+        count = processes or 1
+        environ |= divide_host(replace(options, processes=count), {**os.environ, **environ}).environ()
+        where = ["-n", str(count), "--oversubscribe"]
+    else:
+        hosts = read_hostfile(hostfile)
+        # the busiest host decides for all: every rank has the same number of threads
+        most = replace(options, processes=max(host.slots for host in hosts))
+        environ |= divide_host(most, {**os.environ, **environ}).environ()
+        environ.setdefault("MASTER_ADDR", hosts[0].name)
+        where = ["--hostfile", str(hostfile), *(["-n", str(processes)] if processes else [])]
+    names = [part for name in sorted(environ) for part in ("-x", name)]
+    return ExecCommand(argv=["mpirun", *where, "--bind-to", "none", *names, *command], environ=environ)
+
+
+def srun(
+    command: Sequence[str],
+    *,
+    processes: int | None,
+    interface: str | None,
+    forwarded: Mapping[str, str],
+) -> ExecCommand:
+    """A step of the SLURM allocation this process is in. SLURM divides the host, so threads are its ``--cpus-per-task``.
+
+    One task that fails ends the others: ranks of a synchronous job cannot go on alone.
+    """
+    environ = dict(forwarded) | _interface(interface)
+    if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
+        environ |= {"OMP_NUM_THREADS": cpus, "MKL_NUM_THREADS": cpus}
+    count = ["--ntasks", str(processes)] if processes else []
+    export = ["--export", ",".join(sorted(environ)) or "NONE"]
+    return ExecCommand(argv=["srun", *count, "--kill-on-bad-exit=1", *export, "--", *command], environ=environ)
+
+
+def _interface(name: str | None) -> dict[str, str]:
+    return interface_by_name(name).environ() if name else {}

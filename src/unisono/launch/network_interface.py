@@ -1,0 +1,82 @@
+"""Which network interface the ranks of a job talk over, and why.
+
+Gloo and NCCL guess when nobody tells them, often the interface of the host's name, which may be one no other host can reach.
+The launcher chooses and says so: the interface asked for, or the one over which this host reaches rank 0's.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from unisono.errors import LaunchError
+
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DMLC_INTERFACE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NetworkInterface:
+    """``address`` is this host's own on it; ``why`` a fragment for the record."""
+
+    name: str
+    address: str
+    why: str
+
+    def environ(self) -> dict[str, str]:
+        """What tells the transports."""
+        return dict.fromkeys(VARIABLES, self.name)
+
+
+def interface_by_name(name: str) -> NetworkInterface:
+    """The interface asked for. Raises LaunchError naming those that exist where it does not, or is down."""
+    there = _addresses()
+    if name in there:
+        return NetworkInterface(name=name, address=there[name][0], why="asked for with --interface")
+    raise LaunchError(
+        given=f"--interface {name!r} on host {socket.gethostname()}",
+        rule="it is a network interface of every host that is up and has an address",
+        consequence="nothing was started",
+        nearest="one of: " + ", ".join(sorted(there)),
+    )
+
+
+def interface_towards(host: str) -> NetworkInterface:
+    """The interface over which this machine reaches ``host``, which may be itself; no packet is sent.
+
+    Raises LaunchError where the name has no meaning here, or no route leads there.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own = str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(
+            given=f"host {socket.gethostname()} does not reach {host!r} ({error.strerror})",
+            rule="all hosts of a job reach that of rank 0 by the name in the hosts file",
+            consequence="the ranks could not find each other, so nothing was started",
+            nearest="the address of that host in the hosts file instead of its name",
+        ) from error
+    for name, addresses in _addresses().items():
+        if own in addresses or (own.startswith("127.") and "127.0.0.1" in addresses):
+            return NetworkInterface(name=name, address=own, why=f"the way from here to {host} leads over it")
+    raise LaunchError(
+        given=f"the way to {host!r} leaves host {socket.gethostname()} from {own}, which is on none of its interfaces",
+        rule="an address belongs to an interface that is up",
+        consequence="nothing was started",
+        nearest="--interface with one of: " + ", ".join(sorted(_addresses())),
+    )
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Name -> addresses of every interface that is up and has one, IPv4 first."""
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        for family in (socket.AF_INET, socket.AF_INET6):
+            listed = [entry.address for entry in entries if entry.family == family]
+            if listed and name in up:
+                found.setdefault(name, []).extend(listed)
+    return found

@@ -1,0 +1,234 @@
+"""The facts of a whole run, taken from its events: what the end of the console and the report's first line both state.
+
+Also the small pictures of numbers the console uses: quantities with a unit, and a curve as one line of text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from unisono.observe.events import Event, collapse_repeated, number
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS: Final = "_.-~=+*#"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """A run as its events tell it; None where they do not say.
+
+    ``losses`` are (step, train loss) of every logged step, without those repeated after a crash. ``time_frac`` is the
+    share of each phase in the wall time of the logged steps. Rates are medians over the logged steps. ``links`` are
+    those of the last ``links`` event.
+    """
+
+    state: str  # finished | stopped early | preempted | failed | interrupted
+    steps: int
+    steps_total: int | None
+    attempts: int
+    skipped_steps: int
+    train_loss: float | None
+    eval_metrics: Mapping[str, float]
+    tokens_total: float | None
+    tokens_per_s: float | None
+    tokens_per_s_device: float | None
+    step_s: float | None
+    utilization: tuple[str, float] | None  # ("mfu" | "matmul_ceiling_frac", fraction)
+    peak_bytes: float | None
+    wall_s: float
+    time_frac: Mapping[str, float]
+    losses: Sequence[tuple[int, float]]
+    links: Sequence[Mapping[str, Any]]
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.eval_metrics.get("bits_per_byte")
+
+
+def summarise(events: Sequence[Event]) -> RunSummary:
+    """The summary of one rank's events, in file order, of all attempts so far."""
+    history = collapse_repeated(events)
+    steps = [event for event in history if event["kind"] == "step"]
+    evals = [event for event in history if event["kind"] == "eval"]
+    last = steps[-1] if steps else {}
+    losses = [(int(event["step"]), loss) for event in steps if (loss := number(event.get("train/loss"))) is not None]
+    peaks = [number(event.get("mem/peak_bytes")) for event in steps]
+    reached = [_int(event.get("step")) for event in [*steps, *evals]]
+    reached += [_int(_last_of(events, kind, "step")) for kind in ("resumed", "run_end")]
+    return RunSummary(
+        state=_state(events),
+        steps=max((step for step in reached if step is not None), default=0),
+        steps_total=_int(last.get("steps_total")) or _int(_last_of(events, "run_start", "steps_total")),
+        attempts=max((int(event["attempt"]) for event in events), default=0),
+        skipped_steps=_skipped(history),
+        train_loss=losses[-1][1] if losses else None,
+        eval_metrics=eval_metrics(evals[-1]) if evals else {},
+        tokens_total=number(last.get("train/tokens_total")),
+        tokens_per_s=_median(number(event.get("perf/tokens_per_s")) for event in steps),
+        tokens_per_s_device=_median(number(event.get("perf/tokens_per_s_device")) for event in steps),
+        step_s=_median(number(event.get("perf/step_s")) for event in steps),
+        utilization=_utilization(steps),
+        peak_bytes=max((value for value in peaks if value is not None), default=None),
+        wall_s=_wall_s(events),
+        time_frac=_time_frac(steps),
+        losses=losses,
+        links=_last_of(events, "links", "links") or (),
+    )
+
+
+def eval_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers under ``eval/`` of an eval event, without the prefix."""
+    found = ((name.removeprefix("eval/"), number(value)) for name, value in event.items() if name.startswith("eval/"))
+    return {name: value for name, value in found if value is not None}
+
+
+def _state(events: Sequence[Event]) -> str:
+    """How the last attempt ended; a process that was killed wrote no end."""
+    last_attempt = events[-1]["attempt"] if events else 0
+    kinds = {event["kind"]: event for event in events if event["attempt"] == last_attempt}
+    if "preempt" in kinds:
+        return "preempted"
+    if "run_end" not in kinds:
+        return "interrupted"
+    reason = str(kinds["run_end"].get("reason") or "")
+    if "error" in kinds["run_end"] or reason in ("failed", "error"):
+        return "failed"
+    return "stopped early" if "early_stop" in kinds else "finished"
+
+
+def _skipped(history: Sequence[Event]) -> int:
+    counted = sum(event["kind"] == "skipped_step" for event in history)
+    shown = (_int(event.get("train/skipped_steps")) for event in history if event["kind"] == "step")
+    return max(counted, max((count for count in shown if count is not None), default=0))
+
+
+def _utilization(steps: Sequence[Event]) -> tuple[str, float] | None:
+    for name in ("mfu", "matmul_ceiling_frac"):
+        value = _median(number(event.get(f"perf/{name}")) for event in steps)
+        if value is not None:
+            return name, value
+    return None
+
+
+def _time_frac(steps: Sequence[Event]) -> dict[str, float]:
+    """Mean share per phase over the logged windows, weighted by step time where it is known."""
+    totals: dict[str, float] = {}
+    weights = 0.0
+    for event in steps:
+        fracs = {
+            name[len("time/") : -len("_frac")]: value
+            for name, raw in event.items()
+            if name.startswith("time/") and name.endswith("_frac") and (value := number(raw)) is not None
+        }
+        if not fracs:
+            continue
+        weight = number(event.get("perf/step_s")) or 1.0
+        weights += weight
+        for name, value in fracs.items():
+            totals[name] = totals.get(name, 0.0) + weight * value
+    return {name: total / weights for name, total in totals.items()}
+
+
+def _wall_s(events: Sequence[Event]) -> float:
+    """Seconds the attempts ran, each from its first to its last event; time between attempts is not counted."""
+    spans: dict[int, tuple[float, float]] = {}
+    for event in events:
+        first, last = spans.get(event["attempt"], (math.inf, -math.inf))
+        spans[event["attempt"]] = (min(first, event["m"]), max(last, event["m"]))
+    return sum(last - first for first, last in spans.values())
+
+
+def _last_of(events: Sequence[Event], kind: str, field: str) -> Any:
+    return next((event.get(field) for event in reversed(events) if event["kind"] == kind), None)
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None and math.isfinite(value))
+    if not known:
+        return None
+    middle = len(known) // 2
+    return known[middle] if len(known) % 2 else (known[middle - 1] + known[middle]) / 2
+
+
+def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
+    """At most ``limit`` points of a curve: of each stretch its first, lowest and highest, so that no spike disappears.
+
+    Non-finite values are kept wherever the stretch has one. The last point is always there.
+    """
+    if len(points) <= limit:
+        return list(points)
+    stretches = max(1, (limit - 1) // 4)
+    kept: list[tuple[int, float]] = []
+    for i in range(stretches):
+        stretch = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
+        finite = [point for point in stretch if math.isfinite(point[1])]
+        broken = [point for point in stretch if not math.isfinite(point[1])]
+        chosen = {stretch[0], *broken[:1]}
+        if finite:
+            chosen |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
+        kept += [point for point in stretch if point in chosen]
+    if kept[-1] != points[-1]:
+        kept.append(points[-1])
+    return kept
+
+
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """``values`` in at most ``width`` characters, each the mean of its stretch; ``!`` where one is not finite."""
+    if not values or width < 1:
+        return ""
+    columns = min(width, len(values))
+    means: list[float] = []
+    for i in range(columns):
+        stretch = values[i * len(values) // columns : (i + 1) * len(values) // columns]
+        means.append(sum(stretch) / len(stretch))
+    finite = [mean for mean in means if math.isfinite(mean)]
+    blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((mean - low) * scale)] if math.isfinite(mean) else "!" for mean in means)
+
+
+def short_number(value: float) -> str:
+    """Three digits and a decimal prefix: 41234 is ``41.2k``."""
+    if not math.isfinite(value):
+        return str(value)
+    for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """``42s``, ``3m07``, ``3h12``, ``2d04h``; tenths below ten seconds."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f}s"
+    total = round(seconds)
+    minutes, rest_s = divmod(total, 60)
+    hours, rest_min = divmod(minutes, 60)
+    days, rest_h = divmod(hours, 24)
+    if days:
+        return f"{days}d{rest_h:02}h"
+    if hours:
+        return f"{hours}h{rest_min:02}"
+    return f"{minutes}m{rest_s:02}" if minutes else f"{total}s"
+
+
+def short_time(seconds: float) -> str:
+    """Three digits of a short time: ``2.5 s``, ``125 ms``."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
+
+
+def format_gib(count_bytes: float) -> str:
+    """Bytes as GiB (2^30), or MiB below a tenth of that."""
+    if count_bytes < 0.1 * 2**30:
+        return f"{count_bytes / 2**20:.3g} MiB"
+    return f"{count_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,13 @@
+from .build import build_optimizer as build_optimizer
+from .build import param_groups as param_groups
+from .build import state_names as state_names
+from .clip import clip_coefficient as clip_coefficient
+from .clip import global_norm as global_norm
+from .layerwise import Lamb as Lamb
+from .layerwise import Lars as Lars
+from .options import OptimOptions as OptimOptions
+from .options import ScheduleOptions as ScheduleOptions
+from .schedules import build_schedule as build_schedule
+from .skippable import make_skippable as make_skippable
+from .state import load_state_tensors as load_state_tensors
+from .state import state_tensors as state_tensors

@@ -1,0 +1,194 @@
+"""Sharded data parallelism (ZeRO, Rajbhandari et al. 2020) on torch's FSDP2.
+
+A block's parameters are gathered before its forward pass; its gradients leave by reduce-scatter. Stages differ in what is kept:
+
+    1   parameters stay gathered until the step's last backward pass, gradients pile up whole and are reduced once
+    2   parameters stay gathered likewise, each micro-batch's gradients are reduced at once
+    3   parameters go after use and are gathered again for the backward pass
+
+Experts that ``ep`` has spread already are a unit of their own, over the ranks that hold the same ones. A stack whose experts do
+not divide among the ranks is cut along its next dimension, where that divides: else some ranks would hold nothing. Parameters
+below the plan's threshold, and experts that one rank alone holds, stay whole: their gradients are summed once per step
+(``Pieces.summed``).
+
+With ``dp_replicate`` above 1 (hybrid sharding) the reduced pieces are summed over the replicas in the last micro-batch only.
+Gradients are summed, never averaged. All ranks must run the same number of passes: the plan sees to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from unisono.errors import PlanError, nearest_name
+from unisono.parallel.expert import expert_layers
+from unisono.parallel.global_spec import GlobalParameterSpec
+from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
+from unisono.parallel.replicated_grads import ReplicatedGradients
+from unisono.parallel.shard_notes import grad_reduce_dtypes_of
+from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.plan.plan import Plan
+from unisono.plan.rules import match_modules
+
+
+def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Module], grid: ParallelDims) -> None:
+    """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another.
+
+    Raises PlanError, before anything is changed, where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads.
+    """
+    plan = grid.plan
+    _check_unsharded(model, plan)
+    stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
+    ranks = {
+        parameter: plan.shard_degree_of(
+            whole.first_names[name], whole.parameters[whole.first_names[name]].numel, expert=parameter in stacks
+        )
+        for name, parameter in model.named_parameters()
+    }
+    left = {parameter for parameter, count in ranks.items() if count == 1}
+
+    def placed(parameter: nn.Parameter) -> Shard:
+        experts, units, *_ = *parameter.shape, 1
+        count = ranks[parameter]
+        return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)
+
+    unit_of = partial(_by_kind, left=left, placed=placed)
+    if plan.ep > 1 and plan.shard_degree > plan.ep:
+        for _, experts in expert_layers(model):
+            unit_of(experts, grid.expert_mesh, reshard=plan.zero == 3)
+    for block in blocks:
+        unit_of(block, grid.fsdp_mesh, reshard=plan.zero == 3)
+    # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
+    unit_of(model, grid.fsdp_mesh, reshard=False)
+    units: Any = blocks
+    for number in range(len(blocks) if plan.prefetch_blocks else 0):
+        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.prefetch_blocks])
+        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.prefetch_blocks) : number][::-1])
+    for unit in _units(model):
+        unit.set_gradient_divide_factor(1.0)
+        # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
+        unit.set_reduce_scatter_unused_params(True)
+        # else the collective is asked to multiply a factor in, which gloo cannot
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _check_unsharded(model: nn.Module, plan: Plan) -> None:
+    paths = [path for path, _ in model.named_modules() if path]
+    spread = [path for path, _ in expert_layers(model)] if plan.ep > 1 else []
+    for pattern in plan.unsharded:
+        named = match_modules(pattern, paths)
+        experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
+        if not named or experts:
+            raise PlanError(
+                given=f"unsharded {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
+                rule="it names modules of the model, without experts that ep spreads",
+                consequence="experts would not be where tokens are sent" if experts else "it would change nothing",
+                nearest="modules beside them, or ep=1" if experts else nearest_name(pattern, paths),
+            )
+
+
+Kind = tuple[torch.dtype, torch.dtype]
+
+
+def _by_kind(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    left: set[nn.Parameter],
+    placed: Callable[[nn.Parameter], Shard],
+    reshard: bool,
+) -> None:
+    """Make a unit of ``module`` without what is ``left`` whole. FSDP2 wants one dtype in a unit, kept and under way: modules in
+    it with another one become units of their own, together. The kind of the last matrix is the unit's: the loss reads a head's
+    weight outside of its module.
+    """
+    kinds: dict[nn.Module, Kind] = {}
+    matrices: list[Kind] = []
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in left or isinstance(parameter, DTensor):  # of a unit inside this one
+                continue
+            own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+            kinds[inner] = parameter.dtype, grad_reduce_dtypes_of(inner).get(name, own)
+            matrices += [kinds[inner]] * (parameter.dim() > 1)
+    main = (matrices or list(kinds.values()) or [(torch.float32, torch.float32)])[-1]
+    units: list[tuple[Any, Kind]] = [
+        ([inner for inner, own in kinds.items() if own == kind], kind)
+        for kind in dict.fromkeys(kinds.values())
+        if kind != main
+    ]
+    for unit, kind in (*units, (module, main)):
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=_policy(kind),
+            reshard_after_forward=reshard,
+            shard_placement_fn=placed,
+            ignored_params=left,
+        )
+
+
+def _policy(kind: Kind) -> MixedPrecisionPolicy:
+    kept, travels = kind
+    return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop parameters that are still gathered. Without a backward pass nothing else does, and the next forward pass would
+    compute with those of before the update."""
+    for unit in _units(model):
+        unit.reshard()
+
+
+class FSDPGradients:
+    """The gradient synchronisation of a sharded model: FSDP2 reduces, this says when."""
+
+    def __init__(self, model: nn.Module, pieces: ShardedParameters, grid: ParallelDims) -> None:
+        self._plan, self._pieces, self._world = grid.plan, pieces, grid.world
+        self._units = list(_units(model))
+        self._whole = ReplicatedGradients(pieces.replicated_grad_groups, grid.world)
+        self._set(self._units, last=False)
+
+    def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
+        for unit in units:
+            unit.set_requires_gradient_sync(last or self._plan.zero > 1, recurse=False)
+            unit.set_requires_all_reduce(last, recurse=False)
+            unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
+
+    def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
+        """The next backward pass is the step's last, or the last through a ``part`` of the model."""
+        units = self._units if part is None else [unit for module in part for unit in _units(module)]
+        self._set(units, last=True)
+
+    def wait(self, totals: Tensor) -> None:
+        """Sum ``totals`` [k] over all ranks and give every piece its gradient."""
+        with self._world.guard("gradient totals"):
+            dist.all_reduce(totals, group=self._world.group)
+        self._pieces.collect_grads()
+        self._whole.reduce(self._pieces)
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's pieces, in parameter order."""
+        return [piece.grad for piece in self._pieces.parameters.values() if piece.grad is not None]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; further backward passes are not the last."""
+        self._pieces.zero_grad()
+        self._set(self._units, last=False)
+
+    def close(self) -> None:
+        """Let the gradients go, and the mesh."""
+        self._pieces.zero_grad()
+        clear_mesh_caches()
+
+
+def _units(model: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,160 @@
+"""What a rank must hold, by arithmetic: from a plan and the table of the whole model, before anything is built.
+
+    parameters   those of the rank's stages, in blocks that rules cut (tp, ep), then over the ranks that share the state, by rows
+                 or (stacks of experts) along dim 1, if not small; equal for all ZeRO stages
+    gradients    as the parameters from stage 2 on, in stage 1 not cut by rows until the step's end
+    state        the optimizer's tensors of the parameters' shape, and a step count of 4 bytes per parameter where it has one
+
+``check_ledger`` compares it with what was built: a rule that cut nothing, or cut twice, does not show in the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import PlanError
+from unisono.optim import state_tensors
+from unisono.parallel.global_spec import GlobalParameterSpec
+from unisono.parallel.pipeline.partition import PipelinePartition
+from unisono.parallel.shard_notes import TensorParallelBlock
+from unisono.plan.pipeline_schedule import stage_index
+from unisono.plan.plan import Plan
+
+_COUNTERS = ("step",)  # state that is one number per parameter
+_COUNTER_BYTES = 4
+_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterMemory:
+    """What a rank holds of one parameter: the block's shape, and bytes in all; ``state_numel`` is without step counts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameter_bytes: int
+    gradient_bytes: int
+    state_numel: int
+    state_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the block."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLedger:
+    """What a rank holds, by parameter name."""
+
+    parameters: Mapping[str, ParameterMemory]
+
+    @property
+    def parameter_bytes(self) -> int:
+        return sum(each.parameter_bytes for each in self.parameters.values())
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(each.gradient_bytes for each in self.parameters.values())
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(each.state_bytes for each in self.parameters.values())
+
+    @property
+    def numel(self) -> int:
+        """Elements of parameters."""
+        return sum(each.numel for each in self.parameters.values())
+
+
+def coordinates_of(plan: Plan, rank: int) -> dict[str, int]:
+    """Where ``rank`` is along each axis (see ``grid``), without a process group."""
+    place: dict[str, int] = {}
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+        rank, place[axis] = divmod(rank, int(getattr(plan, axis)))
+    place["shard"] = place["dp_shard"] * plan.cp + place["cp"]
+    place["experts"], place["ep"] = divmod(place["shard"], plan.ep)
+    return place
+
+
+def build_ledger(
+    plan: Plan,
+    whole: GlobalParameterSpec,
+    rank: int,
+    *,
+    state: Collection[str],
+    blocks: Mapping[str, TensorParallelBlock] | None = None,
+    stacks: Collection[str] = (),
+    layout: PipelinePartition | None = None,
+) -> MemoryLedger:
+    """What ``rank`` holds of ``whole``.
+
+    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``blocks``: what ``tp`` leaves this rank, by first
+    name. ``stacks``: names of parameters that are stacks of experts. ``layout``: where the stages of a pipeline begin.
+    """
+    place = coordinates_of(plan, rank)
+    stages = {stage_index(plan.schedule, plan.pp, place["pp"], chunk) for chunk in range(plan.stages_per_rank)}
+    held: dict[str, ParameterMemory] = {}
+    for name, entry in whole.parameters.items():
+        if layout is not None and stages.isdisjoint(layout.stages_of_parameter[name]):
+            continue
+        shape, block, expert = list(entry.shape), (blocks or {}).get(name), name in stacks
+        if block is not None:
+            shape[block.dim] = sum(length for _, length in block.runs)
+        if expert:
+            shape[0] //= plan.ep
+        before_rows = math.prod(shape)
+        if plan.uses_fsdp:
+            line, ranks = "experts" if expert else "shard", plan.shard_degree_of(name, entry.numel, expert=expert)
+            dim = int(expert and shape[0] % ranks != 0 and shape[1] % ranks == 0)
+            size = -(-shape[dim] // ranks)
+            shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))
+        numel, size = math.prod(shape), entry.dtype.itemsize
+        # of what rules make bf16, gradients and moments stay in fp32
+        wide = max(size, 4) if plan.dtypes and entry.dtype == torch.bfloat16 else size
+        moments = [each for each in state if each not in _COUNTERS] if entry.trained else []
+        counters = len(state) - len(moments) if entry.trained else 0
+        held[name] = ParameterMemory(
+            shape=tuple(shape),
+            dtype=entry.dtype,
+            parameter_bytes=numel * size,
+            gradient_bytes=(before_rows if plan.zero == 1 else numel) * wide if entry.trained else 0,
+            state_numel=numel * len(moments),
+            state_bytes=numel * len(moments) * wide + counters * _COUNTER_BYTES,
+        )
+    return MemoryLedger(parameters=held)
+
+
+def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Compares the pieces that a rank holds, and the optimizer's state of them, with the ledger.
+
+    Raises PlanError naming the first parameters that differ, and how.
+    """
+    held = expected.parameters
+    states: dict[str, list[Tensor]] = {}
+    for path, tensor in state_tensors(parameters, optimizer).items():
+        states.setdefault(path.split("/", 2)[2], []).append(tensor)
+    wrong: list[str] = []
+    for name in [*held, *(name for name in parameters if name not in held)]:
+        if name not in parameters or name not in held:
+            wrong.append(f"{name} is {'not held' if name in held else 'held, and of another stage'}")
+            continue
+        want, piece, state = held[name], parameters[name], states.get(name, [])
+        if (tuple(piece.shape), piece.dtype) != (want.shape, want.dtype):
+            wrong.append(f"{name} is {list(piece.shape)} {piece.dtype}, and should be {list(want.shape)} {want.dtype}")
+        elif (have := sum(each.nbytes for each in state)) != want.state_bytes:
+            wrong.append(f"the optimizer holds {have} bytes for {name}, and should hold {want.state_bytes}")
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise PlanError(
+            given="; ".join(wrong[:_SHOWN]) + more,
+            rule=f"a rank holds what follows from the plan: {expected.numel} elements, "
+            f"{expected.parameter_bytes} bytes of parameters, {expected.state_bytes} of optimizer state",
+            consequence="another model than the plan's would be trained, or memory would not be what was planned",
+            nearest="parameters that one rule cuts once, and an optimizer made from the pieces",
+        )

@@ -1,0 +1,118 @@
+"""The ranks of a plan as a grid: where this one is along each axis, and whom it talks to there.
+
+axes      pp, dp_replicate, dp_shard, cp, tp      row-major, in this order
+shard     dp_shard x cp                           ranks that share one copy of the state
+data      dp_replicate x dp_shard                 ranks that compute different samples
+ep        shard, in runs of plan.ep               ranks that share the experts of a layer
+experts   shard, every plan.ep-th                 ranks that share one copy of the same experts
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.debug
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from unisono.dist import World
+from unisono.plan.plan import Plan
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+GROUP_NAMES = (*AXES, "shard", "data", "ep", "experts")
+
+
+class ParallelDims:
+    """Groups are made when a plan needs them, all at the start: all ranks make a Grid together."""
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self.plan, self.world = plan, world
+        ranks = torch.arange(plan.world_size).view([int(getattr(plan, axis)) for axis in AXES])
+        shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
+        experts = shard.unflatten(2, (-1, plan.ep))  # pp, dp_replicate, experts, ep, tp
+        along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}
+        along |= {"data": ranks.movedim((1, 2), (-2, -1)).flatten(-2), "shard": shard.movedim(2, -1)}
+        along |= {"ep": experts.movedim(3, -1), "experts": experts.movedim(2, -1)}
+        self._lines = {name: grid.reshape(-1, grid.shape[-1]) for name, grid in along.items()}
+        self.sizes = {name: lines.shape[1] for name, lines in self._lines.items()}
+        self._groups: dict[str, ProcessGroup] = {}
+        if plan.is_model_sharded:
+            # those that sum gradients want a group of one rank too
+            sums = {"dp_replicate", "shard"} | ({"experts"} if plan.ep > 1 else set())
+            wanted = [name for name in GROUP_NAMES if self.sizes[name] > 1 or name in sums]
+            self._groups = world.groups({name: self._lines[name].tolist() for name in wanted})
+        elif world.group is not None:
+            # one of its own beside that of the gradients, whose sums are under way while others are asked for
+            self._groups = world.groups({"data": self._lines["data"].tolist()}) | {"dp_replicate": world.group}
+
+    def ranks_along(self, name: str) -> list[int]:
+        """The ranks along ``name`` with this one among them, in order."""
+        lines = self._lines[name]
+        (row,) = (lines == self.world.rank).any(1).nonzero().flatten().tolist()
+        return lines[row].tolist()
+
+    def rank_along(self, name: str) -> int:
+        """This rank's place along ``name``."""
+        return self.ranks_along(name).index(self.world.rank)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a batch this rank computes (with others along cp, tp and pp), of ``plan.data_ranks``."""
+        return self.rank_along("dp_replicate") * self.plan.dp_shard + self.rank_along("dp_shard")
+
+    @property
+    def rng_rank(self) -> int:
+        """Whose random numbers this rank draws: ranks along tp compute the same and draw the same, all others their own."""
+        return (self.rank_along("pp") * self.plan.dp_world_size + self.data_rank) * self.plan.cp + self.rank_along("cp")
+
+    def group(self, name: str) -> ProcessGroup:
+        """The ranks that differ from this one along ``name`` only."""
+        return self._groups[name]
+
+    @cached_property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The ranks that FSDP2 spreads the state over, and the copies of it where there are any."""
+        return self._mesh("shard")
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same for experts, which ``ep`` has spread already."""
+        return self._mesh("experts")
+
+    def _mesh(self, name: str) -> DeviceMesh:
+        line = torch.tensor(self.ranks_along(name))
+        if self.plan.dp_replicate == 1:
+            return DeviceMesh.from_group(self.group(name), self.plan.device, mesh=line, mesh_dim_names=(name,))
+        copies = torch.tensor(self.ranks_along("dp_replicate"))
+        return DeviceMesh.from_group(
+            [self.group("dp_replicate"), self.group(name)],
+            self.plan.device,
+            mesh=line + (copies - self.world.rank)[:, None],
+            mesh_dim_names=("dp_replicate", name),
+        )
+
+    def sum(self, values: Tensor, name: str) -> Tensor:
+        """``values`` summed over the ranks along ``name``, in place."""
+        if self.sizes[name] > 1:
+            with self.world.guard(f"sum over {name}", values.nbytes):
+                dist.all_reduce(values, group=self.group(name))
+        return values
+
+    def max(self, values: Tensor, name: str) -> Tensor:
+        """The largest of ``values`` along ``name``; NaN where a rank has one, which gloo's maximum may lose."""
+        if self.sizes[name] == 1:
+            return values
+        missing = self.sum(values.isnan().to(values.dtype), name)
+        with self.world.guard(f"maximum over {name}", values.nbytes):
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group(name))
+        return torch.where(missing > 0, torch.nan, values)
+
+
+def clear_mesh_caches() -> None:
+    """Drop what torch remembers of meshes (how DTensors lay): it would keep their groups' sockets open."""
+    debug: Any = torch.distributed.tensor.debug
+    debug._clear_sharding_prop_cache()

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages, partition and executor."""

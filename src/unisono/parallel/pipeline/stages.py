@@ -1,0 +1,148 @@
+"""Cuts a model into pipeline stages without touching its forward pass.
+
+The model's own forward runs on every stage, with the same inputs. What differs is what it finds there:
+
+- a block of another stage is a pass-through without parameters; the one before the stage's first block returns the hidden
+  state that was received, the one behind its last leaves the forward pass with the hidden state that is sent on,
+- a parameter that the stage does not use is a zero that takes no memory: what is computed with it is thrown away.
+
+So what a block is given beside the hidden state (angles, masks) is made by the model itself, on every stage; ``layout`` has
+seen to it that this is right. Names of parameters stay what they were. One that several stages use (a tied embedding) is on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.parallel.pipeline.partition import PipelinePartition
+
+
+class PipelineStages:
+    """This rank's stages of a model, which was cut in place: ``numbers`` in ascending order, of ``count`` in all.
+
+    ``blocks`` are the modules it has kept. A call of the model runs the stage that ``enter`` named last: it returns the hidden
+    state, or on the last stage what the whole model would.
+    """
+
+    def __init__(self, model: nn.Module, layout: PipelinePartition, numbers: Sequence[int]) -> None:
+        self.model, self.partition, self.stage_ids = model, layout, tuple(sorted(numbers))
+        self.num_stages = len(layout.layers_per_stage)
+        self._active = -1
+        self._received: Tensor | None = None
+        kept = {number for stage in self.stage_ids for number in layout.blocks_of_stage(stage)}
+        self._homes = [_home(model, path) for path in layout.blocks]
+        self._own = {number: self._homes[number][0][self._homes[number][1]] for number in sorted(kept)}
+        self._passes = [_Pass(self._skip(number), parent[key]) for number, (parent, key) in enumerate(self._homes)]
+        for number, (parent, key) in enumerate(self._homes):
+            if number not in kept:
+                parent[key] = self._passes[number]
+        _drop(
+            model,
+            {name for name, stages in layout.stages_of_parameter.items() if set(stages).isdisjoint(self.stage_ids)},
+        )
+        self._inner = model.forward
+        model.forward = self._forward
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that are here."""
+        return list(self._own.values())
+
+    @property
+    def duplicated_parameters(self) -> list[str]:
+        """Parameters here that an earlier rank's stage has too."""
+        homes = self.partition.stages_of_parameter.items()
+        return [name for name, stages in homes if set(stages) & set(self.stage_ids) and stages[0] not in self.stage_ids]
+
+    def blocks_of(self, stage: int) -> list[nn.Module]:
+        """The blocks of a stage that is here."""
+        return [self._own[number] for number in self.partition.blocks_of_stage(stage)]
+
+    def activate(self, stage: int, received: Tensor | None) -> None:
+        """The next call of the model is of ``stage``, from ``received`` on; the first stage gets None."""
+        self._active, self._received = stage, received
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._active < 0:
+            raise RuntimeError("a model in stages runs one stage per call: enter(stage, received) says which")
+        try:
+            with self._only_active():
+                return self._inner(*args, **kwargs)
+        except _Leave as leave:
+            return leave.hidden
+        finally:
+            self._active, self._received = -1, None
+
+    @contextmanager
+    def _only_active(self) -> Generator[None]:
+        """Passes in place of this rank's other stages' blocks."""
+        span = self.partition.blocks_of_stage(self._active)
+        aside = [number for number in self._own if number not in span]
+        try:
+            for number in aside:
+                parent, key = self._homes[number]
+                parent[key] = self._passes[number]
+            yield
+        finally:
+            for number in aside:
+                parent, key = self._homes[number]
+                parent[key] = self._own[number]
+
+    def _skip(self, number: int) -> Callable[[Tensor], Any]:
+        def skip(hidden: Tensor) -> Any:
+            span = self.partition.blocks_of_stage(self._active)
+            if number == span.stop:
+                raise _Leave(hidden)
+            if number == span.start - 1:
+                assert self._received is not None
+                hidden = self._received
+            return (
+                (hidden, *[None] * (self.partition.num_block_outputs - 1))
+                if self.partition.num_block_outputs
+                else hidden
+            )
+
+        return skip
+
+
+class _Leave(BaseException):
+    """Carries the hidden state out of a forward pass whose rest is another stage's. No error: models must not catch it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class _Pass(nn.Module):
+    """Stands where a block of another stage was. Forwards look at plain attributes of blocks (a kind of attention, say)."""
+
+    def __init__(self, skip: Callable[[Tensor], Any], block: nn.Module) -> None:
+        super().__init__()
+        plain = {name: value for name, value in vars(block).items() if isinstance(value, (str, int, float))}
+        self.__dict__.update(plain | vars(self))
+        self._skip = skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Whatever it is called with, the hidden state comes first."""
+        return self._skip(args[0] if args else next(iter(kwargs.values())))
+
+
+def _home(model: nn.Module, path: str) -> tuple[dict[str, Any], str]:
+    """Where a module is kept: the children of its parent, and its name there."""
+    parent, _, key = path.rpartition(".")
+    return model.get_submodule(parent)._modules, key  # pyright: ignore[reportPrivateUsage]
+
+
+def _drop(model: nn.Module, names: set[str]) -> None:
+    """Make zeros without memory of these parameters, under every name they have."""
+    gone = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in gone:
+                zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                delattr(module, key)
+                setattr(module, key, zero.expand(parameter.shape))

@@ -1,0 +1,232 @@
+"""Follows the rules of ``plan.dtypes``: parameters in bf16, modules that compute in another precision, gradients that travel
+in another one (mixed precision as in Micikevicius et al. 2018, by module).
+
+Parameters are converted, and notes made of how their gradients travel, before a model is cut; modules are told how to compute
+after that, as cutting replaces what they do. The loss reads a head's weight itself: there the precision goes with the ``Head``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # has no public name; it goes through whatever a module takes
+
+from unisono.errors import PlanError, Problem, nearest_name
+from unisono.models.loss import LazyLogits
+from unisono.optim.groups import is_norm
+from unisono.parallel.shard_notes import note_grad_reduce_dtype
+from unisono.plan.dtype_rules import DtypeRule
+from unisono.plan.plan import Plan
+from unisono.plan.rules import match_modules
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Field = Literal["parameters", "compute", "gradients"]
+
+
+def convert_parameters(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
+    """Convert parameters as the rules say, in place; returns what modules are to compute in, by path, for ``set_compute_dtypes``.
+
+    Raises PlanError, before anything is changed, for rules that name nothing, one module twice, or act on nothing.
+    """
+    if not plan.dtypes:
+        return {}
+    modules = dict(model.named_modules())
+    rules, problems = _by_path(plan, modules)
+    kept = _of_parameters(rules, modules, "parameters")
+    travels = _of_parameters(rules, modules, "gradients")
+    computes = {path: rule.compute for path, rule in rules.items() if rule.compute}
+    for rule in dict.fromkeys(rules.values()):
+        paths = [path for path, each in rules.items() if each is rule]
+        problems += _acts_on_nothing(rule, paths, plan, modules, kept, travels, computes)
+    for (path, name), dtype in kept.items():
+        if dtype == "bf16" and (around := _around(path, computes, plan.precision)) != "bf16":
+            problems.append(
+                Problem(
+                    given=f"parameters 'bf16' for {path}.{name}, computed in {around}",
+                    rule="bf16 parameters are computed in bf16",
+                    consequence="every use would convert them to what they could be kept in",
+                    nearest="precision='bf16', or compute='bf16' in the same rule",
+                )
+            )
+            break
+    problems += _shared_unlike(kept, modules)
+    if "bf16" in kept.values() and plan.uses_fsdp and plan.zero > 1 and plan.accumulation > 1:
+        problems.append(
+            Problem(
+                given=f"parameters 'bf16' with zero {plan.zero} and accumulation {plan.accumulation}",
+                rule="gradients of micro-batches pile up in fp32; FSDP2 keeps what it has reduced in the parameter's dtype",
+                consequence="small ones would be rounded away",
+                nearest=f"zero=1, or micro_batch={plan.micro_batch * plan.accumulation}",
+            )
+        )
+    if problems:
+        raise PlanError(*problems)
+    for (path, name), dtype in kept.items():
+        parameter: nn.Parameter = getattr(modules[path], name)
+        parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
+    for (path, name), dtype in travels.items():
+        note_grad_reduce_dtype(modules[path], name, TORCH_DTYPES[dtype])
+    return {path: TORCH_DTYPES[dtype] for path, dtype in computes.items()}
+
+
+def set_compute_dtypes(model: nn.Module, computes: Mapping[str, torch.dtype], device_type: str) -> None:
+    """Have modules compute in the precision that ``convert`` returned for their paths, in place."""
+    modules = dict(model.named_modules())
+    for path, dtype in computes.items():
+        _compute_in(modules[path], dtype, device_type)
+    heads = {modules[path]: dtype for path, dtype in computes.items() if hasattr(modules[path], "weight")}
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, LazyLogits):
+            for owner, dtype in heads.items():
+                if output.weight is owner.weight:
+                    return output._replace(compute=dtype)
+        return output
+
+    if heads:
+        model.register_forward_hook(hook)
+
+
+def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if dtype == torch.float32:  # autocast would have converted for its own products only
+            args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+        alone = not torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
+            outputs = inner(*args, **kwargs)
+        # fp32 layers around it do not take less; autocast around it does
+        return pytree.tree_map_only(Tensor, _widened, outputs) if alone else outputs
+
+    module.forward = forward
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, DtypeRule], list[Problem]]:
+    """The rule of each named module, outer modules first."""
+    found: dict[str, DtypeRule] = {}
+    problems: list[Problem] = []
+    paths = [path for path in modules if path]
+    kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths}
+    for rule in plan.dtypes:
+        named = match_modules(rule.module, paths)
+        if not named:
+            problems.append(
+                Problem(
+                    given=f"a dtype rule for {rule.module!r}",
+                    rule="a rule names modules of the model",
+                    consequence="it would change nothing",
+                    nearest=nearest_name(rule.module, kinds),
+                )
+            )
+        for path in named:
+            if path in found:
+                problems.append(
+                    Problem(
+                        given=f"{path}, which is named by dtype rules for {found[path].module!r} and {rule.module!r}",
+                        rule="a module is named by one rule; inside it other modules may be",
+                        consequence="it would be unclear which of the two counts",
+                        nearest="patterns that do not overlap",
+                    )
+                )
+            found[path] = rule
+    return dict(sorted(found.items(), key=lambda each: each[0].count("."))), problems
+
+
+def _of_parameters(
+    rules: Mapping[str, DtypeRule], modules: Mapping[str, nn.Module], field: Field
+) -> dict[tuple[str, str], str]:
+    """(module, name of its own parameter) → what the innermost rule that says anything of ``field`` says."""
+    found: dict[tuple[str, str], str] = {}
+    for path, rule in rules.items():
+        value: str = getattr(rule, field)
+        for inner, module in modules.items() if value else ():
+            within = inner == path or inner.startswith(path + ".")
+            if not within or (field == "parameters" and is_norm(module) and inner != path):
+                continue
+            found |= {(inner, name): value for name, p in module.named_parameters(recurse=False) if _floats(p)}
+    return found
+
+
+def _floats(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point()
+
+
+def _around(path: str, computes: Mapping[str, str], precision: str) -> str:
+    """What a module computes in: its own rule's, or that of the nearest module around it, or the plan's."""
+    while path:
+        if path in computes:
+            return computes[path]
+        path = path.rpartition(".")[0]
+    return "bf16" if precision == "fp8" else precision
+
+
+def _acts_on_nothing(
+    rule: DtypeRule,
+    paths: list[str],
+    plan: Plan,
+    modules: Mapping[str, nn.Module],
+    kept: Mapping[tuple[str, str], str],
+    travels: Mapping[tuple[str, str], str],
+    computes: Mapping[str, str],
+) -> Iterator[Problem]:
+    def inert(given: str, why: str) -> Problem:
+        return Problem(
+            given=f"a dtype rule for {rule.module!r} with {given}",
+            rule=why,
+            consequence="it would change nothing",
+            nearest="leave it out",
+        )
+
+    if not (rule.parameters or rule.compute or rule.gradients):
+        yield inert("nothing else", "it says parameters, compute or gradients")
+
+    def inside(of: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], str]:
+        return {
+            key: value for key, value in of.items() if any(key[0] == p or key[0].startswith(p + ".") for p in paths)
+        }
+
+    mine, names = inside(kept), [path for path in paths if path in computes]
+    outer = any(rule.parameters != each.parameters for each in plan.dtypes if each.parameters)
+    if (
+        rule.parameters
+        and not outer
+        and all(_own(modules, key).dtype == TORCH_DTYPES[value] for key, value in mine.items())
+    ):
+        yield inert(f"parameters {rule.parameters!r}", "parameters are in fp32, norms unless they are named themselves")
+    if rule.compute and all(
+        _around(path.rpartition(".")[0], computes, plan.precision) == rule.compute for path in names
+    ):
+        yield inert(f"compute {rule.compute!r}", f"what is around it computes in {rule.compute} already")
+    ranks = plan.dp_replicate * plan.shard_degree
+    if rule.gradients and ranks == 1:
+        yield inert(f"gradients {rule.gradients!r}", "gradients travel between ranks that compute different samples")
+    elif rule.gradients == "fp32" and not any(value != "fp32" for value in travels.values()):
+        yield inert("gradients 'fp32'", "gradients travel in fp32, unless a rule around it says otherwise")
+
+
+def _shared_unlike(kept: Mapping[tuple[str, str], str], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    said: dict[nn.Parameter, tuple[str, str]] = {}
+    for key, value in kept.items():
+        first = said.setdefault(_own(modules, key), key)
+        if kept[first] != value:
+            yield Problem(
+                given=f"parameters {kept[first]!r} for {'.'.join(first)} and {value!r} for {'.'.join(key)}",
+                rule="they are one parameter",
+                consequence="it would be unclear which of the two counts",
+                nearest="one of the two rules",
+            )
+
+
+def _own(modules: Mapping[str, nn.Module], key: tuple[str, str]) -> nn.Parameter:
+    return getattr(modules[key[0]], key[1])

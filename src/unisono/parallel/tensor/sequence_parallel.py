@@ -1,0 +1,75 @@
+"""Sequence parallelism (Korthikanti et al. 2022): between pairs of cut layers, activations are cut along the sequence.
+
+From the first to the last module that the rule names, each rank has its part of the tokens: x [B, T/tp, D]. A pair gathers its
+input and reduce-scatters its output, which costs what the all-reduces did. Norms and what else is whole in between see a part of
+the tokens, so their gradients are summed over the ranks (``ReplicatedGradients``). Outside everything is as without: whole, and equal
+on all ranks. Attention masks and positions are made outside and stay those of the whole sequence.
+
+Dropout between pairs draws the mask of the whole sequence on every rank and uses its own part: the generators of the ranks stay
+equal, and a layer drops what it would without sequence parallelism. (Draws cost tp times as much, and one mask of memory.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from unisono.errors import PlanError
+from unisono.parallel.hooks import map_input, map_output
+from unisono.parallel.parameter_sharder import ParameterSharder
+from unisono.parallel.shard_notes import blocks, note_replicated_grad
+from unisono.parallel.tensor.collectives import gather_from_tp_region, scatter_to_sp_region
+from unisono.parallel.tensor.tp_validation import RuleMatch
+from unisono.plan.rules import ColwiseRowwise, SequenceRule
+
+SEQUENCE_DIM = -2  # the dim of tokens in activations [..., T, D]
+
+
+def apply_sequence_parallel(matched: list[RuleMatch], cutter: ParameterSharder) -> None:
+    """Cut activations from before the first to behind the last module that the rule names."""
+    group = cutter.group
+    between = [each.module for each in matched if isinstance(each.rule, SequenceRule)]
+    map_input(between[0], lambda x: scatter_to_sp_region(_divisible(x, group), SEQUENCE_DIM, group))
+    map_output(between[-1], lambda x: gather_from_tp_region(x, SEQUENCE_DIM, group))
+    entered = {
+        module
+        for each in matched
+        if isinstance(each.rule, ColwiseRowwise)
+        for name in each.rule.input_modules
+        for module in each.module.get_submodule(name).modules()
+    }
+    for module in {inner: None for outer in between for inner in outer.modules()}:
+        cut = blocks(module)
+        for name, _ in module.named_parameters(recurse=False):
+            if name not in cut:
+                note_replicated_grad(module, name, group)
+        if isinstance(module, nn.Dropout) and module not in entered:
+            _draw_for_whole(module, group)
+
+
+def _divisible(x: Tensor, group: ProcessGroup) -> Tensor:
+    tokens, count = x.shape[SEQUENCE_DIM], group.size()
+    if tokens % count:
+        raise PlanError(
+            given=f"a batch with T = {tokens} tokens per sequence, with sequence_parallel and tp {count}",
+            rule="every rank has equally many tokens of a sequence: tp divides T",
+            consequence="the sequence cannot be cut",
+            nearest=f"sequences of {-(-tokens // count) * count} tokens (padding with weight 0), or sequence_parallel=False",
+        )
+    return x
+
+
+def _draw_for_whole(layer: Any, group: ProcessGroup) -> None:
+    count, index = group.size(), group.rank()
+
+    def forward(x: Tensor) -> Tensor:
+        if not layer.training or not layer.p:
+            return x
+        tokens = x.shape[SEQUENCE_DIM]
+        ones = x.new_ones(*x.shape[:SEQUENCE_DIM], tokens * count, *x.shape[SEQUENCE_DIM + 1 :])
+        return x * F.dropout(ones, layer.p).narrow(SEQUENCE_DIM, index * tokens, tokens)
+
+    layer.forward = forward

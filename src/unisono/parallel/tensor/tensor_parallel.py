@@ -1,0 +1,176 @@
+"""Tensor parallelism: cuts the layers that rules name (``plan.rules``), with plain local tensors in place of whole ones.
+
+In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
+of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
+over the ranks ends it. Forward that is one all-reduce behind the last layer, backward one before the first.
+
+    pair        input x, the same on all ranks         ∂x summed over ranks
+    column      y_r = x W_rᵀ + b_r
+    row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
+
+Experts are cut likewise, by the hidden units of each. Where a layer has fewer key/value heads than there are ranks, several
+ranks hold the same one, and their gradients are summed (``ReplicatedGradients``); so are those of whole parameters that lie between
+the layers of a pair, such as norms of single heads. What no rule names stays whole on every rank and is computed by each. Dropout
+outside of pairs drops the same everywhere; between the layers of a pair each rank draws for its own part (``draws``).
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from unisono.parallel.expert import shard_expert_hidden
+from unisono.parallel.hooks import map_input
+from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.parameter_sharder import ParameterSharder
+from unisono.parallel.shard_notes import note_replicated_grad
+from unisono.parallel.tensor.collectives import (
+    copy_to_tp_region,
+    gather_from_sp_region,
+    reduce_from_tp_region,
+    reduce_scatter_to_sp_region,
+)
+from unisono.parallel.tensor.rng import TensorParallelRNG
+from unisono.parallel.tensor.sequence_parallel import SEQUENCE_DIM, apply_sequence_parallel
+from unisono.parallel.tensor.tp_validation import RuleMatch, attribute_value, resolve_rules, weight_dims
+from unisono.parallel.tensor.vocab_parallel import VocabShard, attach_vocab_shards, shard_embedding, shard_output_layer
+from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, ExpertRule, OutputRule
+
+
+def apply_tensor_parallel(model: nn.Module, grid: ParallelDims) -> None:
+    """Keep this rank's part of every layer that a rule names, in place. All ranks call it, with equal models.
+
+    Raises PlanError, before anything is changed, with all that keeps the rules from being followed.
+    """
+    matched = resolve_rules(model, grid.plan)
+    replicas = _groups_of_replicas(matched, grid)
+    cutter = ParameterSharder(model, grid)
+    tables: dict[nn.Module, VocabShard] = {}
+    draws: dict[nn.Module, TensorParallelRNG] = {}
+    for each in matched:
+        match each.rule:
+            case ColwiseRowwise():
+                _cut_pair(each, each.rule, cutter, replicas, along_sequence=grid.plan.sequence_parallel)
+                around = _called(model, each.path)
+                draws[around] = draws.get(around) or TensorParallelRNG(around, cutter.rank)
+                *first, last = map(each.module.get_submodule, each.rule.layers)
+                draws[around].add_pair(first, last)
+            case ExpertRule():
+                shard_expert_hidden(each.module, cutter, along_sequence=grid.plan.sequence_parallel)
+            case EmbeddingRule():
+                tables[each.module] = shard_embedding(each.module, cutter)
+            case OutputRule():
+                tables[each.module] = shard_output_layer(each.module, cutter)
+            case _:
+                pass
+    attach_vocab_shards(model, tables)
+    if grid.plan.sequence_parallel:
+        apply_sequence_parallel(matched, cutter)
+
+
+def _called(model: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, or the nearest around it that has a forward pass."""
+    module = model.get_submodule(path)
+    while isinstance(module, nn.ModuleList | nn.ModuleDict):
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+    return module
+
+
+def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
+    """This rank's group of ranks next to each other that hold the same block, by their number."""
+    count, counts = grid.plan.tp, set[int]()
+    for each in matched:
+        if isinstance(each.rule, ColwiseRowwise) and each.rule.shared_units:
+            counts.add(count // min(count, attribute_value(each, each.rule.shared_units)))
+    lines = {
+        str(n): torch.arange(grid.plan.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
+        for n in sorted(counts)
+        if 1 < n < count
+    }
+    groups = {int(n): group for n, group in grid.world.groups(lines).items()} if lines else {}
+    return {**groups, count: grid.group("tp")}
+
+
+def _cut_pair(
+    each: RuleMatch,
+    pair: ColwiseRowwise,
+    cutter: ParameterSharder,
+    replicas: dict[int, ProcessGroup],
+    *,
+    along_sequence: bool,
+) -> None:
+    module, group = each.module, cutter.group
+    parts = attribute_value(each, pair.shared_units) if pair.shared_units else 0
+    for name in (*pair.column, *pair.shared, *pair.fused):
+        layer = module.get_submodule(name)
+        held = parts if name in pair.shared else 0
+        fused = 3 if name in pair.fused else 1
+        cutter.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
+        cutter.shard(layer, "bias", 0, parts=held, fused=fused)
+        if 0 < held < cutter.num_ranks:
+            for parameter, _ in layer.named_parameters(recurse=False):
+                note_replicated_grad(layer, parameter, replicas[cutter.num_ranks // held])
+    last = module.get_submodule(pair.row)
+    cutter.shard(last, "weight", weight_dims(last)[1])
+    for layer in map(module.get_submodule, pair.layers):
+        _tell_sizes(layer)
+    _tell_counts(module, pair, cutter.num_ranks)
+    for first in map(module.get_submodule, pair.input_modules):
+        _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
+        map_input(
+            first,
+            lambda x: gather_from_sp_region(x, SEQUENCE_DIM, group) if along_sequence else copy_to_tp_region(x, group),
+        )
+    _leave_behind(last, group, along_sequence=along_sequence)
+
+
+def _tell_sizes(layer: Any) -> None:
+    out, into = (layer.weight.shape[dim] for dim in weight_dims(layer))
+    if isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = out, into
+    else:
+        layer.nf, layer.nx = out, into
+
+
+def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
+    """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
+    local: dict[str, int] = {}
+    for name in pair.local_attrs:
+        local[name] = max(1, int(attrgetter(name)(module)) // count)
+    if pair.ratio:
+        local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+    for name, number in local.items():
+        path, _, attribute = name.rpartition(".")
+        owner = attrgetter(path)(module) if path else module
+        if isinstance(owner, nn.Module):  # a configuration belongs to the whole model
+            setattr(owner, attribute, number)
+
+
+def _sum_between(first: nn.Module, layers: list[nn.Module], group: ProcessGroup) -> None:
+    """Whole parameters between the layers of a pair see this rank's heads only."""
+    for module in first.modules():
+        if module not in layers:
+            for name, _ in module.named_parameters(recurse=False):
+                note_replicated_grad(module, name, group)
+
+
+def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> None:
+    """Sum what the layer computes over the ranks; its bias is added once, to the sum."""
+    out, _ = weight_dims(layer)
+
+    def forward(x: Tensor) -> Tensor:
+        part = F.linear(x, layer.weight if out == 0 else layer.weight.T)
+        whole = (
+            reduce_scatter_to_sp_region(part, SEQUENCE_DIM, group)
+            if along_sequence
+            else reduce_from_tp_region(part, group)
+        )
+        return whole if layer.bias is None else whole + layer.bias.to(whole.dtype)
+
+    layer.forward = forward

@@ -1,0 +1,279 @@
+"""Rules of tensor parallelism against a model: what they name in it, and whether it can be cut that way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+from torch import Tensor, nn
+
+from unisono.errors import PlanError, Problem, nearest_name
+from unisono.models import moe
+from unisono.plan.plan import Plan
+from unisono.plan.rules import (
+    BUILT_IN_RULES,
+    ColwiseRowwise,
+    EmbeddingRule,
+    ExpertRule,
+    OutputRule,
+    Rule,
+    SequenceRule,
+    built_in_rules,
+    match_modules,
+    module_patterns,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuleMatch:
+    """A module that a rule names."""
+
+    rule: Rule
+    path: str
+    module: nn.Module
+
+
+def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
+    """What the rules of ``plan``, or the built-in ones that fit, name in ``model``.
+
+    Raises PlanError with all that cannot be cut as they say.
+    """
+    modules = {path: module for path, module in model.named_modules() if path}
+    rules = plan.rules or built_in_rules(modules)
+    if not rules:
+        raise PlanError(
+            given=f"plan.tp={plan.tp} for {type(model).__name__}",
+            rule=f"layers are cut by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
+            consequence="every rank would compute the same",
+            nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
+        )
+    problems = list(_nothing_named(rules, modules))
+    if not problems:
+        found = [
+            RuleMatch(rule=rule, path=path, module=modules[path])
+            for rule in rules
+            for pattern in module_patterns(rule)
+            for path in match_modules(pattern, modules)
+        ]
+        problems = list(_wrong_layers(found, model, modules)) or [*_sizes(found, plan.tp), *_widths(found)]
+        problems += _recomputed_in_part(found, plan, modules)
+        if plan.sequence_parallel and not any(isinstance(rule, SequenceRule) for rule in rules):
+            problems.append(
+                Problem(
+                    given=f"sequence_parallel for {type(model).__name__}",
+                    rule="a rule says between which modules activations may be cut along the sequence",
+                    consequence="it would change nothing",
+                    nearest='{"rule": "sequence", "modules": […]} among plan.rules, or sequence_parallel=False',
+                )
+            )
+        if not problems:
+            return found
+    raise PlanError(*problems)
+
+
+def _recomputed_in_part(found: list[RuleMatch], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    """Between the layers of a pair a rank draws from a stream of its own (``draws``), which begins and ends at them."""
+    named = [name for pattern in plan.recompute_modules for name in match_modules(pattern, modules)]
+    for each in found:
+        layers = [f"{each.path}.{layer}" for layer in each.rule.layers] if isinstance(each.rule, ColwiseRowwise) else []
+        for name in named:
+            inside = [layer for layer in layers if layer.startswith(f"{name}.")]
+            if inside and len(inside) < len(layers):
+                (other, *_) = (layer for layer in layers if layer not in inside)
+                yield Problem(
+                    given=f"recompute_modules for {name} with plan.tp={plan.tp}, which holds {inside[0]} and not {other}",
+                    rule="between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of "
+                    "them, or is one of them, or holds none",
+                    consequence="dropout would draw other numbers in the backward pass",
+                    nearest=f"{each.path}, or modules between those layers",
+                )
+                return  # other blocks are like it
+
+
+def weight_dims(layer: nn.Module) -> tuple[int, int]:
+    """The dims of output and of input features in a layer's weight; GPT-2's layers have them the other way round."""
+    return (0, 1) if isinstance(layer, nn.Linear) else (1, 0)
+
+
+def attribute_value(matched: RuleMatch, path: str) -> int:
+    """The number that an attribute, named relative to the module, holds."""
+    return int(attrgetter(path)(matched.module))
+
+
+def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in modules}
+    for rule in rules:
+        for pattern in module_patterns(rule):
+            found = match_modules(pattern, modules)
+            if not found:
+                yield Problem(
+                    given=f"a rule for {pattern!r}",
+                    rule="a rule names modules of the model",
+                    consequence="it would change nothing",
+                    nearest=nearest_name(pattern, kinds),
+                )
+            if isinstance(rule, ColwiseRowwise):
+                yield from _incomplete(rule)
+                for path in found:
+                    missing = [layer for layer in rule.layers if f"{path}.{layer}" not in modules]
+                    absent = [name for name in _attributes(rule) if not _holds(modules[path], name)]
+                    if missing or absent:
+                        inside = [other.removeprefix(path + ".") for other in modules if other.startswith(path + ".")]
+                        yield Problem(
+                            given=f"a rule for {pattern!r} with {', '.join(missing + absent)}",
+                            rule=f"the layers and attributes it names are in each of those modules, as in {path}",
+                            consequence="there is nothing to cut there",
+                            nearest=nearest_name(missing[0], inside) if missing else "the attribute that counts heads",
+                        )
+                        break
+
+
+def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
+    if len(pair.layers) == 1:
+        yield Problem(
+            given=f"a pair for {pair.module!r} with row {pair.row!r} alone",
+            rule="in a pair the row takes in what layers cut by output features give",
+            consequence="the row would get whole inputs, and have weights for a part of them",
+            nearest='those layers as "column", "shared" or "fused"',
+        )
+    if pair.ratio and not (pair.units and pair.shared_units):
+        yield Problem(
+            given=f"a pair for {pair.module!r} with ratio {pair.ratio!r}",
+            rule="ratio is units per shared unit",
+            consequence="it would be unclear what it is set to",
+            nearest='"units" and "shared_units" beside it, or no ratio',
+        )
+
+
+def _attributes(rule: ColwiseRowwise) -> list[str]:
+    return [name for name in (rule.units, rule.shared_units, rule.ratio, *rule.divided) if name]
+
+
+def _holds(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(attrgetter(path)(module), int)
+    except AttributeError:
+        return False
+
+
+def _wrong_layers(found: list[RuleMatch], model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+    """Layers of a kind that cannot be cut, claimed twice, or that share a parameter with one that is not cut alike."""
+    claims: dict[str, tuple[Rule, str]] = {}
+    for each in found:
+        for path, cut in _claimed(each):
+            if path in claims:
+                yield Problem(
+                    given=f"{path}, which is named by {_said(claims[path][0])} and by {_said(each.rule)}",
+                    rule="a layer is cut in one way",
+                    consequence="it would be unclear which of the two counts",
+                    nearest="leave one of them out",
+                )
+            elif not _fits(modules[path], cut):
+                yield Problem(
+                    given=f"{path}, a {type(modules[path]).__name__}, as {cut}",
+                    rule="experts are models.moe.Experts"
+                    if cut == "experts"
+                    else "pairs and outputs are linear layers; embeddings are nn.Embedding without max_norm, sparse "
+                    "and scale_grad_by_freq",
+                    consequence="it cannot be cut",
+                    nearest="leave it out: what no rule names stays whole",
+                )
+            claims[path] = each.rule, cut
+    cut_of = {path: cut for path, (_, cut) in claims.items()}
+    holders: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if name == "weight":
+                holders.setdefault(parameter, []).append(path)
+    for paths in holders.values():
+        if len({cut_of.get(path, "whole") for path in paths}) > 1:
+            yield Problem(
+                given=f"{' and '.join(paths)}, which share a weight",
+                rule="both uses of a parameter are cut alike",
+                consequence="one of them would compute with a part",
+                nearest="a rule for each (embedding, output), or for none",
+            )
+
+
+def _claimed(each: RuleMatch) -> Iterator[tuple[str, str]]:
+    match each.rule:
+        case ColwiseRowwise() as pair:
+            for layer in pair.layers:
+                yield f"{each.path}.{layer}", "row" if layer == pair.row else "column"
+        case ExpertRule():
+            yield each.path, "experts"
+        case EmbeddingRule() | OutputRule():
+            yield each.path, "vocabulary"
+        case SequenceRule():
+            pass
+
+
+def _fits(layer: nn.Module, cut: str) -> bool:
+    if cut == "experts":
+        return isinstance(layer, moe.Experts)
+    if cut == "vocabulary" and isinstance(layer, nn.Embedding):
+        return layer.max_norm is None and not layer.sparse and not layer.scale_grad_by_freq
+    # GPT-2's layers of transformers, linear with the weight turned round, know their width as nf
+    return isinstance(layer, nn.Linear) or (cut != "vocabulary" and hasattr(layer, "nf"))
+
+
+def _said(rule: Rule) -> str:
+    return f"the {type(rule).__name__.lower()} rule for {', '.join(map(repr, module_patterns(rule)))}"
+
+
+def _sizes(found: list[RuleMatch], count: int) -> Iterator[Problem]:
+    said: set[tuple[str, ...]] = set()
+    for each in found:
+        for name, size, shared in _counts(each):
+            legal = [n for n in range(1, count + 1) if size % n == 0 or (shared and n % size == 0)]
+            if count not in legal and (key := (*module_patterns(each.rule), name)) not in said:
+                said.add(key)
+                yield Problem(
+                    given=f"plan.tp={count} for {each.path}, whose {name} is {size}",
+                    rule="each rank has equally many heads and hidden units"
+                    + (", or ranks share whole key/value heads" if shared else ""),
+                    consequence="the layer cannot be cut",
+                    nearest=f"plan.tp={max(legal)}",
+                )
+
+
+def _widths(found: list[RuleMatch]) -> Iterator[Problem]:
+    """Without heads the row takes in feature by feature what the columns give."""
+    said: set[tuple[ColwiseRowwise, str]] = set()
+    for each in found:
+        pair = each.rule
+        if not isinstance(pair, ColwiseRowwise) or pair.units:
+            continue
+        into = _width(each, pair.row, 1)
+        for name in (*pair.column, *pair.shared, *pair.fused):
+            width, due = _width(each, name, 0), into * 3 if name in pair.fused else into
+            if width != due and (pair, name) not in said:
+                said.add((pair, name))
+                yield Problem(
+                    given=f"{each.path}.{name}, of {width} output features, before {pair.row}, of {into} input features",
+                    rule="without units, columns give what the row takes in, and fused ones three times that",
+                    consequence="a rank would compute with features that do not belong together",
+                    nearest="units, the attribute that counts heads; a gate and its values as two layers",
+                )
+
+
+def _width(each: RuleMatch, name: str, which: int) -> int:
+    layer = each.module.get_submodule(name)
+    weight: Tensor = layer.weight  # pyright: ignore[reportAssignmentType]
+    return weight.shape[weight_dims(layer)[which]]
+
+
+def _counts(each: RuleMatch) -> Iterator[tuple[str, int, bool]]:
+    """(name, size, whether several ranks may hold the same one): what ``tp`` has to divide."""
+    if isinstance(each.module, moe.Experts):
+        yield "number of hidden units of an expert", each.module.gate.shape[1], False
+    if not isinstance(each.rule, ColwiseRowwise):
+        return
+    pair = each.rule
+    if pair.units:
+        yield pair.units, attribute_value(each, pair.units), False
+    if pair.shared_units:
+        yield pair.shared_units, attribute_value(each, pair.shared_units), True
+    yield f"width of {pair.row}", _width(each, pair.row, 1), False

@@ -1,0 +1,101 @@
+"""Tables of a vocabulary, cut over ranks by rows (Shoeybi et al. 2019): the embedding, and the matrix that makes logits.
+
+A rank looks up the tokens it has, zeros for the others, and the sum over ranks is everyone's. Of the logits each rank makes those
+of its part: the chunked loss needs their maximum and sum over the ranks only (``models.loss``). A model that returns logits gets
+all of them, gathered. Parts differ by one row at most, so any vocabulary can be cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from unisono.models.loss import LazyLogits
+from unisono.parallel.parameter_sharder import ParameterSharder, even_sizes
+from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_tp_region, reduce_from_tp_region
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabShard:
+    """This rank's rows of a vocabulary, ``sizes`` of them on each rank; what ``models.loss`` asks of it."""
+
+    sizes: Sequence[int]
+    group: ProcessGroup
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """``hidden`` as it is; its gradient, of which each rank has what its rows say, is summed."""
+        return copy_to_tp_region(hidden, self.group)
+
+    def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Where ``tokens`` lie among the rows here, 0 for those that do not, and whether they do."""
+        index = self.group.rank()
+        places = tokens - list(accumulate(self.sizes, initial=0))[index]
+        here = (places >= 0) & (places < self.sizes[index])
+        return places.where(here, 0), here
+
+    def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Of logsumexps over parts the one over the whole, and the sum of ``chosen``, of which one rank has each element."""
+        largest = log_norm.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        sums = torch.stack([(log_norm - largest).exp(), chosen])
+        dist.all_reduce(sums, group=self.group)
+        return largest + sums[0].log(), sums[1]
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """All logits [..., vocab]."""
+        return gather_from_tp_region(logits, -1, self.group, self.sizes)
+
+
+def shard_embedding(layer: Any, cutter: ParameterSharder) -> VocabShard:
+    """Keep this rank's rows of an ``nn.Embedding``."""
+    part = VocabShard(sizes=even_sizes(layer.num_embeddings, cutter.num_ranks), group=cutter.group)
+    padding = layer.padding_idx
+    if padding is not None:  # the row whose gradient stays zero
+        place, here = part.place(torch.tensor(padding))
+        padding = int(place) if here else None
+    cutter.shard(layer, "weight", 0)
+    inner = layer.forward  # a subclass may scale what it looks up
+
+    def forward(tokens: Tensor) -> Tensor:
+        places, here = part.place(tokens)
+        return reduce_from_tp_region(inner(places).where(here[..., None], 0), part.group)
+
+    layer.forward = forward
+    layer.num_embeddings, layer.padding_idx = part.sizes[cutter.rank], padding
+    return part
+
+
+def shard_output_layer(layer: Any, cutter: ParameterSharder) -> VocabShard:
+    """Keep this rank's rows of an ``nn.Linear``; called as a layer it returns all logits on every rank."""
+    part = VocabShard(sizes=even_sizes(layer.out_features, cutter.num_ranks), group=cutter.group)
+    cutter.shard(layer, "weight", 0)
+    cutter.shard(layer, "bias", 0)
+    layer.out_features = part.sizes[cutter.rank]
+    inner = layer.forward
+
+    def forward(x: Tensor) -> Tensor:
+        return part.gather(inner(copy_to_tp_region(x, part.group)))
+
+    layer.forward = forward
+    return part
+
+
+def attach_vocab_shards(model: nn.Module, tables: Mapping[Any, VocabShard]) -> None:
+    """Where ``model`` returns a ``Head`` with the matrix of one of ``tables``, have it say how that is cut."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if isinstance(output, LazyLogits):
+            for table, part in tables.items():
+                if output.weight is table.weight:
+                    return output._replace(part=part)
+        return output
+
+    if tables:
+        model.register_forward_hook(hook)

@@ -1,0 +1,315 @@
+"""A pair of layers that was found in a trace, written down as a rule and tried.
+
+A rule also says which attributes hold the numbers of heads and sizes that a forward pass reads. Candidates are the integers of
+the module, and of its configuration, that equal what the trace shows. They are tried: the model runs without values, with
+weights and counts as one of several ranks would have them, and every value must be the part that is due to it. Names only
+decide between attributes of equal value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import gcd
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+
+from unisono.plan.rules import ColwiseRowwise, Rule, match_modules
+from unisono.plan.trace import Trace, TracedOp, trace
+
+_MOST_TRIES = 64
+# whatever a forward pass says to sizes that do not fit
+_MISFITS = (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError, AssertionError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerGroup:
+    """Layers that make a pair: ``columns`` in order, some of them ``fused``, and the ``row`` that ends it. By layer: the value
+    it is ``fed``, and sizes of its result along the cut, in ``parts``. ``cuts``: by value, the dim along which it is cut.
+    ``between`` are whole parameters on the way."""
+
+    columns: tuple[str, ...]
+    fused: frozenset[str]
+    row: str
+    fed: Mapping[str, int]
+    parts: Mapping[str, set[int]]
+    cuts: Mapping[int, int]
+    between: frozenset[str]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.columns, self.row)
+
+
+def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor], seen: Trace) -> ColwiseRowwise | str:
+    """The rule that cuts ``group``, or why there is none."""
+    path = common_parent(group.layers)
+    if not path:
+        return "no module encloses the layers of its pair"
+    enter = _entrance(group, path, model, seen)
+    if isinstance(enter, NoRule):
+        return enter
+    module = model.get_submodule(path)
+    units = {name: min(group.parts[name]) for name in group.columns}
+    heads = max((size for name, size in units.items() if size < _width(model, name, group)), default=0)
+    shared = {units[name] for name in group.columns if heads and units[name] < heads}
+    if len(shared) > 1 or any(heads % size or group.fused for size in shared):
+        return f"its heads ({', '.join(map(str, sorted({heads, *shared})))}) do not fit together"
+    if heads and any(units[name] % heads for name in group.columns if units[name] > heads):
+        return f"its result is split unevenly: {heads} heads do not divide it"
+
+    def relative(names: Any) -> tuple[str, ...]:
+        return tuple(name[len(path) + 1 :] for name in group.columns if name in names)
+
+    fewer = {name for name in group.columns if heads and units[name] < heads}
+    plain = ColwiseRowwise(
+        module=path,
+        column=relative(set(group.columns) - fewer - group.fused),
+        shared=relative(fewer),
+        fused=relative(group.fused),
+        row=group.row[len(path) + 1 :],
+        enter=enter,
+    )
+    few = shared.pop() if shared else 0
+    widths = [_width(model, name, group) for name in group.columns]
+    counts = _counts([heads, few] if heads else widths, few)
+    if not counts:
+        return f"its {heads or 'width'} {'head cannot be' if heads == 1 else 'parts cannot be'} cut"
+    sizes = {size for name in group.columns for size in group.parts[name]} | {w * 3 for w in widths if group.fused}
+    tries = itertools.islice(_fillings(plain, module, heads, few, sizes), _MOST_TRIES)
+    if heads and not _holding(module, heads):
+        return f"no attribute of {type(module).__name__} holds its number of heads, {heads}"
+    for pair in tries:
+        if all(_works(pair, count, few, group, model, inputs, seen) for count in counts):
+            return pair
+    return f"its forward pass has sizes that no attribute of {type(module).__name__} holds"
+
+
+def pairs_with_extra_parameters(rules: Iterable[Rule], model: nn.Module) -> list[tuple[ColwiseRowwise, nn.Module]]:
+    """The pairs of ``rules``, with the modules they name, that are entered by a submodule with parameters of none of their
+    layers."""
+    modules = dict(model.named_modules())
+    pairs = [
+        (rule, modules[path])
+        for rule in rules
+        if isinstance(rule, ColwiseRowwise)
+        for path in match_modules(rule.module, modules)
+    ]
+    found: list[tuple[ColwiseRowwise, nn.Module]] = []
+    for pair, module in pairs:
+        layers = {id(p) for name in pair.layers for p in module.get_submodule(name).parameters()}
+        entered = () if pair.enter == "*" else module.get_submodule(pair.enter).parameters()
+        if any(id(parameter) not in layers for parameter in entered):
+            found.append((pair, module))
+    return found
+
+
+def runs_with_shards(rules: Iterable[Rule], count: int, model: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
+    """Whether ``model`` runs with such pairs as one of ``count`` ranks has them: what lies between stays whole, and a norm of
+    all heads together (OLMo 2), other than one of single heads (Qwen3), does not fit to some of them."""
+    with ExitStack() as parts:
+        for pair, module in pairs_with_extra_parameters(rules, model):
+            few = attrgetter(pair.shared_units)(module) if pair.shared_units else 0
+            parts.enter_context(_as_one_of(count, few, pair, module))
+        try:
+            trace(model, inputs)
+        except _MISFITS:
+            return False
+    return True
+
+
+class NoRule(str):
+    """Why there is no rule."""
+
+    __slots__ = ()
+
+
+def common_parent(names: tuple[str, ...]) -> str:
+    """The innermost module that all modules of these names are in."""
+    common: list[str] = []
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _width(model: nn.Module, name: str, group: LayerGroup) -> int:
+    layer = cast(nn.Linear, model.get_submodule(name))
+    return layer.out_features // (3 if name in group.fused else 1)
+
+
+def _entrance(group: LayerGroup, path: str, model: nn.Module, seen: Trace) -> str | NoRule:
+    """The outermost module in ``path`` whose first argument only the columns read, or each column by itself."""
+    fed = {group.fed[name] for name in group.columns}
+    for call in sorted(seen.calls, key=lambda call: len(call.module)):
+        inside = call.module == path or call.module.startswith(path + ".")
+        first, *others = call.arguments or (("", ()),)
+        if not inside or len(fed) > 1 or set(first[1]) != fed or any(fed & set(values) for _, values in others):
+            continue
+        readers = {op.module for op in seen.ops[call.first : call.end] if fed & set(op.inputs)}
+        own = {f"{call.module}.{name}" for name, _ in model.get_submodule(call.module).named_parameters()}
+        plain = frozenset(name for name in own if name.rpartition(".")[0] not in group.layers)
+        if readers == set(group.columns) and plain == group.between:
+            return call.module[len(path) + 1 :]
+    if group.between:
+        return NoRule(f"no module holds its layers and {', '.join(sorted(group.between))} alone")
+    return group.columns[0][len(path) + 1 :] if len(group.columns) == 1 else "*"
+
+
+def _counts(sizes: list[int], few: int) -> list[int]:
+    """Numbers of ranks to try: the smallest that divides all, and where heads are shared as many as there are of them."""
+    common = gcd(*(size for size in sizes if size))
+    smallest = next((n for n in range(2, common + 1) if common % n == 0), 0)
+    return [n for n in (smallest, sizes[0] if few else 0) if n > 1]
+
+
+def _holding(module: nn.Module, value: int) -> list[str]:
+    """Attributes of the module, of those in it and of its configuration that are ``value``."""
+    owners = [*module.named_modules(), *([("config", config)] if (config := getattr(module, "config", None)) else [])]
+    return [
+        f"{path}.{name}" if path else name
+        for path, owner in owners
+        for name, held in vars(owner).items()
+        if type(held) is int and held == value
+    ]
+
+
+def _likely(names: list[str], *signs: str, against: str = "^$") -> list[str]:
+    """The three whose names have most of ``signs``; a configuration's come behind those of modules."""
+
+    def rank(name: str) -> tuple[Any, ...]:
+        doubt = bool(re.search(against, name))
+        return (doubt, *(not re.search(sign, name) for sign in signs), name.startswith("config."))
+
+    return sorted(names, key=rank)[:3]
+
+
+def _fillings(
+    plain: ColwiseRowwise, module: nn.Module, heads: int, few: int, sizes: set[int]
+) -> Iterator[ColwiseRowwise]:
+    """``plain`` with attributes that could be meant, those first that change least."""
+    units = _likely(_holding(module, heads), "head", against="kv|key") if heads else [""]
+    of_few = _likely(_holding(module, few), "head", "kv|key") if few else [""]
+    ratios = [""]
+    if few:
+        held = [name for name in _holding(module, heads // few) if _belongs(name)]
+        ratios = sorted(["", *held], key=lambda name: 1 if not name else 0 if re.search("group|rep", name) else 2)
+    numbers = [name for size in sorted(sizes) for name in _holding(module, size) if _belongs(name)]
+    for length in range(min(3, len(numbers)) + 1):
+        for one, other, ratio in itertools.product(units, of_few, ratios[:3]):
+            if len({name for name in (one, other, ratio) if name}) < sum(map(bool, (one, other, ratio))):
+                continue
+            free = [name for name in dict.fromkeys(numbers) if name not in (one, other, ratio)]
+            for divided in itertools.combinations(free, length):
+                yield replace(plain, units=one, shared_units=other, ratio=ratio, divided=divided)
+
+
+def _belongs(name: str) -> bool:
+    """A layer's own sizes follow from its weight, and a configuration belongs to the whole model."""
+    return not name.startswith("config.") and name.rpartition(".")[2] not in ("in_features", "out_features")
+
+
+def _works(
+    pair: ColwiseRowwise,
+    count: int,
+    few: int,
+    group: LayerGroup,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    seen: Trace,
+) -> bool:
+    """Whether the model computes the same of a rank's part, as far as shapes and written numbers show it."""
+    with _as_one_of(count, few, pair, model.get_submodule(pair.module)):
+        try:
+            again = trace(model, inputs)
+        except _MISFITS:
+            return False
+    if few and few % count:  # a branch for fewer key/value heads than query heads may be taken no more
+        rows = [[op.shapes for op in each.ops if op.module == group.row] for each in (seen, again)]
+        return rows[0] == rows[1] and _same_scales(pair, seen, again) and not any(map(_lopsided, again.ops))
+    return (
+        len(seen.ops) == len(again.ops)
+        and all(
+            there.name == here.name and here.shapes == tuple(_shapes(there, group, count))
+            for there, here in zip(seen.ops, again.ops, strict=True)
+        )
+        and _same_scales(pair, seen, again)
+    )
+
+
+def _shapes(op: TracedOp, group: LayerGroup, count: int) -> Iterator[tuple[int, ...]]:
+    """Of a rank's part of what ``op`` gave."""
+    for value, shape in zip(op.outputs, op.shapes, strict=True):
+        at = group.cuts.get(value)
+        yield shape if at is None else (*shape[:at], shape[at] // count, *shape[at + 1 :])
+
+
+def _lopsided(op: TracedOp) -> bool:
+    """Attention with nothing, or with numbers of heads that were only made to fit by broadcasting."""
+    if op.name != "scaled_dot_product_attention":
+        return False
+    query, key, *_ = (each.shape[-3] for each in op.operands())
+    return not key or query % key > 0 or (query != key and not op.keywords.get("enable_gqa"))
+
+
+def _same_scales(pair: ColwiseRowwise, seen: Trace, again: Trace) -> bool:
+    """Numbers that scale something must not depend on a rank's sizes."""
+    return _fractions(seen, pair.module) == _fractions(again, pair.module)
+
+
+def _fractions(seen: Trace, path: str) -> set[float]:
+    leaves = [
+        leaf
+        for op in seen.ops
+        if op.module == path or op.module.startswith(path + ".")
+        for leaf in (*op.arguments, *op.keywords.values())
+    ]
+    return {leaf for leaf in leaves if isinstance(leaf, float)}
+
+
+@contextmanager
+def _as_one_of(count: int, few: int, pair: ColwiseRowwise, module: nn.Module) -> Generator[None]:
+    """The module with weights (without values) and counts of one of ``count`` ranks."""
+    undo: list[tuple[Any, str, Any]] = []
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        undo.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def narrow(layer: Any, name: str, dim: int, parts: int) -> None:
+        whole: Tensor | None = getattr(layer, name)
+        if whole is not None:
+            shape = [size // parts if at == dim else size for at, size in enumerate(whole.shape)]
+            empty = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(shape)
+            change(layer, name, nn.Parameter(empty, requires_grad=whole.requires_grad))
+
+    try:
+        for name in (*pair.column, *pair.fused, *pair.shared):
+            layer: Any = module.get_submodule(name)
+            parts = min(count, few) if name in pair.shared else count
+            for own in ("weight", "bias"):
+                narrow(layer, own, 0, parts)
+            change(layer, "out_features", layer.out_features // parts)
+        last: Any = module.get_submodule(pair.row)
+        narrow(last, "weight", 1, count)
+        change(last, "in_features", last.in_features // count)
+        local = {name: max(1, attrgetter(name)(module) // count) for name in pair.local_attrs}
+        if pair.ratio:
+            local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+        for name, value in local.items():
+            path, _, attribute = name.rpartition(".")
+            if path != "config":
+                change(attrgetter(path)(module) if path else module, attribute, value)
+        yield
+    finally:
+        for owner, name, value in reversed(undo):
+            setattr(owner, name, value)

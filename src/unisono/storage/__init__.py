@@ -1,0 +1,1 @@
+"""Durable files and directories: complete or absent, also after a crash."""

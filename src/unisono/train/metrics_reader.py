@@ -1,0 +1,128 @@
+"""Reads finished steps from the device at a declared cadence and turns them into events.
+
+Between two readings nothing here touches the device. A reading is the one host synchronisation of the loop; it also learns
+whether any rank was asked to stop, and whether too many steps in a row were skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.errors import NumericsError
+from unisono.measure.ceiling import PeakFlops
+from unisono.measure.flops import utilization
+from unisono.observe.events import EventLog
+from unisono.observe.meters import RateMeter, StepTimers
+from unisono.observe.monitor import peak_rss_bytes
+from unisono.parallel.device import memory_bytes
+from unisono.train.comm_stats import CommStats
+from unisono.train.step import GOOD, LOSS, NORM, STOP, WEIGHT, Step
+
+
+@dataclass(kw_only=True, slots=True)
+class MetricsReader:
+    """Collects steps and reads them ``every`` steps; ``flops_per_token`` 0 means no MFU is shown."""
+
+    events: EventLog
+    timers: StepTimers
+    rates: RateMeter
+    every: int
+    steps_total: int
+    max_skips: int
+    device: torch.device
+    memory_limit_bytes: int
+    flops_per_token: float
+    peak: PeakFlops | None
+    comm_stats: CommStats | None
+    weight_total: float
+    skipped_total: int
+    compiling: bool = False  # the next reading contains a step that compiled
+    stop_requested: bool = False
+    last_loss: float | None = None
+    _pending: list[Step] = field(default_factory=list[Step])
+    _skips_in_a_row: int = 0
+
+    def add(self, step: Step) -> None:
+        """Take a finished step; reads all pending ones when the cadence says so. Raises NumericsError."""
+        self._pending.append(step)
+        if step.index % self.every == 0 or step.index == self.steps_total:
+            self.read()
+
+    def read(self) -> None:
+        """Read every pending step now."""
+        if not self._pending:
+            return
+        steps, self._pending = self._pending, []
+        rows: list[list[float]] = torch.stack([step.stats for step in steps]).tolist()
+        tokens = round(sum(row[WEIGHT] for row in rows))
+        self.rates.step_done(steps[-1].index, tokens=tokens, steps=len(steps), exclude=self.compiling)
+        self.compiling = False
+        split = self.timers.take()
+        measured = split.fields() | self._measured()
+        if self.comm_stats is not None:
+            self.comm_stats.add(steps[-1].index, len(steps), split.seconds["comm_exposed"])
+        for step, row in zip(steps, rows, strict=True):
+            self.weight_total += row[WEIGHT]
+            self.stop_requested |= row[STOP] > 0
+            self.last_loss = row[LOSS]
+            fields = {
+                "step": step.index,
+                "steps_total": self.steps_total,
+                "train/loss": row[LOSS],
+                "train/lr": step.lr,
+                "train/grad_norm": row[NORM],
+                "train/tokens_total": self.weight_total,
+            }
+            if row[GOOD]:
+                self._skips_in_a_row = 0
+            else:
+                self._skip(step, row)
+            fields["train/skipped_steps"] = self.skipped_total
+            self.events.emit("step", **fields, **(measured if step is steps[-1] else {}))
+        if self._skips_in_a_row >= self.max_skips:
+            self._give_up(steps[-1], rows[-1])
+
+    def finish(self) -> None:
+        """No step follows: read what is pending, and tell of links what was not told."""
+        self.read()
+        if self.comm_stats is not None:
+            self.comm_stats.emit()
+
+    def _skip(self, step: Step, row: list[float]) -> None:
+        self.skipped_total += 1
+        self._skips_in_a_row += 1
+        self.events.emit(
+            "skipped_step",
+            step=step.index,
+            loss=row[LOSS],
+            grad_norm=row[NORM],
+            samples=[int(i) for i in step.sample_ids[:64]],
+        )
+
+    def _give_up(self, step: Step, row: list[float]) -> None:
+        raise NumericsError(
+            given=f"{self._skips_in_a_row} steps in a row were skipped, the last one step {step.index} "
+            f"with loss {row[LOSS]:g} and gradient norm {row[NORM]:g}",
+            rule=f"at most {self.max_skips - 1} in a row (train.max_skips={self.max_skips})",
+            consequence="the run ends; parameters are those of the last good step and the newest checkpoint is kept",
+            nearest="lower optim.lr, use a longer warm-up or plan.precision='fp32', or look at the samples of the "
+            "skipped_step events",
+        )
+
+    def _measured(self) -> dict[str, float]:
+        """Speed and memory since the last reading."""
+        fields: dict[str, float] = {}
+        rates = self.rates.rates()
+        if rates is not None:
+            fields |= rates.fields()
+            if self.peak is not None:
+                speed = rates.tokens_per_s_device
+                fields |= utilization(tokens_per_s_device=speed, flops_per_token=self.flops_per_token, peak=self.peak)
+        peak_bytes, limit_bytes = memory_bytes(self.device)
+        if not limit_bytes:
+            peak_bytes, limit_bytes = peak_rss_bytes(), self.memory_limit_bytes
+        fields["mem/peak_bytes"] = peak_bytes
+        fields["mem/limit_bytes"] = limit_bytes
+        return fields

@@ -1,0 +1,483 @@
+"""Who makes a batch changes nothing: threads, processes, any number of them, dying, tuned, left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import samples
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from unisono.data.loading.batch_builder import BatchBuilder
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner
+from unisono.data.options import LoaderOptions
+from unisono.errors import DataError
+
+
+def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: bool = True, **options: Any) -> Loader:
+    given = {
+        name: options.pop(name)
+        for name in ("transform", "pair", "finish", "micro_batch", "global_batch", "prefetch_depth")
+        if name in options
+    }
+    return Loader(
+        data,
+        **{
+            "seed": seed,
+            "global_batch": 12,
+            "micro_batch": 5,
+            "rank": rank,
+            "world": world,
+            "shuffle": shuffle,
+            **given,
+        },
+        options=LoaderOptions(**{"workers": 1, "worker_kind": "thread", **options}),
+    )
+
+
+def rows(batches: Any) -> list[dict[str, list[Any]]]:
+    return [
+        {name: tensor.tolist() for name, tensor in part.items()} for batch in batches for part in batch.micro_batches
+    ]
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("last_batch", ["keep", "pad"])
+def test_every_kind_and_number_of_workers_makes_the_same_batches(kind: str, workers: int, last_batch: str) -> None:
+    recipe = {"transform": samples.noise, "finish": samples.doubled, "last_batch": last_batch}
+    alone = rows(loader(samples.Rows(29), workers=0, **recipe).iterate(0, 7))
+    with loader(samples.Rows(29), worker_kind=kind, workers=workers, prefetch_depth=4, **recipe) as one:
+        assert rows(one.iterate(0, 7)) == alone
+        assert rows(one.iterate(3, 7)) == rows(loader(samples.Rows(29), workers=0, **recipe).iterate(3, 7))
+    if last_batch == "pad":
+        assert [w for part in alone for w in part["weights"]] == (([1.0] * 29 + [0.0] * 7) * 3)[:84]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("last_batch", ["rollover", "keep", "drop", "pad", "wrap"])
+def test_mixing_pairs_is_the_same_on_any_number_of_ranks(world: int, last_batch: str) -> None:
+    def step(world: int, number: int, micro_batch: int) -> list[tuple[int, list[float]]]:
+        found = []
+        for rank in range(world):
+            one = loader(
+                samples.Rows(27), world=world, rank=rank, micro_batch=micro_batch, global_batch=11,
+                pair=samples.blend, last_batch=last_batch,
+            )  # fmt: skip
+            for part in one.batch(number).micro_batches:
+                found += list(zip(part["x"].tolist(), part["row"].tolist(), strict=True))
+        return found
+
+    for number in (0, 1, 2, 10**9):
+        alone = step(1, number, 100)
+        assert step(world, number, 3) == alone
+        mixed = [row[0] for x, row in alone]
+        assert mixed[0] == -mixed[1], "both members of a pair see the same draw"
+        assert mixed[0] != alone[0][0]
+
+
+def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    once = tmp_path / "killed"
+    expected = rows(loader(samples.Rows(40), workers=0).iterate(0, 4))
+    with loader(samples.Rows(40, deadly=7, once=once), worker_kind="process", workers=2) as one:
+        assert rows(one.iterate(0, 4)) == expected
+    assert once.exists(), "it was killed, once"
+
+
+def test_a_sample_that_kills_every_worker_is_named() -> None:
+    with (
+        loader(samples.Rows(40, deadly=7), worker_kind="process", shuffle=False) as one,
+        pytest.raises(DataError) as caught,
+    ):
+        list(one.iterate(0, 4))
+    assert str(caught.value) == (
+        "the worker process that read sample 5 of step 0 was killed by SIGKILL, 3 times\n"
+        "  rule: a worker that dies is started again with the same samples, twice at most\n"
+        "  so:   step 0 cannot run\n"
+        "  try:  SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen"
+    )
+
+
+def test_an_error_in_a_process_has_its_sample_and_its_traceback() -> None:
+    with loader(samples.Rows(40, rotten=(7,)), worker_kind="process", shuffle=False) as one:
+        with pytest.raises(
+            DataError, match="reading sample 7 of step 0 failed with ValueError: sample 7 is rotten"
+        ) as caught:
+            list(one.iterate(0, 4))
+        assert "in read\n    raise ValueError" in caught.value.__notes__[0]
+        assert rows(one.iterate(1, 2)) == rows(loader(samples.Rows(40), workers=0, shuffle=False).iterate(1, 2))
+
+
+def test_what_a_process_cannot_import_is_refused_at_once() -> None:
+    with (
+        loader(samples.Rows(40), worker_kind="process", transform=lambda s, rng: s) as one,
+        pytest.raises(DataError) as caught,
+    ):
+        next(one.iterate(0, 1))
+    text = str(caught.value)
+    assert "they are pickled to reach a process" in text
+    assert "no worker process was started" in text
+    assert "define what is passed at the top of a module" in text
+
+
+def test_what_a_process_cannot_load_is_told() -> None:
+    with loader(samples.Unloadable(40), worker_kind="process") as one, pytest.raises(DataError) as caught:
+        next(one.iterate(0, 1))
+    assert str(caught.value) == (
+        "data set or transform: FileNotFoundError: no such file there\n"
+        "  rule: a worker process must be able to load them\n"
+        "  so:   no worker process was started\n"
+        "  try:  define what is passed at the top of a module, not in a function; or loader.worker_kind thread"
+    )
+
+
+def test_what_the_program_itself_defines_is_refused_and_its_name_in_data_is_not(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path[:0] = {sys.path!r}\n"
+        "import samples\n"
+        "from unisono.data import Loader, LoaderOptions, from_map_style\n"
+        "def own(sample, rng):\n"
+        "    return sample\n"
+        "rows = [{'x': i, 'text': list(b'if __name__ == \"__main__\":')} for i in range(8)]\n"
+        "for transform in (samples.noise, own):\n"
+        "    options = LoaderOptions(worker_kind='process', workers=1)\n"
+        "    with Loader(from_map_style(rows), seed=0, global_batch=4, transform=transform, options=options) as one:\n"
+        "        try:\n"
+        "            print(sorted(next(iter(one))))\n"
+        "        except Exception as error:\n"
+        "            print(error)\n"
+    )
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.splitlines()[:3] == [
+        "['noise', 'text', 'x']",
+        "own, which is defined in the program itself",
+        "  rule: a worker process imports modules and never runs the program again",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_stuck_sample_is_named(kind: str) -> None:
+    one = loader(
+        samples.Rows(40, sleepy=7), worker_kind=kind, transform=samples.noise, shuffle=False, timeout_s=3, micro_batch=1
+    )
+    with pytest.raises(DataError) as caught:
+        list(one.iterate(0, 4))
+    assert str(caught.value) == (
+        "sample 7 of step 0: no answer in 3 s\n"
+        "  rule: reading a step's samples ends within loader.timeout_s\n"
+        "  so:   step 0 cannot run\n"
+        "  try:  look at that sample and the storage it is on; a larger loader.timeout_s"
+    )
+
+
+@pytest.mark.parametrize("transform", [None, samples.noise])
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_skipped_sample_keeps_its_place_and_weighs_nothing(transform: Any, world: int) -> None:
+    rotten = (3, 4, 20)
+    for number in range(4):
+        clean = loader(samples.Rows(30), transform=transform).batch(number)
+        ids, weights, skipped, kept = [], [], [], {}
+        for rank in range(world):
+            one = loader(samples.Rows(30, rotten=rotten), transform=transform, max_bad_frac=0.2, rank=rank, world=world)
+            batch = one.batch(number)
+            ids += batch.sample_ids.tolist()
+            skipped += batch.skipped_ids
+            weights += [w for part in batch.micro_batches for w in part["weights"].tolist()]
+            kept |= {
+                x: row
+                for part in batch.micro_batches
+                for x, row in zip(part["x"].tolist(), part["row"].tolist(), strict=True)
+            }
+        assert ids == clean.sample_ids.tolist()
+        assert skipped == [i for i in ids if i in rotten]
+        assert weights == [float(i not in rotten) for i in ids]
+        assert all(kept[i] == [i] * 3 for i in ids if i not in rotten)
+
+
+def test_too_many_bad_samples_end_the_run() -> None:
+    one = loader(samples.Rows(300, rotten=tuple(range(0, 300, 10))), max_bad_frac=0.01)
+    with pytest.raises(DataError, match=r"rule: at most 0.01 of the samples are skipped") as caught:
+        list(one.iterate(0, 1000))
+    assert "could not be read, at last [" in str(caught.value)
+    with pytest.raises(DataError, match="reading sample 0 of step 0 failed"):
+        loader(samples.Rows(3, rotten=(0, 1, 2)), max_bad_frac=0.5, shuffle=False).batch(0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tuned(rate: Any, *, cores: int = 4, recipe: Any = None, **options: Any) -> WorkerTuner:
+    """A tuner after a while in a world where ``rate(setting)`` says how many steps a second workers make; training makes 10."""
+    clock = Clock()
+    recipe = recipe or BatchBuilder(dataset=samples.Rows(5), seed=0)
+    tuner = WorkerTuner(LoaderOptions(**options), limit=cores, about=recipe, clock=clock)
+    for _ in range(2000):
+        took = max(1 / 10, 1 / rate(tuner.setting))
+        clock.now += took
+        tuner.record_wait(took - 1 / 10)
+    return tuner
+
+
+def thread(n: int) -> WorkerSetting:
+    return WorkerSetting(kind="thread", workers=n)
+
+
+@pytest.fixture(autouse=True)
+def own_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_tuning_adds_threads_while_they_help() -> None:
+    assert tuned(lambda s: 3 * s.workers if s.kind == "thread" else 1).setting == thread(4)
+    other = BatchBuilder(dataset=samples.Rows(6), seed=0)
+    assert tuned(lambda s: 100, recipe=other).setting == thread(1), "nothing is tried while nobody waits"
+
+
+def test_tuning_turns_to_processes_where_threads_do_not_help() -> None:
+    setting = tuned(lambda s: 2 if s.kind == "thread" else 2 * s.workers).setting
+    assert setting == WorkerSetting(kind="process", workers=4)
+    local = BatchBuilder(dataset=samples.Rows(5), seed=0, transform=lambda s, rng: s)
+    assert tuned(lambda s: 2 if s.kind == "thread" else 2 * s.workers, recipe=local).setting == thread(1)
+
+
+def test_what_was_found_is_where_the_next_run_starts() -> None:
+    assert tuned(lambda s: 3 * s.workers if s.kind == "thread" else 1).setting == thread(4)
+    recipe = BatchBuilder(dataset=samples.Rows(5), seed=0)
+    assert WorkerTuner(LoaderOptions(), limit=4, about=recipe).setting == thread(4)
+    assert WorkerTuner(LoaderOptions(workers=2), limit=4, about=recipe).setting.workers == 2, (
+        "what is asked for goes first"
+    )
+    other = BatchBuilder(dataset=samples.Rows(6), seed=0)
+    assert WorkerTuner(LoaderOptions(), limit=4, about=other).setting == thread(1)
+
+
+def test_tuning_starts_wrong_and_ends_right() -> None:
+    """Real threads: a transform that sleeps needs more than one of them to keep up, however busy the machine is."""
+
+    def slow(sample: Any, rng: np.random.Generator) -> Any:
+        time.sleep(0.01)
+        return sample
+
+    with loader(
+        samples.Rows(1000), transform=slow, workers=-1, worker_kind="auto", micro_batch=2, global_batch=2
+    ) as one:
+        for _ in one.iterate(0, 1500):
+            time.sleep(0.002)
+            if one.worker_setting.workers >= 2:
+                return
+    raise AssertionError(f"still {one.worker_setting}")
+
+
+def test_profiling_is_left_alone() -> None:
+    def world(s: WorkerSetting) -> float:
+        return 3 * s.workers
+
+    with torch.profiler.profile():
+        assert tuned(world).setting == thread(1)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_nothing_is_left_behind(kind: str) -> None:
+    """Many epochs of a tiny set, iterators left early, loaders forgotten: no threads, processes, descriptors or memory."""
+    me = psutil.Process()
+    others = {child.pid for child in me.children()}  # earlier tests' pools
+
+    def children() -> int:
+        return sum(child.pid not in others for child in me.children())
+
+    def use(epochs: int) -> None:
+        one = loader(samples.Rows(4), worker_kind=kind, workers=2, global_batch=2, micro_batch=1)
+        for _ in range(epochs):
+            for _ in one:
+                break
+            for _ in one:
+                pass
+        del one
+        gc.collect()
+
+    def settled() -> tuple[int, int, int]:
+        deadline = time.monotonic() + 20
+        while children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return me.num_threads(), me.num_fds(), children()
+
+    def fits(now: tuple[int, int, int]) -> bool:
+        return all(a <= b for a, b in zip(now, before, strict=True))  # an earlier test's stuck thread may end meanwhile
+
+    use(20)
+    before, memory = settled(), me.memory_info().rss
+    use(5000 if kind == "thread" else 300)
+    deadline = time.monotonic() + 20
+    while not fits(settled()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert fits(settled()), (settled(), before)
+    assert me.memory_info().rss - memory < 20 << 20
+
+
+def test_a_full_dev_shm_is_no_obstacle() -> None:
+    """Worker processes hand arrays over in memory that has no name and no place in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    with loader(samples.Rows(40), worker_kind="process", workers=2) as one:
+        next(one.iterate(0, 4))
+        assert set(os.listdir("/dev/shm")) == before
+        # an earlier test's child may have ended and not been waited for yet
+        child = next(each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE)
+        mapped = {m.path for m in child.memory_maps()}
+        assert any("memfd:unisono-loader" in path for path in mapped)
+        assert not any(path.startswith("/dev/shm/") for path in mapped)
+
+
+def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, os, time\n"
+        f"sys.path[:0] = {sys.path!r}\n"
+        "import samples\n"
+        "from unisono.data import Loader, LoaderOptions\n"
+        "one = Loader(samples.Rows(40), seed=0, global_batch=4, options=LoaderOptions(worker_kind='process', workers=2))\n"
+        "steps = one.iterate(0, 100)\n"
+        "next(steps); next(steps)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == b"ready\n"
+    children = psutil.Process(parent.pid).children(recursive=True)
+    assert len(children) == 2
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert (len(gone), alive) == (2, [])
+
+
+def test_a_fork_after_threads_reads_on() -> None:
+    """A user's fork has none of our threads; its loader must not wait for them."""
+    one = loader(samples.Rows(40), workers=2)
+    expected = rows(one.iterate(0, 3))
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if rows(one.iterate(0, 3)) == expected else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    one.close()
+
+
+def test_in_a_plain_loop_with_state() -> None:
+    def loader_again() -> Loader:
+        return Loader(samples.Rows(22), seed=1, global_batch=4, options=LoaderOptions(last_batch="keep"))
+
+    one = loader_again()
+    assert len(one) == 6
+    epochs = [[batch["x"].tolist() for batch in one] for _ in range(2)]
+    assert [sorted(x for xs in epoch for x in xs) for epoch in epochs] == [list(range(22))] * 2
+    assert epochs[0] != epochs[1]
+    assert one.state_dict() == {"step": 12}
+
+    two = loader_again()
+    two.load_state_dict({"step": 8})
+    assert [batch["x"].tolist() for batch in two] == epochs[1][2:]
+    for _ in two:
+        break
+    assert two.state_dict() == {"step": 12}, "a batch in whose body the loop was left comes again"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 60),
+    global_batch=st.integers(1, 20),
+    micro_batch=st.integers(1, 9),
+    world=st.integers(2, 9),
+    last_batch=st.sampled_from(["rollover", "keep", "drop", "pad", "wrap"]),
+    start=st.integers(0, 10**7),
+    workers=st.sampled_from([0, 1, 3]),
+    transform=st.sampled_from([None, samples.noise]),
+)
+def test_ranks_together_see_the_single_process_batch(
+    size: int,
+    global_batch: int,
+    micro_batch: int,
+    world: int,
+    last_batch: str,
+    start: int,
+    workers: int,
+    transform: Any,
+) -> None:
+    assume(last_batch != "drop" or size >= global_batch)
+    common = {"last_batch": last_batch, "transform": transform, "global_batch": global_batch}
+
+    def steps(world: int, workers: int, micro_batch: int) -> list[list[tuple[Any, ...]]]:
+        found: list[list[tuple[Any, ...]]] = [[] for _ in range(5)]
+        for rank in range(world):
+            with loader(
+                samples.Rows(size), rank=rank, world=world, workers=workers, micro_batch=micro_batch, **common
+            ) as one:
+                for batch in one.iterate(start, start + 5):
+                    for part in rows([batch]):
+                        found[batch.step - start] += list(
+                            zip(*(map(str, part[name]) for name in sorted(part)), strict=True)
+                        )
+        return found
+
+    assert steps(world, workers, micro_batch) == steps(1, 0, 1000)
+
+
+@pytest.mark.parametrize("last_batch", ["keep", "pad", "wrap"])
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_an_epoch_visits_each_sample_once(last_batch: str, kind: str) -> None:
+    with loader(samples.Rows(31), last_batch=last_batch, worker_kind=kind, workers=2, global_batch=7) as one:
+        for epoch in range(3):
+            seen: list[int] = []
+            for batch in one.iterate(epoch * 5, epoch * 5 + 5):
+                for part in rows([batch]):
+                    weights = part.get("weights", [1.0] * len(part["x"]))
+                    seen += [x for x, w in zip(part["x"], weights, strict=True) if w]
+            assert sorted(seen[:31]) == list(range(31))
+            assert len(seen) == (35 if last_batch == "wrap" else 31)
+
+
+def test_torch_has_one_thread_in_a_worker_and_all_in_the_training() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def look(sample: Any, rng: np.random.Generator) -> Any:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        return sample
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with loader(samples.Rows(20), transform=look, workers=2) as one:
+            list(one.iterate(0, 3))
+            assert {threads for name, threads in seen if name == "unisono-loader"} == {1}
+            assert torch.get_num_threads() == 3
+            later: list[int] = []
+            other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert later == [3]
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,154 @@
+"""Jobs that mpirun and srun start, by the real ones, and the command lines we hand over to."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from slurm import cluster
+from tools import missing
+
+from unisono.errors import LaunchError
+from unisono.launch import LaunchOptions
+from unisono.launch.mpi_slurm import mpirun, srun
+
+ALL_REDUCE = """
+import os, torch
+from unisono.dist import job_from_environ, join
+job = job_from_environ(os.environ)
+world = join(job, device_type="cpu", timeout_s=60)
+total = world.all_reduce(torch.tensor([float(job.rank + 1)])).item()
+print(f"rank {job.rank} by {job.source}: sum {total} {os.environ['CHOSEN']} {os.environ.get('MY_TOKEN')}\\n", end="", flush=True)
+world.close()
+"""
+# Open MPI refuses to run as root until it is told twice
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+def _launch(arguments: Sequence[str], environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "unisono", "launch", *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MY_TOKEN": "canary"} | environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def _script(folder: Path) -> str:
+    (folder / "train.py").write_text(ALL_REDUCE)
+    return str(folder / "train.py")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
+def test_two_ranks_by_mpirun(tmp_path: Path) -> None:
+    ended = _launch(["--mpirun", "-n", "2", "--env", "CHOSEN=it's", "--", sys.executable, _script(tmp_path)], AS_ROOT)
+    assert ended.returncode == 0, ended.stderr
+    said = {line for line in ended.stdout.splitlines() if line}
+    # mpirun hands its whole environment to ranks of its own host; what is forwarded matters to the others
+    assert said == {f"rank {rank} by openmpi: sum 3.0 it's canary" for rank in (0, 1)}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
+def test_a_rank_that_fails_under_mpirun_fails_the_job(tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(
+        "import os, sys; sys.exit(76 if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else 0)"
+    )
+    ended = _launch(["--mpirun", "-n", "2", "--", sys.executable, str(tmp_path / "fail.py")], AS_ROOT)
+    assert ended.returncode == 76, ended.stderr
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with cluster(tmp_path_factory.mktemp("slurm")) as environ:
+        yield environ
+
+
+@pytest.mark.full
+def test_two_ranks_by_srun(slurm: dict[str, str], tmp_path: Path) -> None:
+    ended = _launch(["--srun", "-n", "2", "--env", "CHOSEN=it's", "--", sys.executable, _script(tmp_path)], slurm)
+    assert ended.returncode == 0, ended.stderr
+    said = {line for line in ended.stdout.splitlines() if line}
+    # only what is named travels
+    assert said == {f"rank {rank} by slurm: sum 3.0 it's None" for rank in (0, 1)}
+
+
+@pytest.mark.full
+def test_a_rank_that_fails_under_srun_ends_the_others(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(
+        "import os, sys, time; sys.exit(76) if os.environ['SLURM_PROCID'] == '1' else time.sleep(100)"
+    )
+    ended = _launch(["--srun", "-n", "2", "--", sys.executable, str(tmp_path / "fail.py")], slurm)
+    # srun gives the highest code of its tasks, and those it has ended count as 143
+    assert ended.returncode in (76, 143), ended.stderr
+    assert "Exited with exit code 76" in ended.stderr
+
+
+# --- command lines -----------------------------------------------------------------------------------------------------
+
+
+def test_mpirun_names_variables_and_shows_no_value(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("n1 slots=4 max_slots=8\nn2 slots=2\n")
+    handover = mpirun(
+        ["train"],
+        processes=None,
+        hostfile=tmp_path / "hosts",
+        interface="lo",
+        forwarded={"A": "value"},
+        options=LaunchOptions(threads=3),
+    )
+    assert handover.argv[:5] == ["mpirun", "--hostfile", str(tmp_path / "hosts"), "--bind-to", "none"]
+    assert handover.argv[-1] == "train"
+    named = handover.argv[6:-1:2]
+    assert handover.argv[5:-1:2] == ["-x"] * len(named)
+    assert named == sorted(handover.environ)
+    assert {"A", "MASTER_ADDR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"} <= set(named)
+    assert handover.environ["MASTER_ADDR"] == "n1"
+    assert handover.environ["OMP_NUM_THREADS"] == "3"
+    assert "value" not in handover.argv
+
+
+def test_srun_names_variables_and_takes_threads_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
+    handover = srun(["train", "--x"], processes=8, interface=None, forwarded={"PATH": "/bin"})
+    assert handover.argv == [
+        *("srun", "--ntasks", "8", "--kill-on-bad-exit=1", "--export", "MKL_NUM_THREADS,OMP_NUM_THREADS,PATH"),
+        *("--", "train", "--x"),
+    ]
+    assert handover.environ["OMP_NUM_THREADS"] == "4"
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError) as caught:
+        srun(["train"], processes=2, interface=None, forwarded={}).run()
+    assert "srun is not on PATH\n  rule: --srun hands the job over to it" in str(caught.value)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(missing("mpirun")), reason="openmpi-bin is not installed")
+def test_a_dry_run_of_mpirun_is_a_command_that_does_the_same(tmp_path: Path) -> None:
+    arguments = ["--mpirun", "-n", "2", "--env", "CHOSEN=it's", "--dry-run"]
+    (tmp_path / "show.py").write_text("import os; print(os.environ.get('OMPI_COMM_WORLD_RANK'), os.environ['CHOSEN'])")
+    shown = _launch([*arguments, "--", sys.executable, str(tmp_path / "show.py")], AS_ROOT)
+    assert shown.returncode == 0, shown.stderr
+    # what is printed is what a shell can run
+    argv = shlex.split(shown.stdout)
+    assert argv[0] == "env"
+    assert "CHOSEN=it's" in argv
+    ended = subprocess.run(argv, env=os.environ | AS_ROOT, capture_output=True, text=True, check=True)
+    assert sorted(ended.stdout.split("\n")) == ["", "0 it's", "1 it's"]
+    as_json = _launch([*arguments, "--json", "--", sys.executable, "x"], AS_ROOT)
+    told = json.loads(as_json.stdout)
+    assert told["command"][0] == "mpirun"
+    assert told["environ"]["CHOSEN"] == "it's"
+    assert "canary" not in as_json.stdout

@@ -1,0 +1,105 @@
+"""Placements of a strategy file, through the trainer: equal to one process, saved and loaded by one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny
+from pool import Pool
+
+from unisono import PlanOptions
+from unisono.dist import JobSpec, World
+from unisono.errors import PlanError
+from unisono.observe.formatting import event_message
+from unisono.plan.derive import derive_plan
+from unisono.plan.plan import Plan
+from unisono.plan.rules import ColwiseRowwise, ParameterPlacement
+from unisono.plan.validate import validate_plan
+
+COLUMNS, ROWS = ("tp", None), (None, "tp")
+FFN = (
+    ParameterPlacement(module="blocks.*.ffn", parameter="gate.weight", dims=COLUMNS),
+    ParameterPlacement(module="blocks.*.ffn", parameter="up.weight", dims=COLUMNS),
+    ParameterPlacement(module="blocks.*.ffn", parameter="down.weight", dims=ROWS),
+)
+
+
+def planned(ranks: int, **options: int) -> Plan:
+    given = PlanOptions(**{"device": "cpu", "global_batch": 8, "precision": "fp32", "tp": ranks, **options})
+    return derive_plan(given, world=ranks, device="cpu", native_bf16=False)
+
+
+MOVED = (*FFN, ParameterPlacement(module="blocks.*.ffn.down", inputs=((None, "tp", None),), outputs=(None, None, None)))
+
+
+def trained(world: World, run_dir: str, file: str, stop_after: int) -> dict:
+    found = []
+    axes = {"file": file, "device": "auto", "global_batch": 8, "precision": "auto"} if file else {}
+    with tiny.trainer(run_dir, world=world, steps=4, **axes) as run:
+        for step in run:
+            found.append((step.loss, float(step.stats[1])))
+            if step.index == stop_after:
+                break
+        pieces = run.state.sharded
+        held = sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters
+    return {"figures": found, "held": held}
+
+
+@pytest.mark.parametrize("placements", [FFN, MOVED], ids=["parameters", "values"])
+def test_trains_like_one_process_and_goes_on_on_one_rank(
+    pool: Pool, tmp_path: Path, placements: tuple[ParameterPlacement, ...]
+) -> None:
+    replace(planned(2), placements=placements).save(tmp_path / "plan.json")
+    alone = trained(World(JobSpec()), str(tmp_path / "alone"), "", 4)["figures"]
+    first = pool.run(trained, str(tmp_path / "run"), str(tmp_path / "plan.json"), 2, ranks=2)[0]
+    rest = trained(World(JobSpec()), str(tmp_path / "run"), "", 4)["figures"]
+    assert first["held"] < 0.8
+    (said,) = [event for event in tiny.events(tmp_path / "run") if event["kind"] == "placements"]
+    cut = {name for name, dims in said["placed"].items() if "tp" in dims}
+    assert cut == {f"blocks.{n}.ffn.{name}.weight" for n in range(2) for name in ("gate", "up", "down")}
+    line = event_message(said)
+    assert line is not None
+    assert "blocks.0.ffn.down.weight (dim 1)" in line.text
+    assert "; whole on every rank: embedding.weight, " in line.text
+    for found, expected in zip([*first["figures"], *rest], alone, strict=True):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        assert found[1] == pytest.approx(expected[1], rel=1e-4)
+
+
+def unclear(world: World, run_dir: str, placements: tuple[ParameterPlacement, ...]) -> str:
+    with pytest.raises(PlanError) as caught, tiny.trainer(run_dir, world=world, tp=2, placements=placements):
+        pass
+    return str(caught.value)
+
+
+def test_values_are_placed_inside_of_modules_whose_parameters_are(pool: Pool, tmp_path: Path) -> None:
+    placements = (*FFN, ParameterPlacement(module="blocks.*.ffn", outputs=(None, None, None)))
+    assert pool.run(unclear, str(tmp_path), placements, ranks=2)[0] == (
+        "a placement of what goes into or comes out of 'blocks.0.ffn'\n"
+        "  rule: it is of a module inside one whose parameters are placed: outside values are plain tensors\n"
+        "  so:   there would be nothing to move\n"
+        "  try:  a placement of parameters in a module around it"
+    )
+
+
+def test_a_placement_says_one_thing() -> None:
+    for wrong, said in (
+        (ParameterPlacement(module="a"), "a placement in 'a' with nothing else\n"),
+        (ParameterPlacement(parameter="w"), "a placement in 'the model' with parameter\n"),
+        (ParameterPlacement(module="a", parameter="w", dims=ROWS, outputs=ROWS), "with parameter, dims, outputs\n"),
+    ):
+        with pytest.raises(PlanError, match="a placement has parameter and dims, or inputs and outputs") as caught:
+            validate_plan(replace(planned(2), placements=(wrong,)), 2)
+        assert said in str(caught.value)
+
+
+def test_what_cannot_be_beside_placements() -> None:
+    plan = replace(planned(2), placements=FFN, rules=(ColwiseRowwise(module="a", row="b"),))
+    with pytest.raises(PlanError, match="placements with rules 1"):
+        validate_plan(plan, 2)
+    with pytest.raises(PlanError, match="FSDP2 would cut each parameter again"):
+        validate_plan(replace(planned(2, tp=1, dp_shard=2), placements=FFN), 2)
+    with pytest.raises(PlanError, match=r"placements with plan\.tp=1"):
+        validate_plan(replace(planned(1), placements=FFN), 1)

@@ -1,0 +1,208 @@
+"""Recompute, compile and layout act on the model in place, change no name and no result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.errors import PlanError
+from unisono.models.gpt import GPT
+from unisono.models.loss import cross_entropy_sum
+from unisono.models.options import ModelOptions
+from unisono.parallel.device import find_device
+from unisono.parallel.transforms import parallelize, repeated_blocks
+from unisono.plan.derive import derive_plan
+from unisono.plan.options import PlanOptions
+from unisono.plan.plan import Plan
+from unisono.plan.validate import validate_plan
+
+
+def plan(**options: object) -> Plan:
+    return derive_plan(PlanOptions(device="cpu", **options), world=1, device="cpu", native_bf16=False)
+
+
+def gpt(dropout: float = 0.0) -> GPT:
+    torch.manual_seed(0)
+    return GPT(ModelOptions(layers=3, dim=32, heads=4, kv_heads=2, vocab_size=64, dropout=dropout))
+
+
+def gradients(model: nn.Module, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 64, (2, 16), generator=generator)
+    torch.manual_seed(7)
+    with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+        loss, _ = cross_entropy_sum(model(tokens), tokens.roll(-1, 1), torch.ones(2, 16))
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param(None, id="fp32", marks=pytest.mark.full), pytest.param(torch.bfloat16, id="bf16")]
+)
+def test_recompute_is_bitwise_equal_including_dropout(recompute: str, precision: torch.dtype | None) -> None:
+    plain = gradients(gpt(dropout=0.3), precision)
+    model = parallelize(plan(recompute=recompute), gpt(dropout=0.3)).model
+    again = gradients(model, precision)
+    assert plain.keys() == again.keys()
+    for name in plain:
+        assert torch.equal(plain[name], again[name]), name
+
+
+@pytest.mark.parametrize(("recompute", "fewer"), [("full", True), ("selective", True), ("none", False)])
+def test_recompute_keeps_fewer_activations(recompute: str, fewer: bool) -> None:
+    plain = saved_bytes(gpt())
+    chosen = saved_bytes(parallelize(plan(recompute=recompute), gpt()).model)
+    assert (chosen < 0.6 * plain) == fewer
+
+
+def saved_bytes(model: nn.Module) -> int:
+    total = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    tokens = torch.randint(0, 64, (4, 64))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        cross_entropy_sum(model(tokens), tokens, torch.ones(4, 64))
+    return total
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"recompute": "full", "recompute_blocks": (2,)},
+        {"recompute": "selective", "recompute_blocks": (1,)},
+        {"recompute": "selective", "recompute_keep": ("mm",)},
+        {"recompute": "selective", "recompute_blocks": (2,), "recompute_keep": ("mm", "silu")},
+    ],
+)
+def test_partial_lists_are_bitwise_equal_including_dropout(changes: dict) -> None:
+    plain = gradients(gpt(dropout=0.3), torch.bfloat16)
+    again = gradients(parallelize(replace(plan(), **changes), gpt(dropout=0.3)).model, torch.bfloat16)
+    assert plain.keys() == again.keys()
+    for name in plain:
+        assert torch.equal(plain[name], again[name]), name
+
+
+def test_partial_lists_keep_what_they_say() -> None:
+    counts = [saved_bytes(gpt())]
+    for blocks in (1, 2, 3):
+        counts.append(
+            saved_bytes(parallelize(replace(plan(recompute="full"), recompute_blocks=(blocks,)), gpt()).model)
+        )
+    steps = {before - after for before, after in pairwise(counts)}
+    assert len(steps) == 1
+    assert steps.pop() > 0.2 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"recompute_blocks": (1,)}, "recompute_blocks [1] with recompute 'none'"),
+        ({"recompute": "full", "recompute_blocks": (0,)}, "recompute_blocks [0] for 1 piece of the model"),
+        ({"recompute": "full", "recompute_blocks": (1, 1)}, "recompute_blocks [1, 1] for 1 piece of the model"),
+        ({"recompute": "full", "recompute_keep": ("mm",)}, "recompute_keep ['mm'] with recompute 'full'"),
+    ],
+)
+def test_lists_that_say_nothing_are_refused(changes: dict, said: str) -> None:
+    with pytest.raises(PlanError) as raised:
+        validate_plan(replace(plan(), **changes), 1)
+    assert str(raised.value).startswith(said)
+
+
+def test_lists_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"recompute_blocks\[0\] is 4, and that piece of the model has 3 blocks"):
+        parallelize(replace(plan(recompute="full"), recompute_blocks=(4,)), gpt())
+    for name in ("adddmm", "bernoulli_", "native_dropout"):
+        with pytest.raises(PlanError, match=f"recompute_keep '{name}'") as raised:
+            parallelize(replace(plan(recompute="selective"), recompute_keep=(name,)), gpt())
+        assert "did you mean" in str(raised.value)
+    model = parallelize(replace(plan(recompute="selective"), recompute_keep=("mm", "convolution")), gpt()).model
+    with pytest.raises(PlanError, match="recompute_keep convolution") as raised:
+        gradients(model)
+    assert "it names operators that the recomputed blocks run" in str(raised.value)
+
+
+def test_names_do_not_change() -> None:
+    model = gpt()
+    before = list(model.state_dict())
+    assert list(parallelize(plan(recompute="full", compile="regional"), model).model.state_dict()) == before
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["model", "regional"])
+def test_compiled_gradients_agree(how: str) -> None:
+    plain = gradients(gpt())
+    compiled = gradients(parallelize(plan(compile=how), gpt()).model)
+    for name in plain:
+        torch.testing.assert_close(compiled[name], plain[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("named", [(), ("blocks.*.ffn", "blocks.*.attention_norm")], ids=["blocks", "named"])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_regional_compile_compiles_one_block_once(recompute: str, named: tuple[str, ...]) -> None:
+    """And none for another model of the same shape in the same process: past eight, torch would stop compiling."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for _ in range(2):
+        asked = replace(plan(compile="regional", recompute=recompute), recompute_modules=named)
+        compiled = gradients(parallelize(asked, gpt()).model)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for name, gradient in gradients(gpt()).items():
+        torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:
+    with pytest.raises(PlanError) as raised:
+        parallelize(plan(recompute="full", compile="off"), nn.Linear(2, 2))
+    assert str(raised.value) == (
+        "plan.recompute='full' for Linear\n"
+        "  rule: it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class\n"
+        "  so:   it would change nothing\n"
+        "  try:  plan.recompute='none', or keep the blocks in a ModuleList"
+    )
+
+
+def test_experts_are_not_compiled() -> None:
+    model = GPT(ModelOptions(layers=2, dim=16, heads=2, kv_heads=1, vocab_size=64, experts=4))
+    with pytest.raises(PlanError) as raised:
+        parallelize(plan(compile="regional"), model)
+    assert str(raised.value) == (
+        "plan.compile='regional' for GPT with experts\n"
+        "  rule: how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes\n"
+        "  so:   the graph would break in every block\n"
+        "  try:  compile='off', or model.experts=0"
+    )
+
+
+def test_repeated_blocks_are_found_in_a_users_model() -> None:
+    class Block(nn.Module):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Block(), Block(), Block()), nn.Linear(2, 2))
+    assert [type(b) for b in repeated_blocks(model)] == [Block] * 3
+
+
+def test_channels_last_lays_weights_out() -> None:
+    model = parallelize(plan(channels_last=True), nn.Sequential(nn.Conv2d(3, 8, 3))).model
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_device_that_is_absent_is_an_error() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(PlanError) as raised:
+        find_device("cuda", 0)
+    assert str(raised.value) == (
+        f"plan.device 'cuda'\n  rule: this torch ({torch.__version__}) sees only the CPU\n"
+        "  so:   nothing was started\n  try:  plan.device='cpu', or a torch built for 'cuda' and its driver"
+    )

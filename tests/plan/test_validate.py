@@ -1,0 +1,287 @@
+"""Every text of ``plan.check`` for pipelines, offload, fp8, placements and single choices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from unisono import PlanOptions
+from unisono.errors import PlanError
+from unisono.plan.derive import derive_plan
+from unisono.plan.plan import Plan
+from unisono.plan.rules import ColwiseRowwise, ParameterPlacement
+from unisono.plan.validate import validate_plan
+
+PLACED = (ParameterPlacement(module="ffn", parameter="up.weight", dims=("tp", None)),)
+
+
+def plan(ranks: int, **options: Any) -> Plan:
+    made = PlanOptions(**{"device": "cpu", "global_batch": 8, "micro_batch": 2, "precision": "fp32", **options})
+    return derive_plan(made, world=ranks, device="cpu", native_bf16=False)
+
+
+PIPELINE = {"pp": 2}
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "splits that pp does not divide": (
+        2,
+        PIPELINE,
+        {"splits": (1, 1, 2)},
+        "splits [1, 1, 2] with pp 2\n"
+        "  rule: splits has one number of blocks for each piece of the model, equally many pieces per rank\n"
+        "  so:   a rank would have no piece\n"
+        "  try:  2 numbers, or none (they are chosen by weight)",
+    ),
+    "splits of a whole model": (
+        1,
+        {},
+        {"splits": (1, 1)},
+        "splits [1, 1] with pp 1\n"
+        "  rule: splits has one number of blocks for each piece of the model, equally many pieces per rank\n"
+        "  so:   there is one piece, the whole model\n"
+        "  try:  no splits, or pp above 1",
+    ),
+    "weights beside splits": (
+        2,
+        PIPELINE,
+        {"splits": (1, 1), "weights": (0.0, 1.0, 1.0, 2.0)},
+        "weights [0.0, 1.0, 1.0, 2.0] with splits [1, 1]\n"
+        "  rule: the splits of a pipeline are derived from weights where they are not given themselves\n"
+        "  so:   they would change nothing\n"
+        "  try:  splits or weights",
+    ),
+    "weights of a whole model": (
+        1,
+        {},
+        {"weights": (0.0, 1.0, 1.0, 2.0)},
+        "weights [0.0, 1.0, 1.0, 2.0] with pp 1\n"
+        "  rule: the splits of a pipeline are derived from weights where they are not given themselves\n"
+        "  so:   they would change nothing\n"
+        "  try:  no weights, or pp above 1",
+    ),
+    **{
+        f"weights that are {kind}": (
+            2,
+            PIPELINE,
+            {"weights": weights},
+            f"weights {list(weights)}\n"
+            "  rule: weights are what parts of the model cost beside each other: finite, 0 or more, and not all 0\n"
+            "  so:   no piece would be the heaviest\n"
+            "  try:  weights 1 for each block, and 0 before and behind them",
+        )
+        for kind, weights in {
+            "negative": (0.0, 1.0, -1.0, 2.0),
+            "all 0": (0.0, 0.0, 0.0, 0.0),
+            "no numbers": (0.0, 1.0, float("nan"), 2.0),
+            "not finite": (0.0, 1.0, float("inf"), 2.0),
+        }.items()
+    },
+    "modules that do not recompute": (
+        1,
+        {},
+        {"recompute_modules": ("blocks.*.ffn",)},
+        "recompute_modules ['blocks.*.ffn'] with recompute 'none'\n"
+        "  rule: it names the modules that recompute, each by the same rule\n"
+        "  so:   it would change nothing\n"
+        "  try:  recompute='full', or no recompute_modules",
+    ),
+    "modules that recompute, and blocks": (
+        1,
+        {},
+        {"recompute": "full", "recompute_modules": ("blocks.*.ffn",), "recompute_blocks": (1,)},
+        "recompute_modules ['blocks.*.ffn'] with recompute_blocks [1]\n"
+        "  rule: what is recomputed is named, or counted in blocks\n"
+        "  so:   it would be unclear which of the two counts\n"
+        "  try:  names of blocks among recompute_modules, or no recompute_modules",
+    ),
+    "an empty piece": (
+        2,
+        PIPELINE,
+        {"splits": (4, 0)},
+        "splits [4, 0]\n"
+        "  rule: every piece of the model has at least one block\n"
+        "  so:   a stage would only pass data on\n"
+        "  try:  move a block from a neighbour",
+    ),
+    "pieces that the schedule does not run": (
+        2,
+        PIPELINE,
+        {"splits": (1, 1, 1, 1)},
+        "schedule '1f1b' with 2 pieces of the model per rank\n"
+        "  rule: gpipe and 1f1b run one piece per rank, zbv two, interleaved two or more\n"
+        "  so:   there is no such order of passes\n"
+        "  try:  2 splits, or schedule='interleaved'",
+    ),
+    "three pieces of zbv": (
+        2,
+        PIPELINE,
+        {"schedule": "zbv", "splits": (1, 1, 1, 1, 1, 1)},
+        "schedule 'zbv' with 3 pieces of the model per rank\n"
+        "  rule: gpipe and 1f1b run one piece per rank, zbv two, interleaved two or more\n"
+        "  so:   there is no such order of passes\n"
+        "  try:  4 splits, or schedule='1f1b'",
+    ),
+    "too few micro-batches": (
+        2,
+        PIPELINE,
+        {"micro_batch": 8, "accumulation": 1},
+        "accumulation 1 with pp 2, schedule '1f1b'\n"
+        "  rule: the schedule keeps 2 micro-batches under way at once\n"
+        "  so:   some ranks would never have work\n"
+        "  try:  micro_batch=4, or global_batch=16 with micro_batch=8, or schedule='gpipe'",
+    ),
+    "a group that is not whole": (
+        2,
+        {**PIPELINE, "global_batch": 6},
+        {"schedule": "interleaved"},
+        "accumulation 3 with pp 2, schedule 'interleaved'\n"
+        "  rule: interleaved stages take micro-batches in groups of pp\n"
+        "  so:   the last group would not be whole\n"
+        "  try:  accumulation 2, by global_batch or micro_batch",
+    ),
+    "pipelines of different length": (
+        4,
+        PIPELINE,
+        {"global_batch": 7},
+        "pp 2 with global_batch 7 on 2 data ranks\n"
+        "  rule: all pipelines run the same number of micro-batches: global_batch is a multiple of the data ranks\n"
+        "  so:   the schedules would not fit together\n"
+        "  try:  plan.global_batch=6",
+    ),
+    "zbv with sharded states": (
+        4,
+        {"pp": 2, "dp_shard": 2},
+        {"schedule": "zbv"},
+        "schedule 'zbv' with dp_shard 2 x cp 1\n"
+        "  rule: zbv computes weight gradients after a block's backward pass, and sharded states reduce them at its end\n"
+        "  so:   gradients would be missing\n"
+        "  try:  schedule='interleaved', or dp_replicate in place of dp_shard",
+    ),
+    "fp8 with zbv": (
+        2,
+        PIPELINE,
+        {"schedule": "zbv", "precision": "fp8"},
+        "precision 'fp8' with tp 1, schedule 'zbv'\n"
+        "  rule: layers that tp cuts, and those whose weight gradients zbv puts off, make their products in another way\n"
+        "  so:   they would not compute in fp8\n"
+        "  try:  precision='bf16', or dp_shard in place of tp and schedule='interleaved'",
+    ),
+    "offload on the CPU": (
+        1,
+        {},
+        {"offload": True},
+        "offload on the device 'cpu'\n"
+        "  rule: it moves activations from an accelerator to the host\n"
+        "  so:   they would be copied to where they are\n"
+        "  try:  offload=False, and recompute to save memory",
+    ),
+    "offload of what is not kept": (
+        1,
+        {},
+        {"offload": True, "device": "cuda", "compile": "regional"},
+        "offload with recompute 'none', compile 'regional'\n"
+        "  rule: it moves what a block keeps; recomputed blocks keep next to nothing, compiled graphs choose for themselves\n"
+        "  so:   little or nothing would be moved\n"
+        "  try:  offload=False, or recompute='none' and compile='off'",
+    ),
+    "compiled experts": (
+        2,
+        {"dp_shard": 2, "ep": 2},
+        {"compile": "model"},
+        "ep 2 with compile 'model'\n"
+        "  rule: sending tokens to experts on other ranks cannot be traced by the compiler\n"
+        "  so:   the graph would break in every block\n"
+        "  try:  compile='off'",
+    ),
+    "compiled sums": (
+        2,
+        {"tp": 2},
+        {"compile": "regional"},
+        "tp 2 with compile 'regional'\n"
+        "  rule: sums inside a layer between ranks cannot be traced by the compiler\n"
+        "  so:   the graph would break at each of them\n"
+        "  try:  compile='off'",
+    ),
+    "a sequence of one": (
+        1,
+        {},
+        {"sequence_parallel": True},
+        "sequence_parallel with tp 1\n"
+        "  rule: it cuts what lies between layers that tp cuts\n"
+        "  so:   it would change nothing\n"
+        "  try:  sequence_parallel=False, or cp to share sequences",
+    ),
+    "experts without a place": (
+        2,
+        {"dp_shard": 2},
+        {"ep": 3},
+        "ep 3 with dp_shard 2 x cp 1\n"
+        "  rule: experts are spread over ranks that share one copy of the state: ep divides dp_shard x cp\n"
+        "  so:   experts would have no place\n"
+        "  try:  ep=2, or dp_shard=3",
+    ),
+    "a count of passes that is not one": (
+        1,
+        {},
+        {"accumulation": 3},
+        "accumulation 3 of micro_batch 2 for a share of 8 samples\n"
+        "  rule: accumulation is the number of micro-batches in a rank's share of the step\n"
+        "  so:   the plan would not say what is computed\n"
+        "  try:  accumulation=4",
+    ),
+    "keeping without selective recompute": (
+        1,
+        {},
+        {"recompute_keep": ("mm",), "recompute": "full"},
+        "recompute_keep ['mm'] with recompute 'full'\n"
+        "  rule: it names operators whose results selective recompute keeps\n"
+        "  so:   it would change nothing\n"
+        "  try:  recompute='selective', or no recompute_keep",
+    ),
+    "placements of one rank": (
+        1,
+        {},
+        {"placements": PLACED},
+        "placements with plan.tp=1\n"
+        "  rule: they spread parameters over the ranks of tp\n"
+        "  so:   they would act on nothing\n"
+        "  try:  plan.tp=2, or no placements",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_says_what_would_work(name: str) -> None:
+    ranks, options, changes, text = CASES[name]
+    with pytest.raises(PlanError) as caught:
+        validate_plan(replace(plan(ranks, **options), **changes), ranks)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "changes", "given", "rule", "nearest"),
+    [
+        (4, {"dp_shard": 2}, {}, "dp_shard 2", "FSDP2 would cut each parameter again, along dims that DTensor has cut", ""),
+        (4, {"cp": 2}, {}, "cp 2", "attention over shared sequences runs on plain tensors, not on DTensors", ""),
+        (4, {"pp": 2}, {}, "pp 2", "stages pass on plain tensors, and each has some of the modules only", ""),
+        (2, {}, {"sequence_parallel": True}, "sequence_parallel True", "DTensor decides how activations lie", ""),
+        (2, {}, {"rules": (ColwiseRowwise(module="a", row="b"),)}, "rules 1", "a layer is cut by rules or by placements", "one of the two"),
+    ],
+)  # fmt: skip
+def test_what_is_not_beside_placements(
+    ranks: int, options: dict[str, Any], changes: dict[str, Any], given: str, rule: str, nearest: str
+) -> None:
+    with pytest.raises(PlanError) as caught:
+        validate_plan(replace(plan(ranks, tp=2, **options), placements=PLACED, **changes), ranks)
+    nearest = nearest or f"no {given.partition(' ')[0]}, or plan.rules in place of placements"
+    assert str(caught.value) == (
+        f"placements with {given}\n  rule: {rule}\n  so:   the model could not be laid out both ways\n  try:  {nearest}"
+    )
+
+
+def test_experts_are_not_beside_placements() -> None:
+    with pytest.raises(PlanError) as caught:
+        validate_plan(replace(plan(4, tp=2, dp_shard=2, ep=2), placements=PLACED), 4)
+    _, ep = caught.value.problems
+    assert (ep.given, ep.rule) == ("placements with ep 2", "tokens are sent to experts as plain tensors")

@@ -1,0 +1,188 @@
+"""dist_async through the trainer, with real servers: one worker is one process bit for bit, several share the work exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from asynchronous import SHARED, STEPS, digests, one_process, place, samples_of, together, worker
+from parameter_servers import ParameterServers, parameter_servers
+from pool import Pool
+from procs import wait_until
+
+from unisono.checkpoint import verify
+from unisono.data.order.permutation import Permutation
+from unisono.dist import JobSpec, World
+from unisono.errors import ConfigError, LaunchError, PlanError
+from unisono.plan.derive import derive_plan
+from unisono.plan.options import PlanOptions
+from unisono.train import async_worker
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[ParameterServers]:
+    with parameter_servers(tmp_path, 2) as made:
+        yield made
+
+
+def worker_that_tells(*given: Any, **changes: Any) -> dict[str, Any]:
+    """Of bytes after every unit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_worker, "_EVENT_EVERY_SHARDS", 1)
+        return worker(*given, **changes)
+
+
+def worker_in_turn(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:
+    """After its first unit a worker waits until the other one has had one too."""
+    run_dir = Path(given[2])
+
+    def begun() -> None:
+        (run_dir / f"begun.{job.rank}").touch()
+        wait_until(lambda: len(list(run_dir.glob("begun.*"))) == 2, "the other worker has a unit too")
+
+    return worker(job, *given, at_step=begun, **changes)
+
+
+@pytest.mark.parametrize("optim", [{}, pytest.param({"kind": "lamb", "lr": 1e-2}, marks=pytest.mark.full)])
+def test_one_worker_is_one_process_bit_for_bit(
+    tmp_path: Path, pool: Pool, servers: ParameterServers, optim: dict[str, Any]
+) -> None:
+    (outcome,) = together(pool, servers, tmp_path / "run", 1, micro_batch=3, **optim)
+    (alone,) = pool.run(one_process, str(tmp_path / "alone"), ranks=1, micro_batch=3, **optim)
+    assert outcome["losses"] == alone["losses"]
+    assert outcome["samples"] == alone["samples"]
+    assert outcome["weight"] == alone["weight"]
+    assert outcome["values"] == alone["values"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"staleness": 0}, marks=pytest.mark.full),
+        pytest.param({"compression": "int8", "damping": True}, marks=pytest.mark.full),
+    ],
+)
+def test_workers_share_the_work_and_end_with_the_same_values(
+    tmp_path: Path, pool: Pool, servers: ParameterServers, changes: dict[str, Any]
+) -> None:
+    first, second = together(pool, servers, tmp_path / "run", 2, worker_in_turn, **changes)
+    done = [ids for outcome in (first, second) for ids in outcome["samples"]]
+    assert sorted(chain.from_iterable(done)) == samples_of(0, STEPS)
+    assert first["step"] == second["step"] == STEPS
+    assert first["values"] == second["values"]
+    assert min(map(len, (first["samples"], second["samples"]))) > 0
+    weights = tiny.RaggedTokens().read(Permutation(tiny.SAMPLES, seed=0)(torch.arange(8 * STEPS).numpy()))["weights"]
+    assert first["weight"] == float(weights.sum())
+    events = tiny.events(tmp_path / "run", 0)
+    assert [event["step"] for event in events if event["kind"] == "checkpoint_saved"] == [2, 4, 6]
+    codecs = [event["codec"] for event in events if event["kind"] == "compression"]
+    assert codecs == ([changes["compression"]] if "compression" in changes else [])
+
+
+@pytest.mark.full
+def test_an_event_tells_bytes_of_both_directions(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    together(pool, servers, tmp_path / "run", 2, worker_that_tells, compression="bf16", every_steps=0)
+    told = [event for rank in (0, 1) for event in tiny.events(tmp_path / "run", rank) if event["kind"] == "compressed"]
+    assert len(told) == 2 * STEPS
+    for event in told:
+        assert event["pull_bytes_in"] == event["bytes_in"] == 2 * event["bytes_out"] > 0
+        assert event["residual_norms"]
+    # a worker's first is in full
+    assert {event["pull_bytes_in"] / event["pull_bytes_out"] for event in told} == {1.0, 2.0}
+
+
+def test_what_two_workers_saved_one_process_goes_on_from(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    outcomes = together(pool, servers, tmp_path / "run", 2, steps=8, stop_at=3)
+    assert all(outcome["preempted"] for outcome in outcomes)
+    step = outcomes[0]["step"]
+    assert 3 <= step == outcomes[1]["step"] < 8
+    assert verify(tmp_path / "run" / "checkpoints" / f"step-{step:08d}") == []
+    (rest,) = pool.run(one_process, str(tmp_path / "run"), ranks=1, steps=8)
+    assert sorted(chain.from_iterable(rest["samples"])) == samples_of(step, 8)
+
+
+def test_goes_on_under_another_kind_and_back(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    """Four steps in one process, two asynchronous ones, two more in one process: one worker, so all of it is exact."""
+    run_dir = tmp_path / "run"
+    changes = {"steps": 8, "every_steps": 0}
+    (whole,) = pool.run(one_process, str(tmp_path / "whole"), ranks=1, **changes)
+    (first,) = pool.run(part_of_one, str(run_dir), 4, ranks=1, **changes)
+    (second,) = together(pool, servers, run_dir, 1, stop_at=6, **changes)
+    (third,) = pool.run(one_process, str(run_dir), ranks=1, **changes)
+    assert first["losses"] + second["losses"] + third["losses"] == whole["losses"]
+    assert third["weight"] == whole["weight"]
+    assert third["values"] == whole["values"]
+
+
+def part_of_one(world: World, run_dir: str, until: int, **changes: Any) -> dict[str, Any]:
+    return tiny.complete(run_dir, world=world, stop_after=until, **{**SHARED, **changes})
+
+
+def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
+    def plan(**options: Any) -> None:
+        derive_plan(
+            PlanOptions(**{"global_batch": 8, "sync": "dist_async", **options}),
+            world=4,
+            device="cpu",
+            native_bf16=False,
+        )
+
+    with pytest.raises(
+        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that go on without each other hold"
+    ):
+        plan(tp=2)
+    with pytest.raises(PlanError, match="sync 'dist_async' with global_batch 6 on 4 ranks"):
+        plan(global_batch=6)
+    with pytest.raises(PlanError, match="local_steps 4 with sync 'dist_async'"):
+        plan(local_steps=4)
+    alone = World.alone(JobSpec(world_size=2, local_world=2))
+    with pytest.raises(LaunchError, match="'dist_async' in a job that single started without parameter servers"):
+        tiny.trainer(tmp_path / "a", sync="dist_async", world=alone).__enter__()
+    with pytest.raises(ConfigError, match="'dist_async' with a stream"):
+        tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
+    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
+        tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
+
+
+def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> dict[str, Any]:
+    """Rank 2 of a job of two. It comes when both have made a unit, and they make a second one when it has made one."""
+    folder, began = Path(run_dir), 2 if job.rank == 2 else 0
+    names = {"RUN_ID": "run", "EPOCH": 0, "RANK": job.rank, "WORLD": 2, "LOCAL_RANK": 0, "LOCAL_WORLD": 1}
+    names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "SERVERS": 2, "SERVER_ADDRESSES": ",".join(addresses)}
+    os.environ.update({f"UNISONO_{name}": str(value) for name, value in names.items()})
+    place(job, addresses, secret)
+
+    def begun(ranks: int) -> None:
+        wait_until(lambda: len(list(folder.glob("begun.*"))) >= ranks, f"{ranks} workers have made a unit", 60)
+
+    begun(began)
+    samples: list[list[int]] = []
+    # under a bound nobody takes units ahead, so there are some left
+    with tiny.trainer(run_dir, **SHARED, sync="dist_async", staleness=2) as run:
+        for step in run:
+            samples.append(step.sample_ids.tolist())
+            (folder / f"begun.{job.rank}").touch()
+            begun(3)
+    return {"samples": samples, "values": digests(run), "world": run.plan.world_size}
+
+
+@pytest.mark.full
+def test_one_that_was_not_there_at_the_start_joins(tmp_path: Path, pool: Pool, servers: ParameterServers) -> None:
+    (run_dir := tmp_path / "run").mkdir()
+    addresses = [f"{host}:{port}" for host, port in servers.addresses]
+    outcomes = pool.run(
+        joining, addresses, str(servers.secret_file), str(run_dir), ranks=3, joined=False, timeout_s=150
+    )
+    assert all(outcome["samples"] for outcome in outcomes)
+    done = [ids for outcome in outcomes for ids in outcome["samples"]]
+    assert sorted(chain.from_iterable(done)) == samples_of(0, STEPS)
+    assert {outcome["world"] for outcome in outcomes} == {2}
+    assert outcomes[0]["values"] == outcomes[1]["values"] == outcomes[2]["values"]
+    assert [event["kind"] for event in tiny.events(run_dir, 2)].count("run_start") == 1
