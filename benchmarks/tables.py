@@ -83,7 +83,7 @@ def _section(benchmark: Benchmark, results: Results) -> Iterator[str]:
         f"`{run['command']}` on {run_of(run)}, {machine_of(run)}; load average {run['load_average']['before']} before and "
         f"{run['load_average']['after']} after."
         + (" The host had other work meanwhile, so rates are low and intervals wide." if _is_busy(run) else "")
-        + (f" {len(results.runs) - 1} earlier in the result file." if len(results.runs) > 1 else ""),
+        + (f" Earlier runs in the result file: {len(results.runs) - 1}." if len(results.runs) > 1 else ""),
         "",
     )
     if "not_shown" in run["result"]:
