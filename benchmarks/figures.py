@@ -25,8 +25,10 @@ class Aim:
     def __str__(self) -> str:
         return self.text or f"{self.direction} {self.bound:g}"
 
-    def is_met(self, value: float) -> bool:
-        """False for NaN."""
+    def is_met(self, value: float) -> bool | None:
+        """None where there is no value to compare."""
+        if math.isnan(value):
+            return None
         return value <= self.bound if self.direction == "≤" else value >= self.bound
 
 
@@ -122,7 +124,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a table. ``is_met`` is None without an aim."""
+    """A line of a table. ``is_met`` is None without an aim, and without a value to compare with it."""
 
     label: str
     headline: str
@@ -211,7 +213,7 @@ def contestant(rate: str, unit: str) -> Show:
 
     def show(match: Match) -> Figure:
         row, baseline = match.node, match.nodes[-3]["baseline"]
-        words, value = f"{row[rate]:,} {unit}", 1.0
+        words, value = f"{row[rate]:,} {unit}", 1.0 if match.keys[-1] == baseline else math.nan
         if "time_over_baseline" in row:
             time = row["time_over_baseline"]
             low, high = time["interval"]
@@ -234,31 +236,25 @@ def speed_over(one: str, other: str) -> Show:
 
 
 def speed_over_fastest(one: str, ours: Sequence[str] = ("unisono",)) -> Show:
-    """The speed of ``one`` over the fastest rival's, by paired medians; names that begin with one of ``ours`` are no rivals."""
+    """The smallest of the paired speeds of ``one`` over a rival; names that begin with one of ``ours`` are no rivals."""
 
     def show(match: Match) -> Figure | None:
-        outcome = match.node
-        rivals = [
-            name
-            for name, row in outcome["contestants"].items()
+        speeds = {
+            name: _speed_over(match.node, one, name)
+            for name, row in match.node["contestants"].items()
             if not name.startswith(tuple(ours)) and not row.get("unlike")
-        ]
-        if one not in outcome["contestants"] or not rivals:
+        }
+        figures = {name: figure for name, figure in speeds.items() if figure}
+        if not figures:
             return None
-        fastest = min(rivals, key=lambda name: _over_baseline(outcome, name))
-        figure = _speed_over(outcome, one, fastest)
-        return figure and Figure(f"{figure.text}, {fastest}", figure.value)
+        fastest = min(figures, key=lambda name: figures[name].value)
+        return Figure(f"{figures[fastest].text}, {fastest}", figures[fastest].value)
 
     return show
 
 
-def _over_baseline(outcome: Mapping[str, Any], name: str) -> float:
-    row = outcome["contestants"][name]
-    return row["time_over_baseline"]["ratio"] if name != outcome["baseline"] else 1.0
-
-
 def _speed_over(outcome: Mapping[str, Any], one: str, other: str) -> Figure | None:
-    rows = outcome["contestants"]
+    rows, baseline = outcome["contestants"], outcome["baseline"]
     if one not in rows or other not in rows:
         return None
     if "round_s" in rows[one] and "round_s" in rows[other]:
@@ -266,9 +262,10 @@ def _speed_over(outcome: Mapping[str, Any], one: str, other: str) -> Figure | No
     # runs that recorded no rounds
     if other in rows[one].get("speed_over", {}):
         return _ratio(rows[one]["speed_over"][other])
-    if one == outcome["baseline"]:
+    if one == baseline:
         return _ratio(rows[other]["time_over_baseline"])
-    value = _over_baseline(outcome, other) / _over_baseline(outcome, one)
+    other_s = rows[other]["time_over_baseline"]["ratio"] if other != baseline else 1.0
+    value = other_s / rows[one]["time_over_baseline"]["ratio"]
     return Figure(f"{value:.3f}, quotient of two paired medians", round(value, 3))
 
 

@@ -27,7 +27,7 @@ BUSY_LOAD = 1.0  # other work on the host makes rates low and intervals wide
 def aim_of(line: Line) -> str:
     """The aim and whether it is met."""
     if line.is_met is None:
-        return ""
+        return line.aim
     return f"{line.aim}: met" if line.is_met else f"{line.aim}: **aim missed**"
 
 

@@ -163,6 +163,12 @@ def test_the_fastest_framework_is_the_one_of_the_smallest_paired_median() -> Non
     )
 
 
+def test_without_what_it_is_compared_with_an_aim_is_neither_met_nor_missed() -> None:
+    result = {"baseline": "limit", "contestants": {"unisono": {"records_per_s": 1000}}}
+    row = Row("x", "contestants/*", figures.contestant("records_per_s", "records/s"), aim=at_least(0.8))
+    assert tables.aim_of(a_line(row, result)) == "≥ 0.8"
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
