@@ -323,6 +323,11 @@ def extra_time(match: Match) -> Figure:
     return Figure(f"{over:.3f} ({low:.3f} to {high:.3f}, {match.node['windows']} windows)", over)
 
 
+def waiting_time(match: Match) -> Figure:
+    value = match.node / match.nodes[0]["dcp_sync_s"]
+    return Figure(f"{value:.3f}", value)
+
+
 def event_rate(match: Match) -> Figure:
     row = match.node
     if "cpu_us" in row:

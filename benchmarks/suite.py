@@ -251,6 +251,7 @@ BENCHMARKS = (
                 headline="Extra wall time of an asynchronous save ÷ a synchronous save of torch.distributed.checkpoint",
             ),
             Row("extra wall time until committed ÷ DCP's save: {0}", "kinds/*", figures.extra_time),
+            Row("time that training waits for the call ÷ DCP's save: {0}", "kinds/*/call_s", figures.waiting_time),
             Row("seconds of DCP's save", "dcp_sync_s", figures.number("{:.3f}")),
             Row("bytes written / state bytes", "written_over_state_bytes", figures.number("{:.4f}")),
         ),
@@ -359,6 +360,12 @@ BENCHMARKS = (
                 "unisono windows ignore / torch 0",
                 "",
                 figures.speed_over("unisono windows ignore", "torch 0"),
+                aim=at_least(3),
+            ),
+            Row(
+                "unisono loader ignore 0 / fastest rival",
+                "",
+                figures.speed_over_fastest("unisono loader ignore 0", ("unisono", "floor")),
                 aim=at_least(3),
             ),
             Row(
