@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
 
-.PHONY: demo test test-full check bench tables clean
+.PHONY: demo docs test test-full check bench tables clean
 
 $(BIN)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ check: $(BIN)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell src tests docs benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/python tests/support/size.py
+
+# the pages and the reference; no network, every warning is an error
+docs: $(BIN)/.dev
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m benchmarks.run
