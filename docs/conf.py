@@ -7,8 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import unisono
 from reference import write_reference
+
+import unisono
 
 project = "unisono"
 author = "the unisono authors"

@@ -16,6 +16,7 @@ PACKAGES = (
     "unisono.data.recordio",
     "unisono.data.mindrecord",
     "unisono.data.convert",
+    "unisono.data.convert.pack",
     "unisono.models",
     "unisono.optim",
     "unisono.parallel",
