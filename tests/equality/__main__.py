@@ -35,7 +35,8 @@ def main() -> int:
     began, unequal = time.monotonic(), 0
     without = frozenset(options.without)
     before, after = (
-        Side(getattr(options, name), work, name=name, without=without) for name in ("before", "after")
+        Side(getattr(options, name), work, options.cache.absolute(), name=name, without=without)
+        for name in ("before", "after")
     )
     try:
         with before, after, ThreadPoolExecutor(options.jobs) as pool:
@@ -88,7 +89,9 @@ class Comparison:
         folder = path.with_suffix("")
         if key is not None and path.exists() and not self._fresh:
             return json.loads(path.read_text()), folder
-        own = self._cache / f"tmp-{secrets.token_hex(4)}" if key is not None else self._before.work / f"{case.name}-kept"
+        own = (
+            self._cache / f"tmp-{secrets.token_hex(4)}" if key is not None else self._before.work / f"{case.name}-kept"
+        )
         results = self._before.run(case, carried=own if case.carry else None)
         if key is None:
             return results, own

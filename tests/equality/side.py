@@ -52,11 +52,12 @@ class _Process:
 class Side:
     """The checkout at ``root``. Its process for forks starts at first use; ``cpu_s`` is known once it is closed."""
 
-    def __init__(self, root: Path, work: Path, *, name: str, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, root: Path, work: Path, cache: Path, *, name: str, without: frozenset[str]) -> None:
         self.root, self.name = root.resolve(), name
         self.python = self.root / ".venv/bin/python"
         self.work = work / name
         self.cpu_s = 0.0
+        self._cache = cache
         self._without = without
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -164,9 +165,7 @@ class Side:
             (folder / made).mkdir()
         return folder
 
-    def _stage(
-        self, stage: Stage, number: int, folder: Path, *, environ: Mapping[str, str] | None = None
-    ) -> Results:
+    def _stage(self, stage: Stage, number: int, folder: Path, *, environ: Mapping[str, str] | None = None) -> Results:
         argv = list(stage.argv)
         if stage.settings is not None:
             path = folder / f"stage-{number}.toml"
@@ -282,7 +281,7 @@ class Side:
             "MKL_NUM_THREADS": "1",
             "PYTHONPATH": str(self.work / "inputs/plugin"),
             "XDG_CACHE_HOME": str(self.work / "cache"),
-            "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self._cache / "inductor"),  # found by generated code: a hit says it is equal
         }
 
 
