@@ -8,13 +8,17 @@
 set -uo pipefail
 PYTHON=${PYTHON:-python3}
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/unisono-tests
+part=""
+trap '[ -z "$part" ] || rm -rf "$part"' EXIT
+trap 'exit 143' TERM
+trap 'exit 130' INT
 
 # environment NAME IMPORT PACKAGE...: prints the export for an environment in which IMPORT works
 environment() {
   local name=$1 import=$2
   shift 2
   # other packages or another Python make another environment
-  local key folder part
+  local key folder
   key=$( (echo "$@"; "$PYTHON" -VV) | cksum | cut -d' ' -f1)
   folder=$cache/$name-$key
   part=$folder.part-$$
@@ -23,13 +27,14 @@ environment() {
     rm -rf "$part"
     # a venv cannot be renamed, its python can be called by any path: only bin/python is used afterwards
     if "$PYTHON" -m venv "$part" >&2 &&
-      timeout "${PEER_TIMEOUT_S:-300}" "$part/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2 &&
+      "$part/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >&2 &&
       "$part/bin/python" -c "$import" >&2; then
       mv -T "$part" "$folder" 2>/dev/null || rm -rf "$part" # another run was faster
     else
       rm -rf "$part"
     fi
   fi
+  part=""
   if [ -x "$folder/bin/python" ]; then
     printf 'export UNISONO_%s_PYTHON=%q\n' "${name^^}" "$folder/bin/python"
   else
