@@ -5,6 +5,8 @@ BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
 TEST_PROCESSES ?= 2
+# Tests start hundreds of processes, which would each compile what is not kept compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-full check bench clean
 

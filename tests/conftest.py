@@ -24,6 +24,12 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, lambda number, frame: None)
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # one thread for each of the processes that share the cores
+    import torch
+
+    torch.set_num_threads(1)
+
 # set by pytest, or by torch's compiler when it is imported
 TORCHS_OWN = {
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
