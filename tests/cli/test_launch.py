@@ -16,7 +16,7 @@ PLACE = """
 import os
 from unisono.dist import job_from_environ
 job = job_from_environ(os.environ)
-print(job.source, job.role, job.rank, job.world, job.local_rank, job.local_world, job.master_addr, os.environ["A"],
+print(job.source, job.role, job.rank, job.world_size, job.local_rank, job.local_world, job.master_addr, os.environ["A"],
       os.environ["GLOO_SOCKET_IFNAME"], os.environ["OMP_NUM_THREADS"], flush=True)
 """
 ALL_REDUCE = """

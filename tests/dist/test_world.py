@@ -362,7 +362,7 @@ def meet(job: JobSpec, port: int) -> tuple[int, float]:
         # the others look first, and find a complete handshake: that of the dead
         time.sleep(0.5)
     world = join_world(
-        replace(job, master_port=port, listen_fd=None, shared_store=True, epoch=job.rank),
+        replace(job, master_port=port, listen_fd=None, shared_store=True, restart_count=job.rank),
         device_type="cpu",
         timeout_s=20,
     )

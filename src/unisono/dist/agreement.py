@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, cast
 
 from unisono.dist.world import World
-from unisono.errors import CommError, Problem
+from unisono.errors import CommError
 
 _SHOWN_CHARS = 120
 

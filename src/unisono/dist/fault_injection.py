@@ -12,7 +12,7 @@ import os
 import re
 import signal
 
-from unisono.errors import LaunchError, Problem
+from unisono.errors import LaunchError
 
 VARIABLE = "UNISONO_FAULT"
 

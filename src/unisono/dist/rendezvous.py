@@ -28,7 +28,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from unisono.dist.jobspec import JobSpec
-from unisono.errors import CommError, LaunchError, Problem
+from unisono.errors import CommError, LaunchError
 
 _POLL_S = 0.005
 _SLOW_POLL_S = 0.05

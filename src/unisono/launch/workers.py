@@ -96,7 +96,7 @@ class Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
-        self.guard.forget(self.pid)
+        self.reaper.forget(self.pid)
 
 
 class Reaper:
@@ -253,7 +253,7 @@ def start_worker(
             os.close(secret_fd)
     guard.watch(process.pid)
     name = f"rank {job.rank}" if job.role == "worker" else f"server {job.server_index}"
-    return Worker(rank=job.server_index or job.rank, name=name, process=process, log=log, guard=guard)
+    return Worker(rank=job.server_index or job.rank, name=name, process=process, log=log, reaper=guard)
 
 
 def _foreign(name: str) -> bool:
