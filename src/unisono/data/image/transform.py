@@ -123,8 +123,8 @@ def _cropped(
 
 
 def _flip_normalize_erase(images: Pixels, draws: NDArray[np.float32], augment: Augment) -> NDArray[Any]:
-    """What ``augment_on_device`` does, for images [N, H, W, C] that are only flipped, normalised and erased: image by image, each in
-    the cache while it is worked on, into one array."""
+    """What ``augment_on_device`` does, for images [N, H, W, C] that are only flipped, normalised and erased: image by image,
+    each in the cache while it is worked on, into one array."""
     count, height, width, channels = images.shape
     normalised = augment.mean is not None and augment.std is not None
     shape = (count, channels, height, width) if normalised else images.shape

@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from unisono.data.loading.cpu_cores import allowed_cores
+from unisono.data.loading.worker_pool import allowed_cores
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.tokens.corpus import (
     Corpus,

@@ -8,8 +8,8 @@ from collections.abc import Generator, Iterable, Sequence
 import msgspec
 
 from unisono.data.convert.pack.worker import RecordAnswer, RecordMaker
-from unisono.data.loading.cpu_cores import allowed_cores
 from unisono.data.loading.subprocess_map import subprocess_map
+from unisono.data.loading.worker_pool import allowed_cores
 from unisono.errors import UnisonoError
 
 _PER_WORKER = 64  # inputs for which a process more is worth its start
