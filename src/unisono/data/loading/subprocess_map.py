@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from unisono.data.loading.worker_pool import WorkerPool
+from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool
 from unisono.errors import UnisonoError
 
 Tag = TypeVar("Tag")
@@ -34,13 +34,32 @@ def subprocess_map(
     At most ``ahead`` requests per worker are in flight, which bounds the memory of waiting answers. Closing the generator
     kills the processes. Raises ``ended(tag, exit code)`` if a process ends by itself.
     """
-    pool = WorkerPool(lambda: _TaggedWorker(command, ended, environ), name="unisono-subprocess")
+    # Output of the processes goes to stderr, away from the parent's own.
+    processes = [Subprocess(command, stdout=2, environ=environ) for _ in range(workers)]
+    unclaimed = iter(processes)
+
+    def make_worker() -> FunctionWorker[tuple[Tag, bytes], bytes]:
+        process = next(unclaimed)
+
+        def ask(request: tuple[Tag, bytes]) -> bytes:
+            try:
+                return process.ask(request[1])
+            except (EOFError, OSError) as error:
+                raise ended(request[0], process.close()) from error
+
+        return FunctionWorker(ask)
+
+    pool = WorkerPool(make_worker, name="unisono-subprocess")
     pool.resize(workers)
     try:
         for (tag, _), answer in pool.map_in_order(requests, ahead=ahead * workers):
             yield tag, answer
     finally:
+        for process in processes:
+            process.kill()  # wakes the threads that wait for it
         pool.close()
+        for process in processes:
+            process.close()
 
 
 class Subprocess:
@@ -95,24 +114,3 @@ def serve_requests(descriptor: int, answer: Callable[[bytes], bytes]) -> None:
         reply = answer(request)
         with suppress(ConnectionError):  # the next read finds that the parent is gone
             pipe.send_bytes(reply)
-
-
-class _TaggedWorker(Generic[Tag]):
-    """A subprocess as a pool's worker. Its output goes to stderr, away from what the parent prints."""
-
-    def __init__(
-        self, command: Sequence[str], ended: Callable[[Tag, int], UnisonoError], environ: Mapping[str, str] | None
-    ) -> None:
-        self._process, self._ended = Subprocess(command, stdout=2, environ=environ), ended
-
-    def __call__(self, request: tuple[Tag, bytes]) -> bytes:
-        try:
-            return self._process.ask(request[1])
-        except (EOFError, OSError) as error:
-            raise self._ended(request[0], self._process.close()) from error
-
-    def interrupt(self) -> None:
-        self._process.kill()
-
-    def close(self) -> None:
-        self._process.close()
