@@ -414,10 +414,10 @@ def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
         for _ in range(3):  # a None where it would wait ends the generator; somebody else decides whether to go on
             with closing(loader.iterate_claimed(claim)) as batches:
                 found += list(batches)
-    assert sorted(batch.unit for batch in found) == sorted(expected)
+    assert sorted(batch.batch_shard for batch in found) == sorted(expected)
     for batch in found:
-        mine = expected[batch.unit]
-        assert batch.step == mine.step == batch.unit // 3
+        mine = expected[batch.batch_shard]
+        assert batch.step == mine.step == batch.batch_shard // 3
         assert batch.sample_ids.tolist() == mine.sample_ids.tolist()
         for here, there in zip(batch.micro_batches, mine.micro_batches, strict=True):
             assert torch.equal(here["x"], there["x"])

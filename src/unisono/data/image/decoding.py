@@ -74,9 +74,9 @@ def decode(
 
     Grey is a JPEG's stored luma, without conversion, and ITU-R BT.601 luma of RGB in other formats.
 
-    ``min_size``, (height, width): decode a JPEG at 1/2, 1/4 or 1/8 scale if the result, rounded up, is at least this large. The DCT
-    is scaled, which is faster. Other formats are decoded in full size. ``max_pixels`` is checked before anything is allocated.
-    Raises DataError for images that are larger, truncated, detectably corrupt, or of an unsupported format.
+    ``min_size``, (height, width): decode a JPEG at 1/2, 1/4 or 1/8 scale if the result, rounded up, is at least this large. The
+    DCT is scaled, which is faster. Other formats are decoded in full size. ``max_pixels`` is checked before anything is
+    allocated. Raises DataError for images that are larger, truncated, detectably corrupt, or of an unsupported format.
     """
     seen = as_view(data)
     if is_jpeg(seen):

@@ -1,8 +1,8 @@
 """Pair transforms: mixup (Zhang et al. 2017, arXiv:1710.09412) and CutMix (Yun et al. 2019, arXiv:1905.04899).
 
-``(first, second, rng) -> (first', second')``: a batch keeps its size. The loader pairs samples by global position. Both samples have
-an ``image`` of the same shape and dtype, [C, H, W] float32 or [H, W, C] uint8, and ``targets``: a class number, or [classes] float32
-if mixed before. Other entries are unchanged.
+``(first, second, rng) -> (first', second')``: a batch keeps its size. The loader pairs samples by global position. Both samples
+have an ``image`` of the same shape and dtype, [C, H, W] float32 or [H, W, C] uint8, and ``targets``: a class number, or
+[classes] float32 if mixed before. Other entries are unchanged.
 """
 
 from __future__ import annotations

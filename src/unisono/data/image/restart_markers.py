@@ -1,10 +1,10 @@
 """Write JPEGs with restart markers that form a grid of tiles (see ``tiles``).
 
-``jpegtran`` adds the markers to an existing JPEG without loss: it copies the coefficients and decodes no pixels, in about 4 ms for
-an image of 77 KB. The encoder adds them at no cost.
+``jpegtran`` adds the markers to an existing JPEG without loss: it copies the coefficients and decodes no pixels, in about 4 ms
+for an image of 77 KB. The encoder adds them at no cost.
 
-The default tile size is 32 pixels. For random crops of a photo of 500x375, tiles of 64 took 7 % longer and 0.6 % fewer bytes; tiles
-of 16 were no faster.
+The default tile size is 32 pixels. For random crops of a photo of 500x375, tiles of 64 took 7 % longer and 0.6 % fewer bytes;
+tiles of 16 were no faster.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def jpegtran_path() -> str | None:
 def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = MAX_PIXELS) -> bytes:
     """The same coefficients as a baseline JPEG with a restart marker about every ``tile_px`` pixels.
 
-    The interval is the one nearest to ``tile_px`` that divides the rows of MCUs evenly. Huffman tables are optimised, which for a
-    baseline photo saves about as much as the markers add (77 KB: -3 %); small and progressive images grow. Metadata is preserved. A
-    JPEG that already has this interval is returned unchanged.
-    Raises ExtraError if jpegtran is not installed, DataError for an incomplete JPEG or one larger than ``max_pixels``.
+    The interval is the one nearest to ``tile_px`` that divides the rows of MCUs evenly. Huffman tables are optimised, which for
+    a baseline photo saves about as much as the markers add (77 KB: -3 %); small and progressive images grow. Metadata is
+    preserved. A JPEG that already has this interval is returned unchanged. Raises ExtraError if jpegtran is not installed,
+    DataError for an incomplete JPEG or one larger than ``max_pixels``.
     """
     seen = as_view(jpeg)
     header = read_header(seen)

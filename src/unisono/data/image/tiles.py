@@ -1,9 +1,10 @@
 """Restart-marker tiles: cut the part of a JPEG under a crop out of the encoded data, and decode only that.
 
 Most of the decoding time of a JPEG is Huffman decoding, which can only start at the beginning or at a restart marker, where all
-state is reset (ITU-T T.81, E.1.4 and F.1.1.5.1). If the restart interval divides the rows of MCUs evenly, the runs of MCUs between
-markers form a grid of independent tiles. The header with another size, followed by the tiles under a box with renumbered markers,
-is a valid small JPEG whose pixels equal those of the whole, bit for bit. OpenSlide reads Hamamatsu's NDPI slides in this way.
+state is reset (ITU-T T.81, E.1.4 and F.1.1.5.1). If the restart interval divides the rows of MCUs evenly, the runs of MCUs
+between markers form a grid of independent tiles. The header with another size, followed by the tiles under a box with
+renumbered markers, is a valid small JPEG whose pixels equal those of the whole, bit for bit. OpenSlide reads Hamamatsu's NDPI
+slides in this way.
 
 Boxes are (top, left, height, width) in pixels of the whole image.
 """
@@ -40,8 +41,8 @@ _SIZE: Final = struct.Struct(">HH")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileGrid:
-    """The tiles of one JPEG. Tile (row, column) is bytes ``offsets[k]`` to ``offsets[k + 1]``, k = row · columns + column, with the
-    two bytes of the marker that ends it."""
+    """The tiles of one JPEG. Tile (row, column) is bytes ``offsets[k]`` to ``offsets[k + 1]``, k = row · columns + column, with
+    the two bytes of the marker that ends it."""
 
     header: JpegHeader
     rows: int
@@ -89,9 +90,9 @@ class TileGrid:
 def tile_grid(jpeg: Encoded) -> TileGrid | None:
     """Find the tiles of a JPEG by its markers; None if it has no independent tiles.
 
-    JPEGs without tiles: progressive or arithmetic-coded, with several scans, without restart markers, with an interval that does not
-    divide the rows evenly, or with markers other than the header announces (damage, which a full decode reports). Raises DataError
-    for an invalid header.
+    JPEGs without tiles: progressive or arithmetic-coded, with several scans, without restart markers, with an interval that
+    does not divide the rows evenly, or with markers other than the header announces (damage, which a full decode reports).
+    Raises DataError for an invalid header.
     """
     seen = as_view(jpeg)
     if not is_jpeg(seen):
@@ -158,10 +159,10 @@ def decode_region(
 ) -> Pixels:
     """The pixels of ``box``, bit for bit those of ``decode(data)``, decoding only the tiles of ``grid`` under the box.
 
-    ``grid`` is the grid of this image, from ``tile_grid`` or ``TileGrid.from_column``. Without it, and for other formats, the whole
-    image is decoded. ``min_size``, (height, width): if a JPEG's box is at least f in (8, 4, 2) times as large, the result is the
-    image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉, and columns likewise.
-    Raises DataError as ``decode`` does, and for a box that is not inside the image.
+    ``grid`` is the grid of this image, from ``tile_grid`` or ``TileGrid.from_column``. Without it, and for other formats, the
+    whole image is decoded. ``min_size``, (height, width): if a JPEG's box is at least f in (8, 4, 2) times as large, the result
+    is the image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉, and columns likewise. Raises DataError as
+    ``decode`` does, and for a box that is not inside the image.
     """
     seen = as_view(data)
     if not is_jpeg(seen):

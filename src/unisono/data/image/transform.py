@@ -28,16 +28,16 @@ PARAMS_ENTRY: Final = "image_draws"
 class ImageTransform:
     """A loader's transform for images: decodes the pixels under the crop, resizes, augments.
 
-    The sample's ``image`` is encoded, uint8 [bytes], or pixels, uint8 [height, width, channels]. Its optional ``tiles`` are the result
-    of ``TileGrid.to_column`` (empty if unknown). Both are replaced by ``image``: float32 [C, H, W] if ``augment`` normalises,
-    else uint8 [H, W, C]. Other entries are unchanged.
+    The sample's ``image`` is encoded, uint8 [bytes], or pixels, uint8 [height, width, channels]. Its optional ``tiles`` are the
+    result of ``TileGrid.to_column`` (empty if unknown). Both are replaced by ``image``: float32 [C, H, W] if ``augment``
+    normalises, else uint8 [H, W, C]. Other entries are unchanged.
 
-    ``pixels_on="device"``: only crop and resize here. ``image`` is uint8 [H, W, C]; ``image_draws``, float32 [12], are the parameters
-    with which ``augment_on_device`` finishes a batch.
+    ``pixels_on="device"``: only crop and resize here. ``image`` is uint8 [H, W, C]; ``image_draws``, float32 [12], are the
+    parameters with which ``augment_on_device`` finishes a batch.
 
-    A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 scale, its crop rounded outwards to that grid. Other formats and
-    JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the draws are constant, so
-    ``mapped(data, transform)`` is a data set for evaluation. Raises DataError as decoding does.
+    A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 scale, its crop rounded outwards to that grid. Other
+    formats and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the draws are
+    constant, so ``mapped(data, transform)`` is a data set for evaluation. Raises DataError as decoding does.
     """
 
     augment: Augment
@@ -75,8 +75,8 @@ class ImageTransform:
 def resize(pixels: Pixels, size: tuple[int, int], by: Literal["torch", "opencv"]) -> Pixels:
     """Resize uint8 [height, width, channels] to ``size``, (height, width), in the calling thread.
 
-    "torch": bilinear with antialiasing. "opencv": bilinear between four neighbours, which is faster but not antialiased; needs the
-    package opencv-python-headless.
+    "torch": bilinear with antialiasing. "opencv": bilinear between four neighbours, which is faster but not antialiased; needs
+    the package opencv-python-headless.
     """
     if pixels.shape[:2] == size:
         return pixels.copy()  # the result is erased in place

@@ -18,9 +18,10 @@ from unisono.errors import DataError, UnisonoError
 class RecordDataset:
     """All records of ``files`` in order, each decoded to a sample.
 
-    ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``: a dict of arrays or numbers,
-    a pair (inputs, targets), or one value. The side columns ``side`` are added to it. Random augmentation belongs into the loader's
-    ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record if ``decode`` fails.
+    ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``: a dict of arrays or
+    numbers, a pair (inputs, targets), or one value. The side columns ``side`` are added to it. Random augmentation belongs into
+    the loader's ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record if
+    ``decode`` fails.
     """
 
     def __init__(

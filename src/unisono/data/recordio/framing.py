@@ -3,9 +3,9 @@
     part    magic (u32) | flag << 29 | bytes (u32) | bytes … | zeros up to a multiple of 4
     record  one part with flag 0, or parts with flags 1 (first), 2 (middle, any number), 3 (last)
 
-All integers are little-endian, and every part starts at a multiple of 4. A payload that contains the magic word at a multiple of 4
-is cut there and the word left out; the reader reinserts it between parts. A magic word at a multiple of 4 therefore always starts
-a part, and parts can be found from any position.
+All integers are little-endian, and every part starts at a multiple of 4. A payload that contains the magic word at a multiple
+of 4 is cut there and the word left out; the reader reinserts it between parts. A magic word at a multiple of 4 therefore always
+starts a part, and parts can be found from any position.
 
 Format: dmlc-core ``recordio.h`` (Apache MXNet's ``.rec`` files). Not here: files, indexes, checksums.
 """
@@ -85,8 +85,8 @@ def _cuts(payload: bytes) -> list[int]:
 
 
 def join_parts(data: memoryview, offset: int) -> bytes:
-    """The payload of the record at ``offset``, with the cut words reinserted. Raises ValueError if its parts are not a record, that
-    is, if the file has changed."""
+    """The payload of the record at ``offset``, with the cut words reinserted. Raises ValueError if its parts are not a record,
+    that is, if the file has changed."""
     pieces: list[bytes | memoryview] = []
     while True:
         if offset < 0 or offset + HEAD_BYTES > len(data):
@@ -105,8 +105,8 @@ def join_parts(data: memoryview, offset: int) -> bytes:
 
 
 def find_parts(data: NDArray[np.uint8]) -> FrameParts:
-    """All part heads of ``data`` [bytes], in order, in one pass. A magic word at the very end, whose second word is missing, counts
-    as a head with an impossible length."""
+    """All part heads of ``data`` [bytes], in order, in one pass. A magic word at the very end, whose second word is missing,
+    counts as a head with an impossible length."""
     words = data[: len(data) // 4 * 4].view("<u4")
     chunks = [
         np.flatnonzero(words[begin : begin + _SCAN_WORDS] == MAGIC) + begin

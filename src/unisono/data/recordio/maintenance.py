@@ -107,8 +107,8 @@ def verify(path: Path) -> VerifyReport:
 def repair(path: Path, target: Path) -> RepairReport:
     """Write the records of ``path`` that can be saved to ``target``, in order, with keys and side columns if known.
 
-    With a sidecar, a record is saved if its checksum is found, anywhere in the file and with any head. Without one, it is saved if
-    its framing is intact, or only its magic word is damaged.
+    With a sidecar, a record is saved if its checksum is found, anywhere in the file and with any head. Without one, it is saved
+    if its framing is intact, or only its magic word is damaged.
     """
     if os.path.abspath(path) == os.path.abspath(target):
         raise DataError(
@@ -288,7 +288,9 @@ def _repair_by_checksum(
             what = "no bytes of the file have its checksum"
             lost.append(Finding(path=path, record=number, offset=offset, end=end, what=what))
             continue
-        mended += found is None or (number not in parted and data[offset : offset + 8].tobytes() != _head(len(found)))
+        mended += in_place is None or (
+            number not in parted and data[offset : offset + 8].tobytes() != _head(len(in_place))
+        )
         values = {name: column[number] for name, column in side.items()}
         writer.write(bytes(payload), key=int(keys[number]), side=values)
     return RepairReport(saved=len(writer), mended=mended, lost=lost)

@@ -50,11 +50,12 @@ class RecordBatch:
 class RecordFile:
     """One ``.rec`` file; records are numbered in the order of its ``.idx`` (of the file, if there is none).
 
-    A URL (``s3://…``, any fsspec filesystem) is read in ranges into a permanent copy in ``cache_dir`` (default: unisono/ in the user's
-    cache folder); without a sidecar beside it the whole file is fetched once.
+    A URL (``s3://…``, any fsspec filesystem) is read in ranges into a permanent copy in ``cache_dir`` (default: unisono/ in the
+    user's cache folder); without a sidecar beside it the whole file is fetched once.
 
-    ``check``: verify a record's checksum the ``first`` time it is read in this process, ``always``, or ``never``; its head is always
-    checked the first time. Raises DataError if file and sidecar do not match and, naming file, record and offset, for a damaged record.
+    ``check``: verify a record's checksum the ``first`` time it is read in this process, ``always``, or ``never``; its head is
+    always checked the first time. Raises DataError if file and sidecar do not match and, naming file, record and offset, for a
+    damaged record.
     """
 
     def __init__(self, path: Path | str, *, check: ChecksumPolicy = "first", cache_dir: Path | None = None) -> None:
@@ -153,7 +154,7 @@ class RecordFile:
         payloads = self.views(numbers)
         offsets = np.zeros(len(payloads) + 1, np.int64)
         np.cumsum([len(view) for view in payloads], out=offsets[1:])
-        return RecordBatch(data=np.frombuffer(b"".join(found), np.uint8), offsets=offsets)
+        return RecordBatch(data=np.frombuffer(b"".join(payloads), np.uint8), offsets=offsets)
 
     def read_key(self, key: int) -> bytes:
         """The payload of the record with this key. Raises DataError for no or several such records."""

@@ -1,8 +1,8 @@
 """Files behind a URL, read in ranges into a permanent sparse local copy.
 
-The copy has the size of the file and is mapped like a local file. Blocks are fetched when one of their records is first read, many
-per request if the store can; one byte per block marks those present. Processes may share a copy: they write the same bytes. Its
-folder is named by the store's own key of the file, so a changed file gets a new copy.
+The copy has the size of the file and is mapped like a local file. Blocks are fetched when one of their records is first read,
+many per request if the store can; one byte per block marks those present. Processes may share a copy: they write the same
+bytes. Its folder is named by the store's own key of the file, so a changed file gets a new copy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def is_url(path: Path | str) -> bool:
 
 
 class RemoteFile:
-    """One file of any fsspec filesystem (``s3://``, ``gs://``, ``https://``, …). ``path`` and ``bytes`` are the copy and its mapping,
-    which is zero where ``ensure`` has not fetched it. Raises DataError if the store does not answer."""
+    """One file of any fsspec filesystem (``s3://``, ``gs://``, ``https://``, …). ``path`` and ``bytes`` are the copy and its
+    mapping, which is zero where ``ensure`` has not fetched it. Raises DataError if the store does not answer."""
 
     def __init__(self, url: str, cache_dir: Path) -> None:
         self.url = url
