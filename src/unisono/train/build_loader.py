@@ -49,12 +49,12 @@ def build_loader(
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "rank": data_rank,
-        "world": plan.dp_world_size,
+        "world_size": plan.dp_world_size,
         "transform": transform,
         "device": None if device.type == "cpu" else device,
     }
     if isinstance(data, Dataset):
-        return Loader(data, options=options, shuffle_block=shuffle_block, pair=pair, finish=finish, **common)
+        return Loader(data, options=options, shuffle_block=shuffle_block, pair_transform=pair, batch_transform=finish, **common)
     defaults = LoaderOptions(workers=min(options.workers, 0))  # 0: no thread, which a stream can do
     if (options, pair, finish, shuffle_block) != (defaults, None, None, 0):
         raise DataError(

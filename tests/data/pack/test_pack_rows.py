@@ -167,8 +167,8 @@ def test_a_killed_function_goes_on(functions: str, tmp_path: Path) -> None:
     pack_function(f"{functions}:rows", tmp_path / "a.rec", SCHEMA, shard_bytes=200)
     (tmp_path / "b").mkdir()
     script = (
-        "import sys; from pathlib import Path; from unisono.data.convert.pack import Layout, pack_function\n"
-        f"pack_function('{functions}:slow', Path(sys.argv[1]), Layout.parse('{SCHEMA.text}'), shard_bytes=200)"
+        "import sys; from pathlib import Path; from unisono.data.convert.pack import RecordSchema, pack_function\n"
+        f"pack_function('{functions}:slow', Path(sys.argv[1]), RecordSchema.parse('{SCHEMA.text}'), shard_bytes=200)"
     )
     target = tmp_path / "b/a.rec"
     process = subprocess.Popen([sys.executable, "-c", script, str(target)])
@@ -190,7 +190,7 @@ import os, resource, sys
 from pathlib import Path
 from unisono.data.convert.pack import Layout, pack_function
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-pack_function("packing_functions:big", Path("a.rec"), Layout.parse("raw=bytes"), items=Path("items"), workers=1)
+pack_function("packing_functions:big", Path("a.rec"), RecordSchema.parse("raw=bytes"), items=Path("items"), workers=1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 

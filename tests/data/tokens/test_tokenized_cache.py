@@ -296,12 +296,12 @@ def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
 CHILD = """
 import os, resource, sys, time
 from pathlib import Path
-from unisono.data import prepared
+from unisono.data.tokens.tokenized_cache import prepare_corpus
 from unisono.data.options import DataOptions
 corpus, cache, how = sys.argv[1:]
 def run(cache):
-    ready = prepared.prepare(DataOptions(corpus=corpus, eval_frac=0.2), Path(cache))
-    print(ready.cached, ready.train.fingerprint, ready.eval.fingerprint)
+    prepared = prepare_corpus(DataOptions(corpus=corpus, eval_frac=0.2), Path(cache))
+    print(prepared.from_cache, prepared.train.fingerprint, prepared.eval.fingerprint)
 def killed_at_sync(left, cache):
     real = os.fsync
     def fsync(handle):

@@ -35,9 +35,8 @@ from unisono.data.convert.pack.pack_job import (
     cut_by_count,
     run_pack_job,
 )
-from unisono.data.convert.pack.parallel import make_records, worker_count
 from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
-from unisono.data.convert.pack.worker import RecordAnswer, image_maker
+from unisono.data.convert.pack.worker import RecordAnswer, image_maker, make_records, worker_count
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import missing_extra
 

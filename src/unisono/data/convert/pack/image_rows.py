@@ -30,9 +30,8 @@ from unisono.data.convert.pack.pack_job import (
     cut_by_bytes,
     run_pack_job,
 )
-from unisono.data.convert.pack.parallel import make_records, worker_count
 from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
-from unisono.data.convert.pack.worker import image_bytes_maker
+from unisono.data.convert.pack.worker import image_bytes_maker, make_records, worker_count
 
 _MANY = 1 << 20  # how many rows there are is not known before they are read
 

@@ -28,10 +28,9 @@ from unisono.data.convert.pack.pack_job import (
     cut_by_bytes,
     run_pack_job,
 )
-from unisono.data.convert.pack.parallel import make_records, worker_count
 from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
 from unisono.data.convert.pack.resumable_shards import InputSource, PackedInput, ShardSeries, file_digest
-from unisono.data.convert.pack.worker import find_function, function_maker
+from unisono.data.convert.pack.worker import find_function, function_maker, make_records, worker_count
 from unisono.errors import DataError
 
 _TARGETS = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv")

@@ -22,8 +22,8 @@ from unisono.data.convert.pack.pack_job import (
     cut_by_bytes,
     run_pack_job,
 )
-from unisono.data.convert.pack.parallel import worker_count
 from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
+from unisono.data.convert.pack.worker import worker_count
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, encode_documents
 from unisono.data.tokens.shards import TokenWriter
