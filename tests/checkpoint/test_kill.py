@@ -43,7 +43,7 @@ def drill(job, folder, cases):
             code = 1
             try:
                 fd = os.dup(job.listen_fd) if job.listen_fd is not None else None
-                world = join_world(replace(job, epoch=number, listen_fd=fd), device_type="cpu", timeout_s=20)
+                world = join_world(replace(job, restart_count=number, listen_fd=fd), device_type="cpu", timeout_s=20)
                 save_and_die(world, folder / f"{victim}-{point}", victim, point)
                 code = 0
             except CommError:
