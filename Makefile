@@ -4,6 +4,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
+TEST_PROCESSES ?= 2
+# Tests start hundreds of processes, which would each compile what is not kept compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo docs test test-full check bench tables clean
 
@@ -20,11 +23,13 @@ $(BIN)/.dev: $(BIN)/.base
 demo: $(BIN)/.base
 	@$(BIN)/unisono train --set run.dir=$(RUN) || { code=$$?; test $$code -eq 75 && echo "saved; 'make demo' again goes on" || exit $$code; }
 
+# A file of tests is run by one of the processes; each has warm workers of its own.
 test: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -m "not full and not gpu and not peer"
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not full and not gpu and not peer"
 
+# BUDGET_S=1200: starts nothing that cannot end within 1200 s, and says what it did not reach (tests/support/budget.py).
 test-full: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -m "full or peer"
+	$(BIN)/python -m pytest -q -m "(full or peer) and not gpu" $(if $(BUDGET_S),--budget-s $(BUDGET_S))
 
 check: $(BIN)/.dev
 	$(BIN)/ruff check .
