@@ -1,6 +1,6 @@
-"""Sums that go host-wise: over the workers of each host, across hosts between one worker of each, and back.
+"""Hierarchical sums: over the workers of each host, across hosts between one worker of each, and back.
 
-With k workers on a host, one k-th of the bytes of a flat sum cross the network.
+With k workers per host, 1/k of the bytes of a flat sum cross the network.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from unisono.dist.roll_call import identity
 
 
 def host_id() -> str:
-    """The same for workers that share a host and its process table."""
+    """An id that is equal for workers that share a host and its process table."""
     return str(identity()["host"])
 
 
 def is_hierarchy_useful(hosts: Sequence[str]) -> bool:
-    """Several hosts, one of them with several workers; ``hosts`` is each rank's."""
+    """Whether there are several hosts and one of them has several workers; ``hosts`` is each rank's."""
     each = Counter(hosts)
     return len(each) > 1 and max(each.values()) > 1
 
 
 def hierarchical_all_reduce(world: World, hosts: Sequence[str]) -> Callable[[Tensor], HierarchicalWork]:
-    """Starts the sum of a tensor over all workers, in place; ``hosts`` is each rank's. All workers call it alike."""
+    """A function that starts the sum of a tensor over all workers, in place. ``hosts`` is each rank's. A collective."""
     nodes = [[rank for rank, host in enumerate(hosts) if host == each] for each in dict.fromkeys(hosts)]
     groups = world.groups({"store host": nodes, "store hosts": [[node[0] for node in nodes]]})
     first = next(node[0] for node in nodes if world.rank in node)
@@ -37,7 +37,8 @@ def hierarchical_all_reduce(world: World, hosts: Sequence[str]) -> Callable[[Ten
 
 
 class HierarchicalWork:
-    """Sum inside each host, then over the hosts' first workers, then back. ``wait`` does the second and third."""
+    """Sum within each host, then over the hosts' first workers, then broadcast within each host. ``wait`` does the
+    second and third."""
 
     def __init__(self, tensor: Tensor, node: ProcessGroup, first: int, across: ProcessGroup | None) -> None:
         self._tensor, self._node, self._first, self._across = tensor, node, first, across
@@ -45,7 +46,7 @@ class HierarchicalWork:
         self._waited = False
 
     def wait(self) -> None:
-        """In step with the other workers: all wait for their work in the same order."""
+        """Finish the sum. All workers wait for their sums in the same order."""
         self._inside.wait()
         if self._across is not None:
             dist.all_reduce(self._tensor, group=self._across)
@@ -53,5 +54,5 @@ class HierarchicalWork:
         self._waited = True
 
     def is_completed(self) -> bool:
-        """The second and third part begin in ``wait``."""
+        """False until ``wait``, which begins the second stage."""
         return self._waited

@@ -1,12 +1,12 @@
-"""Sums over the workers of one host through memory they share: no sockets, no kernel between them.
+"""Sums over the workers of one host through shared memory, without sockets or the kernel between them.
 
-The memory has a slot for each worker and one for the sum. A tensor goes through it in pieces of a slot: each worker copies its
-piece in, adds its share of the elements over all slots in the order of ranks, and copies the sum out. One worker adds each
-element, so all get the same bits, in every run. It is an anonymous file of rank 0, which the others open through /proc: it never
-has a name, does not count against the size of /dev/shm, and nothing is left of it after a kill.
+The memory has a slot per worker and one for the sum. A tensor is processed in pieces of a slot: each worker copies its
+piece in, adds its share of the elements over all slots in rank order, and copies the sum out. One worker adds each
+element, so all get the same bits, in every run. The memory is an anonymous file of rank 0, which the others open
+through /proc: it has no name, does not count against the size of /dev/shm, and disappears with its last process.
 
-Workers wait for each other by counters in the memory, each written by one worker only: a short spin that yields the core, then
-sleeps. A worker that is gone ends the others' wait with a CommError that names it, and so does the World's time-out.
+Workers wait for each other through counters in the memory, each written by one worker: a short spin that yields the
+core, then sleeps. A lost worker, or the World's time-out, ends the others' wait with a CommError that names it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LOOK_EVERY_S = 0.5
 class SharedMemoryAllReduce:
     """All-reduce of host tensors, for a World whose workers share one host.
 
-    The constructor is a collective. Raises ConfigError where memory cannot be shared, on all workers alike: on several
-    hosts, for several users, on other systems than Linux and other processors than x86-64.
+    The constructor is a collective. Raises ConfigError on all workers alike where memory cannot be shared: on several
+    hosts, for several users, on systems other than Linux and processors other than x86-64.
     """
 
     def __init__(self, world: World, slot_bytes: int = SLOT_BYTES) -> None:
@@ -59,20 +59,18 @@ class SharedMemoryAllReduce:
         return self._as(dtype)[self._world.rank]
 
     def sums(self, dtype: torch.dtype) -> Tensor:
-        """Where sums are, as large as a slot."""
+        """The sums, as large as a slot."""
         return self._as(dtype)[-1]
 
     def _as(self, dtype: torch.dtype) -> list[Tensor]:
-        """All slots and the sum."""
+        """All slots and the sum, as ``dtype``."""
         if dtype not in self._typed:
             self._typed[dtype] = [part.view(dtype) for part in self._parts]
         return self._typed[dtype]
 
     def all_reduce(self, tensor: Tensor) -> CompletedWork:
-        """Sums a contiguous host tensor in place; what it returns is done, as ``torch.distributed``'s work after ``wait``.
-
-        A collective. Raises CommError naming the worker that is gone or late.
-        """
+        """Sum a contiguous host tensor in place; returns completed work. A collective. Raises CommError naming the
+        worker that is lost or late."""
         slot, total = self.slot(tensor.dtype), self.sums(tensor.dtype)
         for piece in tensor.detach().view(-1).split(len(slot)):
             slot[: len(piece)].copy_(piece)
@@ -82,16 +80,16 @@ class SharedMemoryAllReduce:
         return CompletedWork()
 
     def all_equal(self, number: int) -> bool:
-        """Whether all workers came with the same ``number``, of 63 bits. A collective; slots may be added afterwards."""
+        """Whether all workers passed the same ``number`` of 63 bits. A collective; slots may be summed afterwards."""
         self._counters[self._world.rank * _COUNTERS + 1] = number
         self._meet(_LINE)
         return all(self._counters[rank * _COUNTERS + 1] == number for rank in range(self._world.world_size))
 
     @torch.no_grad()
     def reduce_slots(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
-        """Adds all workers' slots into ``total`` where ``runs`` say: dtype, first element of it and end. A collective.
+        """Add all workers' slots into ``sums`` over ``runs`` of (dtype, first element, end). A collective.
 
-        ``slot`` may be written at once afterwards; ``total`` holds until the next meeting of all workers.
+        ``slot`` may be overwritten at once afterwards; ``sums`` is valid until all workers meet again.
         """
         rank, workers = self._world.rank, self._world.world_size
         for dtype, first, end in runs:
@@ -104,10 +102,10 @@ class SharedMemoryAllReduce:
         self._meet(sum((end - first) * dtype.itemsize for dtype, first, end in runs))
 
     def _meet(self, num_bytes: int) -> None:
-        """Return once all workers have come as far as this one.
+        """Return once all workers have made as many calls as this one.
 
-        A worker may write its slot for the next sum while others still read this one; the sum itself is written only after
-        the next meeting.
+        A worker may overwrite its slot for the next sum while others still read this sum; the sum is overwritten only
+        after the next meeting.
         """
         self._turn += 1
         self._counters[self._world.rank * _COUNTERS] = self._turn
@@ -125,7 +123,7 @@ class SharedMemoryAllReduce:
                     self._look(rank, num_bytes, now - started)
 
     def _look(self, rank: int, num_bytes: int, waited_s: float) -> None:
-        """Raises CommError if a worker has ended, or the wait is over."""
+        """Raise CommError if a worker has ended or the wait has timed out."""
         found = missing_ranks(self._peers, self._world.rank, settle=False)
         if any(each.endswith("has ended") for each in found) or waited_s > self._world.timeout_s:
             why = "; ".join(found) if found else f"rank {rank} has not come"
@@ -138,7 +136,7 @@ class SharedMemoryAllReduce:
             )
 
     def close(self) -> None:
-        """Free the segment, which goes with its last worker. Not a collective."""
+        """Free the memory, which disappears with its last worker. Not a collective."""
         self._counters.release()
         self._parts.clear()  # the mapping itself goes with the last tensor that looks into it
         self._typed.clear()
@@ -146,18 +144,17 @@ class SharedMemoryAllReduce:
 
 
 class CompletedWork:
-    """What is done already, in the form of asynchronous work."""
+    """Work that is already done, in the form of an asynchronous collective."""
 
     def wait(self) -> None:
-        """At once."""
+        pass
 
     def is_completed(self) -> bool:
-        """Always."""
         return True
 
 
 def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
-    """The same memory on all workers, all zeros. Raises ConfigError on all of them if one cannot share."""
+    """The same zeroed memory on all workers. Raises ConfigError on all of them if one cannot share."""
     if world.world_size < 2:
         raise _refused("1 worker", "no sum is needed")
     if len({each["host"] for each in peers}) > 1:
@@ -184,7 +181,8 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
 
 
 def _able() -> bool:
-    """Anonymous files are Linux's. Stores of x86-64 become visible in order; elsewhere a counter could overtake the data."""
+    """Whether this machine can share memory safely. Anonymous files need Linux. Stores of x86-64 become visible in
+    order; elsewhere a counter could overtake the data."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 

@@ -1,7 +1,8 @@
-"""Tensors on their way into a sum through shared memory: what a worker pushes is copied there at once, and nowhere else.
+"""Pushes staged in shared memory: a push is copied there once, and nowhere else.
 
-Tensors lie one after the other in the worker's slot, large ones in parts; when the slot is full, or somebody waits, all that
-is in it is added. Where a tensor lies follows from the calls alone, so workers that call alike have theirs at the same place.
+Tensors are laid out one after the other in the worker's slot, large ones in parts. When the slot is full, or a caller
+waits, its content is summed. The layout follows from the calls, so workers that make the same calls have the same
+layout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements of a tensor from ``first`` on, and where they lie: from ``start`` to ``end`` in a slot of their dtype."""
+    """Elements of a tensor from ``first`` on, at ``start`` to ``end`` of a slot of their dtype."""
 
     key: str
     shape: torch.Size
@@ -30,7 +31,7 @@ class _Part:
 
 
 class PushStaging:
-    """What lies in this worker's slot of ``memory``."""
+    """The tensors staged in this worker's slot of ``memory``."""
 
     def __init__(self, memory: SharedMemoryAllReduce) -> None:
         self._memory = memory
@@ -40,7 +41,7 @@ class PushStaging:
         self._wholes: dict[str, Tensor] = {}
 
     def put(self, key: str, value: Tensor, flush: Callable[[], None]) -> None:
-        """Copy a host tensor in. ``flush`` is called whenever the slot is full, and has to empty it by ``sums``."""
+        """Copy a host tensor in. ``flush`` is called whenever the slot is full, and has to empty it with ``drain``."""
         flat, slot = value.detach().reshape(-1), self._memory.slot(value.dtype)
         first = 0
         while True:
@@ -56,11 +57,12 @@ class PushStaging:
             flush()
 
     def all_equal(self, number: int) -> bool:
-        """Whether all workers came with the same ``number``. A collective."""
+        """Whether all workers passed the same ``number``. A collective."""
         return self._memory.all_equal(number)
 
     def drain(self) -> Iterator[tuple[str, Tensor]]:
-        """Add what all workers have put in, after ``same``; each key with its sum, to be read before the next. A collective."""
+        """Sum what all workers have staged, after ``all_equal``; yields each key with its sum, valid until the next
+        one. A collective."""
         parts, self._parts, self._used_bytes = self._parts, [], 0
         if parts:
             self._memory.reduce_slots(_runs(parts))
@@ -78,14 +80,14 @@ class PushStaging:
                 yield part.key, whole
 
     def close(self) -> None:
-        """Forget what was not summed, and free the memory. Not a collective."""
+        """Drop what was not summed and free the memory. Not a collective."""
         self._parts.clear()
         self._wholes.clear()
         self._memory.close()
 
 
 def _runs(parts: list[_Part]) -> list[tuple[torch.dtype, int, int]]:
-    """Neighbours of one dtype as one; what lies between them for the sake of alignment is added too, and read by nobody."""
+    """Neighbours of one dtype merged; the alignment gaps between them are summed too, and never read."""
     runs: list[tuple[torch.dtype, int, int]] = []
     for part in parts:
         if runs and runs[-1][0] == part.dtype:

@@ -1,18 +1,18 @@
-"""``dist_sync`` as a store: values and optimizer on every worker, bit for bit the same, because every worker applies the
-same sums.
+"""The kind ``dist_sync``: every worker holds the values and the optimizer, bit-identical because all apply the same
+sums.
 
-Pushes queue. The queue leaves when someone waits for one of its keys, at a barrier, when one of its keys is pushed again,
-and when ``QUEUE_BYTES`` have come together: higher priority first, then in the order of the calls, small tensors of one
-dtype and device in one flat buffer. All of it is a function of the calls alone, so workers that call alike send alike.
-Whether they did is compared before anything is sent, by a hash of all calls so far: one 16-byte all-reduce per queue. Two
-workers that pushed in different orders get an error that names the keys, not each other's tensors.
+Pushes queue. The queue is sent when a caller waits for one of its keys, at a barrier, when one of its keys is pushed
+again, and when it holds ``QUEUE_BYTES``: higher priority first, then in call order, with small tensors of one dtype and
+device in one flat buffer. All of this is a function of the calls, so workers that make the same calls send the same
+collectives. Workers first compare a hash of all calls so far, with one 16-byte all-reduce per queue: workers that
+pushed in different orders get an error that names the keys, instead of each other's tensors.
 
-With a codec, dense floating point tensors are summed as ``codecs`` does, one buffer under way at a time; rows and whole numbers
-travel in full.
+With a codec, dense floating-point tensors are summed by ``compression``, one buffer at a time; rows and integer tensors
+are sent uncompressed.
 
-Where all workers share a host, sums of host tensors go through memory they share, which takes the queue's place: a push
-copies into it, and is added when it is full (``staging``). With several workers on several hosts the sum
-goes host-wise: to the first worker of each host, across hosts, back. Only 1 of k workers' tensors then crosses the network.
+Where all workers share a host, host tensors are summed through shared memory instead of the queue: a push copies into
+it, and a full buffer is summed (``allreduce.shared_memory``). With several workers on several hosts the sum is
+hierarchical (``allreduce.network``): only 1 of k workers' tensors crosses the network.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CollectiveWork(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One push on its way, and the pulls that wait for it."""
+    """A pending push, and the pulls that wait for it."""
 
     key: str
     value: PushValue
@@ -83,7 +83,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Pushes that travel in one buffer; ``totals`` are their sums, read after ``work``."""
+    """Pushes in one buffer; ``totals`` are their sums, valid after ``work``."""
 
     entries: list[_Entry]
     work: CollectiveWork
@@ -118,7 +118,7 @@ class AllReduceBackend:
         self._pushed = False
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors. Raises ConfigError once something was sent compressed."""
+        """Store these tensors. Raises ConfigError once compressed data was sent."""
         if self._exchange is not None:
             raise ConfigError(
                 given=f"init of {', '.join(map(repr, list(values)[:5]))} after the first push with compression",
@@ -129,13 +129,12 @@ class AllReduceBackend:
         self._values.init(values)
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Beside the first one."""
         return first.device
 
     # --- calls -----------------------------------------------------------------------------------------------------
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
-        """Queue; the future's ``wait`` sends."""
+        """Queue the items; the future's ``wait`` sends them."""
         entries: list[_Entry] = []
         self._pushed = True
         for key, value in items:
@@ -158,7 +157,7 @@ class AllReduceBackend:
         return self._when_applied(entries)
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """Written when the pushes before it are applied; at once where there are none."""
+        """Copy now, or, where pushes of the key are pending, after they are applied."""
         awaited: list[_Entry] = []
         for key, targets in items:
             entry = self._open.get(key)
@@ -171,7 +170,7 @@ class AllReduceBackend:
         return self._when_applied(awaited)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of what is here already."""
+        """Rows of the value after all pending pushes of the key."""
         if key in self._open:
             self._settle(self._open[key])
         stored = self._values.tensors[key]
@@ -179,24 +178,24 @@ class AllReduceBackend:
         return Future(lambda: found)
 
     def barrier(self) -> None:
-        """Send and apply everything, then compare the calls once more, which no worker leaves before the last has come."""
+        """Send and apply all pushes, then compare the calls once more; no worker returns before the last one has come."""
         self.apply_all()
         self._note("barrier")
         self._compare()
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Pushes so far still replace."""
+        """Pending pushes still replace."""
         self.apply_all()
         self._values.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Pushes so far are applied with the rate before."""
+        """Pending pushes are applied with the previous rate."""
         self.apply_all()
         self._note(f"set_learning_rate {lr!r}")
         self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
-        """Of dense floating point sums, in place of plain all-reduces."""
+        """Compress dense floating-point sums instead of plain all-reduces."""
         if self._pushed:
             raise codec_is_fixed(codec)
         if codec is not None:
@@ -211,21 +210,20 @@ class AllReduceBackend:
         self._codec = codec
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By key."""
         return {} if self._exchange is None else self._exchange.stats()
 
     def step(self) -> None:
-        """Sums keep the workers in step."""
+        pass
 
     def state_dict(self) -> dict[str, Tensor]:
-        """After all pushes so far; residuals are this worker's own."""
+        """State after all pending pushes; residuals are this worker's own."""
         self.apply_all()
         coder = self._coder()
         held = {} if coder is None else coder.state_dict()
         return self._values.state_dict() | {f"{_HELD}{name}": each for name, each in held.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """After all pushes so far, which it overwrites."""
+        """Apply all pending pushes, then overwrite."""
         self.apply_all()
         coder = self._coder()
         if coder is not None:
@@ -235,7 +233,7 @@ class AllReduceBackend:
         self._values.load_state_dict(state)
 
     def close(self) -> None:
-        """Drop what was not sent, and the values."""
+        """Drop unsent pushes and the values."""
         self._queue.clear()
         self._open.clear()
         self._batches.clear()
@@ -246,7 +244,7 @@ class AllReduceBackend:
     # --- sending and applying --------------------------------------------------------------------------------------
 
     def apply_all(self) -> None:
-        """Send and apply everything."""
+        """Send and apply all pending pushes."""
         for entry in list(self._open.values()):
             self._settle(entry)
 
@@ -292,7 +290,7 @@ class AllReduceBackend:
         self._calls[f"call {self._number}"] = call
 
     def _compare(self) -> None:
-        """Raises CommError, on all workers, unless all have made the same calls."""
+        """Raise CommError on all workers unless all have made the same calls."""
         mine = self._hash >> 1  # fits int64, and so does its negative
         if self._staging is not None:
             alike = self._staging.all_equal(mine)
@@ -304,7 +302,7 @@ class AllReduceBackend:
         self._calls.clear()
 
     def _send(self) -> None:
-        """Launch the queue, highest priority first; what lies in shared memory is added and applied at once."""
+        """Launch the queue, highest priority first; tensors in shared memory are summed and applied here."""
         self._compare()
         if self._staging is not None:
             for key, total in self._staging.drain():
@@ -342,7 +340,7 @@ class AllReduceBackend:
         return _Batch(entries, self._over_network(flat), totals)
 
     def _coder(self) -> CompressedSum | None:
-        """What sums coded tensors; made when it is needed first, for all keys."""
+        """The compressed sum over all keys; created at first use."""
         if self._codec is not None and self._exchange is None:
             coded = {key: value for key, value in self._values.tensors.items() if value.is_floating_point()}
             self._exchange = compressed_sum(find_codec(self._codec), coded, self._world.group)
@@ -354,7 +352,7 @@ class AllReduceBackend:
             self._staging = None
 
     def _sum_rows(self, ids: Tensor, rows: Tensor) -> SparseRows:
-        """All workers' rows, each id once and sorted, added in the order of ranks and then of each worker's own list."""
+        """All workers' rows, sorted by id and distinct, added in rank order and then in each worker's own order."""
         group = self._world.group
         ids = ids.to(rows.device, torch.int64)
         if group is not None:
@@ -380,7 +378,7 @@ def _nbytes(value: PushValue) -> int:
 
 
 def _travels_as(entry: _Entry) -> object:
-    """Neighbours for which this is equal may share a buffer."""
+    """A grouping key: neighbours with equal keys may share a buffer."""
     if not isinstance(entry.value, Tensor):
         return _ROWS
     return _LARGE if entry.value.nbytes >= _LARGE_BYTES else (entry.value.dtype, entry.value.device)

@@ -25,7 +25,7 @@ from unisono.kvstore.wire.frame import Frame, Op
 
 @dataclass(slots=True)
 class _Copy:
-    """``value`` [elements], in the dtype of sums, is what answer ``number`` made of it. ``free``: a pull may name that."""
+    """``value`` [elements], in the accumulation dtype, after answer ``number``. ``free``: a pull may name that number."""
 
     chunk: Chunk
     value: Tensor | None = None
@@ -35,7 +35,12 @@ class _Copy:
 
 
 class PullDecoder:
-    """The copies of one worker. All methods may be called from several threads."""
+    """The copies of one worker. Thread-safe.
+
+    A copy is separate from the tensors that values are pulled into, which their owner may change. Answers are decoded
+    in the order in which they arrive, in the receiving thread. Two pulls of a chunk may be in flight: only the first
+    names a base, so the others get exact answers, in whichever order the server sees them.
+    """
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -43,7 +48,7 @@ class PullDecoder:
         self._copies: dict[int, _Copy] = {}
 
     def bases(self, chunks: Sequence[Chunk]) -> list[int]:
-        """What a pull of these names, which must follow: their numbers, 0 for what another pull is under way for."""
+        """The bases that a pull of these chunks names; 0 for a chunk with another pull in flight. The pull must follow."""
         with self._lock:
             found: list[int] = []
             for chunk in chunks:
@@ -53,7 +58,7 @@ class PullDecoder:
             return found
 
     def forget(self) -> None:
-        """The next pulls are answered in full."""
+        """Make the next pulls exact."""
         with self._lock:
             for copy in self._copies.values():
                 copy.free = False
@@ -61,7 +66,7 @@ class PullDecoder:
     def decode_when_received(
         self, reply: Reply[Frame], chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]
     ) -> Reply[Frame]:
-        """The reply to a pull that named ``based``, done once its values are in ``places``, the chunks' own memory."""
+        """The reply to a pull that named ``based``, done once its values are in ``places``, the chunks' memory."""
         told: Reply[Frame] = Reply()
 
         def came(reply: Reply[Frame]) -> None:
@@ -81,7 +86,8 @@ class PullDecoder:
     def decode(
         self, answer: Frame, chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]
     ) -> None:
-        """Bring copies up to what an answer says, and put them where they are wanted. CommError for one that does not fit."""
+        """Update the copies from an answer and write them to ``places``. Raises CommError for an answer that does not
+        fit."""
         parts, _, _ = read_chunks(answer, prefix=False)
         numbers = read_bases(answer, prefix=False)
         if [number for number, _ in parts] != [chunk.number for chunk in chunks] or len(numbers) != len(parts):
@@ -100,7 +106,7 @@ class PullDecoder:
                 copy.value, copy.number, copy.free, copy.nbytes = value, number, True, data.nbytes
 
     def stats(self) -> dict[str, tuple[int, int]]:
-        """By key the bytes of its values, and those that came for them last."""
+        """By key the bytes of its values, and the bytes received for them last."""
         found: dict[str, tuple[int, int]] = {}
         with self._lock:
             for copy in self._copies.values():

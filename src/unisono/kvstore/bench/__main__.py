@@ -1,4 +1,5 @@
-"""``python -m unisono.kvstore.bench worker``: a process that ``processes`` starts. Settings are a line of its input."""
+"""``python -m unisono.kvstore.bench worker``: a process that ``processes`` starts. Its settings are a line of its
+input."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from unisono.kvstore.server.child_servers import exit_with_parent
 
 
 def main() -> int:
-    """The exit code."""
     settings = BenchSettings.from_json(json.loads(_line()))
     exit_with_parent()
     from unisono.kvstore.bench.measure import join_and_measure
@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _line() -> str:
-    """Byte by byte, so that nothing of the pipe is read ahead."""
+    """One line of standard input, read byte by byte so that nothing after it is consumed."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte

@@ -1,7 +1,7 @@
-"""Workers of a measurement as processes of their own, which end with whoever started them.
+"""The worker processes of a measurement.
 
-Each holds the read end of a pipe as its standard input and leaves when that closes: however the starter ends, nothing stays
-behind. What a process needs to know comes through the same pipe or its environment.
+A worker's standard input is a pipe from its parent, and the worker exits when the pipe closes: none outlives its
+parent. Settings come through the same pipe or the environment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MODULE = "unisono.kvstore.bench"
 
 
 def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Measure with ``workers`` processes on this host; what ``measure`` gives rank 0. Raises CommError where one fails."""
+    """Measure with ``workers`` processes on this host; the result of ``measure`` on rank 0. Raises CommError where a
+    process fails."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]

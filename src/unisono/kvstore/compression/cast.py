@@ -1,6 +1,6 @@
-"""Half the bytes: float16 or bfloat16, whose codes are added by the all-reduce itself.
+"""Half precision: float16 or bfloat16 codes, which the all-reduce adds.
 
-float16 overflows at 65504, so a sum over n workers is of n-th parts (``over``); bfloat16 has float32's range and needs nothing.
+float16 overflows at 65504, so a sum over n workers adds n-th parts (``over``); bfloat16 has float32's range.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unisono.kvstore.compression.codec import accumulation_dtype, as_bytes, chec
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Rounds to ``summable``, after division by ``divisor``."""
+    """Rounds to ``summable`` after division by ``divisor``."""
 
     name: str
     summable: torch.dtype
@@ -23,19 +23,16 @@ class Cast:
     relative: bool = True
 
     def over(self, workers: int) -> Cast:
-        """The same codec for codes that this many workers add."""
+        """The codec for codes that ``workers`` workers add."""
         return replace(self, divisor=float(workers)) if self.summable == torch.float16 else self
 
     def encoded_bytes(self, numel: int) -> int:
-        """2 for each element."""
         return 2 * numel
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         return as_bytes((value.to(accumulation_dtype(value.dtype)) / self.divisor).to(self.summable))
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``; any bytes of the right number are a code."""
         check_length(self, code, numel)
         return (from_bytes(code, self.summable).to(accumulation_dtype(dtype)) * self.divisor).to(dtype)

@@ -1,7 +1,8 @@
-"""One byte per element: blocks of 1024 with a scale each, stochastically rounded, so that the rounding error has mean 0.
+"""One byte per element: blocks of 1024 with one scale each, stochastically rounded, so that the rounding error has mean
+0.
 
-Code: a float32 scale per block (largest absolute value / 127), then an int8 per element. A scale of NaN says that the block was
-not finite.
+Code: a float32 scale per block (largest absolute value / 127), then an int8 per element. A NaN scale marks a non-finite
+block.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """Stochastic rounding as in QSGD (Alistarh et al. 2017, arXiv:1610.02132), with the block's maximum in place of its norm."""
+    """Stochastic rounding as in QSGD (Alistarh et al. 2017, arXiv:1610.02132), with the block's maximum instead of its
+    norm."""
 
     name: str = "int8"
     summable: None = None
     relative: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
-        """1 for each element, 4 for every 1024 begun."""
         return numel + 4 * -(-numel // _BLOCK)
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         numel, blocks = value.numel(), -(-value.numel() // _BLOCK)
         rows = pad(value.to(accumulation_dtype(value.dtype)), (0, blocks * _BLOCK - numel)).view(blocks, _BLOCK)
         scale = (rows.abs().amax(1) / 127).float() if blocks else rows.new_zeros(0).float()
@@ -44,7 +44,6 @@ class Int8:
         return torch.cat([as_bytes(scale), as_bytes(rounded.view(-1)[:numel])])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``."""
         check_length(self, code, numel)
         blocks = -(-numel // _BLOCK)
         scale, rounded = from_bytes(code[: 4 * blocks], torch.float32), code[4 * blocks :].view(torch.int8)

@@ -1,11 +1,11 @@
-"""One and two bits per element, packed as MXNet packs them (first element in a byte's highest bits, whole 32-bit words).
+"""One and two bits per element, packed as in MXNet (first element in a byte's highest bits, whole 32-bit words).
 
-Two bits: ``11`` is +t, ``10`` is -t, ``00`` is nothing; at most one t per step and element, the rest waits in the residual, which
-therefore grows without bound where gradients stay above t: watch ``Feedback.stats``, or take t relative to the rms of the value.
-One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847). One bit, MXNet's: +1 above
-t, else -1.
+Two bits: ``11`` is +t, ``10`` is -t, ``00`` is zero. At most one t per step and element is sent, the rest stays in the
+residual, which grows without bound where gradients stay above t: watch ``ErrorFeedback.stats``, or choose t relative to
+the tensor's rms. One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847).
+One bit, MXNet's: +1 above t, else -1.
 
-Code: level f32, elements u32, then the words. A level of NaN says that the value was not finite.
+Code: level f32, number of elements u32, then the words. A NaN level marks a non-finite tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GATHER_BITS = 0x8040201008040201 - 2**64
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Threshold ``factor``, or that many times the rms of the value. Source: MXNet's gradient compression, ``2bit``."""
+    """Threshold ``factor``, or ``factor`` times the tensor's rms. Source: MXNet's gradient compression, ``2bit``."""
 
     name: str
     factor: float
@@ -43,12 +43,10 @@ class TwoBit:
     summable: None = None
 
     def encoded_bytes(self, numel: int) -> int:
-        """8 and 4 for every 16 elements begun."""
         return _coded_bytes(numel, per_word=16)
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         value = value.to(accumulation_dtype(value.dtype)).contiguous()
         level = _or_nan(self.factor * _rms(value)) if self.relative else _fixed(self.factor, value)
         quanta = torch.zeros(_padded(value.numel(), 16), dtype=torch.uint8, device=value.device)
@@ -59,7 +57,6 @@ class TwoBit:
         return torch.cat([_header(level, value.numel()), packed])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``."""
         check_length(self, code, numel)
         body = code[_HEADER:]
         if not trusted:
@@ -72,7 +69,8 @@ class TwoBit:
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """A sign per element. ``threshold`` None: scaled by the mean; else MXNet's ``1bit``, levels +1 and -1."""
+    """One sign per element. ``threshold`` None: scaled by the mean absolute value; else MXNet's ``1bit``, levels +1 and
+    -1."""
 
     name: str
     threshold: float | None = None
@@ -80,16 +78,13 @@ class OneBit:
 
     @property
     def relative(self) -> bool:
-        """See ``codecs.codec``."""
         return self.threshold is None
 
     def encoded_bytes(self, numel: int) -> int:
-        """8 and 4 for every 32 elements begun."""
         return _coded_bytes(numel, per_word=32)
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         value = value.to(accumulation_dtype(value.dtype)).contiguous()
         if self.threshold is None:
             level, up = _or_nan(value.abs().sum() / max(value.numel(), 1)), value >= 0
@@ -101,7 +96,6 @@ class OneBit:
         return torch.cat([_header(level, value.numel()), packed])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``."""
         check_length(self, code, numel)
         body = code[_HEADER:]
         if not trusted:
@@ -169,7 +163,7 @@ def _unpacked(body: Tensor, bits: Literal[1, 2]) -> Tensor:
 
 @functools.cache
 def _table(bits: Literal[1, 2], meanings: tuple[float, ...], device: torch.device) -> Tensor:
-    """For each byte what its groups of bits mean, [256, 8 / bits]."""
+    """The values of each byte's groups of bits, [256, 8 / bits]."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
     return torch.tensor(meanings, device=device)[_unpacked(every, bits).int()].view(256, 8 // bits)
 

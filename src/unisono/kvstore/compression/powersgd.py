@@ -1,8 +1,9 @@
-"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): one power iteration per step towards the best approximation of low rank.
+"""PowerSGD (Vogels et al. 2019, arXiv:1905.13727): per step one power iteration towards the best low-rank
+approximation.
 
-P = sum of M Q, made orthonormal; Q = sum of M' P; the sum of all M is about P Q'. Both sums are plain all-reduces. Q starts the
-next step's iteration. Orthonormal columns come from a Householder QR, which gives some for any P: with the paper's Gram-Schmidt a
-gradient of zeros needs an epsilon, and leaves Q at zero for ever.
+P = sum of M Q, orthonormalised; Q = sum of M' P; the sum of all M is about P Q'. Both sums are plain all-reduces. Q
+starts the next step's iteration. The orthonormal columns come from a Householder QR, which exists for any P: the
+paper's Gram-Schmidt needs an epsilon for a zero gradient and leaves Q at zero for ever.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD:
-    """No codec: its second message depends on the sum of the first, so only groups that all-reduce can use it."""
+    """Not a ``Codec``: its second message depends on the sum of the first, so only groups that all-reduce can use it."""
 
     name: str
     rank: int
 
     def matrix(self, value: Tensor) -> Tensor | None:
-        """``value`` as [rows, columns] if it has two dims or more and its factors are smaller than itself, else None."""
+        """``value`` as [rows, columns] if it has at least two dims and smaller factors, else None."""
         if value.dim() < 2 or value.numel() == 0:
             return None
         matrix = value.reshape(value.shape[0], -1)
@@ -30,7 +31,7 @@ class PowerSGD:
         return matrix if self.rank < min(rows, columns) and self.rank * (rows + columns) < rows * columns else None
 
     def first_factor(self, name: str, matrix: Tensor) -> Tensor:
-        """Q of the first step, [columns, rank]: noise keyed by the parameter's name, so the same on all ranks."""
+        """Q of the first step, [columns, rank]: noise keyed by the parameter's name, so equal on all ranks."""
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
         noise = torch.randn(
             matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype
@@ -39,5 +40,5 @@ class PowerSGD:
 
 
 def orthonormal(factor: Tensor) -> Tensor:
-    """An orthonormal basis [rows, rank] that spans the columns of ``factor``."""
+    """An orthonormal basis [rows, rank] of the columns of ``factor``."""
     return torch.linalg.qr(factor).Q

@@ -1,10 +1,11 @@
-"""Who is alive and how far: leases, and bounded staleness.
+"""Leases and clocks of workers, and bounded staleness.
 
-Stale synchronous parallel (Ho et al. 2013): a worker that has finished clock c goes on when every live worker has finished
-clock c - s. ``staleness = 0`` is synchronous, None unbounded. It absorbs jitter, not a worker that is always slow.
+Stale synchronous parallel (Ho et al. 2013): a worker that has finished clock c goes on when every live worker has
+finished clock c - s. ``staleness = 0`` is synchronous, None unbounded. It absorbs jitter, not a worker that is always
+slow.
 
-A worker is alive while its lease runs: 6 s from its last sign of life, or 2 s from when its last connection closed. One whose
-lease has ended no longer holds the others up; it may join again, at the clock of the slowest.
+A worker is live while its lease runs: 6 s from its last heartbeat or request, or 2 s from the loss of its last
+connection. A worker without a lease does not block the others; it may join again, at the slowest clock.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Member:
 
 
 class Clocks:
-    """The workers of a run. ``on_end(worker)`` is called, outside all locks, when a lease ended or its worker left."""
+    """The workers of a run. ``on_end(worker)`` is called, without a lock, when a lease ended or its worker left."""
 
     def __init__(
         self,
@@ -44,7 +45,8 @@ class Clocks:
         self._start = 0  # the clock of the first to join
 
     def join(self, worker: int, incarnation: int) -> int:
-        """A worker begins, or begins again; returns its clock, that of the slowest. CommError for an older incarnation."""
+        """Start or restart a worker's lease; returns its clock, that of the slowest. CommError for an older restart
+        count."""
         with self._change:
             member = self._members.get(worker)
             if member is not None and incarnation < member.incarnation:
@@ -64,25 +66,25 @@ class Clocks:
         return clock
 
     def seen(self, worker: int, incarnation: int) -> None:
-        """A sign of life. Raises CommError when the lease has ended meanwhile: the worker must join again."""
+        """Renew the lease. Raises CommError if it has ended: the worker must join again."""
         with self._change:
             self._alive(worker, incarnation).until_s = self._now() + LEASE_S
 
     def connection_closed(self, worker: int, incarnation: int) -> None:
-        """Its last connection has closed: it has 2 s to come back."""
+        """The worker's last connection was lost: shorten its lease to 2 s."""
         with self._change:
             member = self._members.get(worker)
             if member is not None and member.incarnation == incarnation:
                 member.until_s = min(member.until_s, self._now() + GRACE_S)
 
     def extend_leases(self, seconds: float) -> None:
-        """Nobody could be heard for so long, because this server stood still: all leases run on."""
+        """Extend all leases after this server itself stood still."""
         with self._change:
             for member in self._members.values():
                 member.until_s += seconds
 
     def leave(self, worker: int, incarnation: int) -> None:
-        """It is done and holds nobody up any more; saying so twice is fine."""
+        """End the lease of a worker that is done; idempotent."""
         with self._change:
             member = self._members.get(worker)
             if member is None or member.incarnation != incarnation:
@@ -91,7 +93,7 @@ class Clocks:
         self._on_end(worker)
 
     def end_expired_leases(self) -> list[int]:
-        """End the leases that are over, and say whose."""
+        """End the expired leases; returns their workers."""
         with self._change:
             over = [worker for worker, member in self._members.items() if member.until_s <= self._now()]
             for worker in over:
@@ -101,10 +103,11 @@ class Clocks:
         return over
 
     def tick(self, worker: int, incarnation: int, clock: int) -> int:
-        """The worker has finished ``clock``. Returns the slowest clock as soon as it is at least ``clock - staleness``.
+        """Record that the worker has finished ``clock``; returns the slowest clock once it is at least ``clock -
+        staleness``.
 
-        A worker whose lease ends while it waits goes on waiting: it may be back. Raises CommError when a newer incarnation
-        takes over meanwhile, or the server stops.
+        A worker whose lease ends while it waits keeps waiting: it may join again. Raises CommError when its newer
+        process takes over or the server stops.
         """
         with self._change:
             self._alive(worker, incarnation)
@@ -120,25 +123,25 @@ class Clocks:
                 self._running()
 
     def close(self) -> None:
-        """Everyone who waits gets a CommError."""
+        """Let every waiting call raise CommError."""
         with self._change:
             self._closed = True
             self._change.notify_all()
 
     @property
     def slowest_clock(self) -> int:
-        """The clock of the slowest live worker; of the last one there was, where none is."""
+        """The clock of the slowest live worker; without live workers, that of the last one."""
         with self._change:
             return min((member.clock for member in self._members.values()), default=self._start)
 
     @property
     def live_clocks(self) -> dict[int, int]:
-        """Clock by worker."""
+        """Clock by live worker."""
         with self._change:
             return {worker: member.clock for worker, member in sorted(self._members.items())}
 
     def start_at(self, clock: int) -> None:
-        """Where the first to join begins: a snapshot's slowest clock."""
+        """Set the clock at which the first worker joins, from a snapshot."""
         with self._change:
             self._start = clock
 

@@ -1,4 +1,4 @@
-"""Who of a run is connected here, in which incarnation, and who has arrived at which barrier."""
+"""Connected peers and their restart counts, and barriers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unisono.kvstore.wire.auth import Peer
 
 
 class PeerTable:
-    """Connections of workers, or of servers: each may have several, and is lost with its last one."""
+    """Connections of workers or of servers. A peer may have several, and is gone with its last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,7 +18,7 @@ class PeerTable:
         self._open: dict[tuple[int, int], int] = {}
 
     def connect(self, peer: Peer) -> None:
-        """A connection. CommError when a newer incarnation is known."""
+        """Add a connection. Raises CommError when a newer process of the peer is known."""
         with self._lock:
             self._check(peer)
             self._newest[peer.index] = peer.worker_restart_count
@@ -26,7 +26,7 @@ class PeerTable:
             self._open[key] = self._open.get(key, 0) + 1
 
     def disconnect(self, peer: Peer) -> bool:
-        """It has closed; whether it was the last."""
+        """Remove a connection; returns whether it was the last."""
         with self._lock:
             key = peer.index, peer.worker_restart_count
             self._open[key] -= 1
@@ -36,12 +36,12 @@ class PeerTable:
 
     @property
     def num_ever_connected(self) -> int:
-        """How many workers have been here so far."""
+        """The number of peers that have connected so far."""
         with self._lock:
             return len(self._newest)
 
     def check(self, peer: Peer) -> None:
-        """CommError when a newer incarnation has taken over."""
+        """Raise CommError when a newer process of the peer has taken over."""
         with self._lock:
             self._check(peer)
 
@@ -57,10 +57,10 @@ class PeerTable:
 
 
 class NumberedBarriers:
-    """Numbered meeting points of all who live, in rising order.
+    """Barriers of all live workers, with increasing numbers.
 
-    Who is at one has been at all before it. So arriving twice, because an answer was lost, is arriving once, and a server
-    that has forgotten everything does not wait for those who passed before.
+    A worker at one barrier has passed all earlier ones. So arriving twice, because an answer was lost, counts once, and
+    a server that has lost its state does not wait for workers that passed before.
     """
 
     def __init__(self, live: Callable[[], Set[int]]) -> None:
@@ -71,7 +71,7 @@ class NumberedBarriers:
         self._closed = False
 
     def arrive(self, worker: int, number: int) -> None:
-        """Return when all live workers have arrived at ``number``. CommError when the server stops first."""
+        """Return when all live workers have arrived at ``number``. Raises CommError when the server stops first."""
         with self._change:
             self._at[worker] = max(number, self._at.get(worker, -1))
             self._open(number)
@@ -87,12 +87,12 @@ class NumberedBarriers:
                 self._open(number)
 
     def recheck(self) -> None:
-        """Somebody has left: those who wait no longer wait for him."""
+        """Re-evaluate the live workers after one has left."""
         with self._change:
             self._change.notify_all()
 
     def close(self) -> None:
-        """Everyone who waits gets a CommError."""
+        """Let every waiting call raise CommError."""
         with self._change:
             self._closed = True
             self._change.notify_all()

@@ -1,17 +1,17 @@
 """One server process, from its environment to its end.
 
-    UNISONO_SERVER             which server this is, from 0
-    UNISONO_SERVER_ADDRESSES   host:port of all of them, with commas between
-    UNISONO_EPOCH              its incarnation, one higher at each restart
-    UNISONO_LISTEN_FD          a listening socket handed down by the launcher; unset: it listens at its own host and port
-    UNISONO_REPLICAS           2: the next server keeps a second copy of everything
-    UNISONO_TLS                folder of certificates (``wire.tls``); unset: nothing is encrypted
-    UNISONO_SNAPSHOTS          folder of snapshots; unset: none are kept
-    UNISONO_SNAPSHOT_EVERY_S   seconds between them, 60 if unset
-    UNISONO_DRAIN              set: stay, after SIGTERM, until the last worker has left
+    UNISONO_SERVER             index of this server, from 0
+    UNISONO_SERVER_ADDRESSES   host:port of all servers, comma-separated
+    UNISONO_EPOCH              its restart count, one higher at each restart
+    UNISONO_LISTEN_FD          a listening socket inherited from the launcher; unset: it listens at its own host and port
+    UNISONO_REPLICAS           2: the next server keeps a replica of this one
+    UNISONO_TLS                folder of certificates (``wire.tls``); unset: no encryption
+    UNISONO_SNAPSHOTS          folder of snapshots; unset: no snapshots
+    UNISONO_SNAPSHOT_EVERY_S   seconds between snapshots, 60 if unset
+    UNISONO_DRAIN              set: after SIGTERM, stay until the last worker has left
 
-There are no arguments: what others can see of a process says nothing. On SIGTERM and SIGINT the server answers what is under
-way, saves itself and leaves.
+There are no arguments, which other users could see. On SIGTERM and SIGINT the server answers running requests, writes a
+snapshot and exits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DRAIN_LOOK_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The place of one server among ``addresses``; ``snapshots`` is this server's own folder."""
+    """The settings of one server among ``addresses``; ``snapshots`` is this server's own folder."""
 
     server_index: int
     addresses: tuple[tuple[str, int], ...]
@@ -46,20 +46,20 @@ class ServerSettings:
 
     @property
     def next_address(self) -> tuple[str, int]:
-        """Of the server that keeps this one's second copy."""
+        """The address of the server that keeps this one's replica."""
         return self.addresses[(self.server_index + 1) % len(self.addresses)]
 
 
 class RunningServer(Protocol):
-    """What brings requests to a service."""
+    """A server that accepts requests."""
 
     def close(self) -> None:
-        """Answer what is under way, and take no more."""
+        """Answer running requests and accept no more."""
         ...
 
 
 def server_settings(environ: Mapping[str, str]) -> ServerSettings:
-    """The seat that ``environ`` describes. Raises LaunchError naming the variable that is missing or wrong."""
+    """The settings in ``environ``. Raises LaunchError naming the variable that is missing or wrong."""
     server = _whole(environ, "UNISONO_SERVER")
     addresses = server_addresses(environ)
     if server >= len(addresses):
@@ -83,7 +83,7 @@ def server_settings(environ: Mapping[str, str]) -> ServerSettings:
 
 
 def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Host and port of all servers, from UNISONO_SERVER_ADDRESSES. Raises LaunchError where it names none, or is no such list."""
+    """Host and port of all servers, from UNISONO_SERVER_ADDRESSES. Raises LaunchError where it is unset or malformed."""
     text = environ.get("UNISONO_SERVER_ADDRESSES", "")
     if not text:
         raise _wrong("UNISONO_SERVER_ADDRESSES", "unset", "it names the servers, host:port with commas between")
@@ -93,7 +93,8 @@ def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
 def run_until_stopped(
     seat: ServerSettings, service: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
 ) -> None:
-    """Serve until a stop signal; then save, so that nothing acknowledged is lost. Call it on the main thread."""
+    """Serve until a stop signal, then write a snapshot, so that nothing acknowledged is lost. Call it on the main
+    thread."""
     with StopNotice() as notice:
         serving = serve(seat, service)
         while not notice.wait(_LOOK_S):

@@ -1,17 +1,19 @@
-"""What each worker holds, so that it can be sent the code of what it lacks: compression on the way back from servers.
+"""Compressed pulls: servers answer with the code of the difference between the current value and the worker's copy.
 
-As in DoubleSqueeze (Tang et al. 2019, arXiv:1905.05957) errors are compensated in both directions. For a worker and a chunk the
-server keeps a shadow, bit for bit what that worker has. A pull is answered with the code of value - shadow, and both sides add
-what the code decodes to. What it leaves out is part of the next difference, so there is no residual.
+As in DoubleSqueeze (Tang et al. 2019, arXiv:1905.05957) errors are compensated in both directions. For each worker and
+chunk the server keeps a copy of the worker's value, equal bit for bit. A pull is answered with the code of value -
+copy, and both sides add the decoded code to their copies. The omitted part is in the next difference, so there is no
+residual.
 
-An answer has a number, and a pull names its base: the number of the last answer that the worker took, 0 for none.
+An answer has a number, and a pull names its base: the number of the last answer that the worker decoded, 0 for none.
 
-    the shadow's number           the next difference
-    the number one before that    that answer was lost: the same code again
-    anything else                 the value in full, and the shadow becomes it
+    base = the number of the server's copy   the next difference
+    base = the number before that            the last answer was lost: the same code again
+    any other base                           the exact value, which becomes the copy
 
-A number is given once by a server, and no other process counts from the same place: who names a shadow's number has its bits.
-All of this may be lost at any time, at the cost of a full answer, so none of it is saved or mirrored.
+A server gives each number once, and every process counts from its own random start: a worker that names a copy's number
+has its bits. All of this may be lost at any time, at the cost of an exact answer, so it is neither saved nor
+replicated.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class RequestedChunk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PullAnswer:
-    """Of every chunk the code, or, where not ``coded``, the value; its number; the lowest version."""
+    """Per chunk the code, or the value where not ``coded``; its number; the lowest version."""
 
     coded: bool
     data: tuple[Tensor, ...]
@@ -55,8 +57,8 @@ class PullAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shadow:
-    """``value`` is the worker's after answer ``number``, whose ``code`` was of what it lacked after answer ``before``; 0: it was
-    in full. ``turn`` counts codes since then."""
+    """``value`` is the worker's after answer ``number``, whose ``code`` was of the difference after answer ``before``
+    (0: it was exact). ``turn`` counts codes since the last exact answer."""
 
     value: Tensor  # [elements], in the dtype of sums
     number: int
@@ -73,7 +75,7 @@ class _Worker:
 
 
 class PullEncoder:
-    """The shadows of all workers at one server. All methods may be called from several threads."""
+    """The copies of all workers at one server. Thread-safe."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
@@ -83,8 +85,8 @@ class PullEncoder:
 
     @torch.no_grad()
     def answer(self, worker: int, asked: Sequence[RequestedChunk]) -> PullAnswer:
-        """What brings ``worker`` to these values, or nearer. Chunks of an answer are all coded, or all in full. The values are
-        kept: nobody changes them any more."""
+        """Bring ``worker`` to these values, or nearer. The chunks of an answer are all coded or all exact. The values
+        are kept and must not be changed."""
         with self._lock:
             held, number = self._workers.setdefault(worker, _Worker()), next(self._numbers)
         with held.lock:
@@ -103,17 +105,17 @@ class PullEncoder:
         )
 
     def drop_worker(self, worker: int) -> None:
-        """It has gone, or might have."""
+        """Forget a worker that has gone."""
         with self._lock:
             self._workers.pop(worker, None)
 
     def clear(self) -> None:
-        """Values were replaced: what workers had is no start for what they will."""
+        """Forget all copies after the values were replaced."""
         with self._lock:
             self._workers.clear()
 
     def _after(self, worker: int, shadow: _Shadow | None, asked: RequestedChunk, number: int) -> _Shadow | None:
-        """The shadow after a coded answer; None where none is possible."""
+        """The copy after a coded answer; None where none is possible."""
         if shadow is None or asked.base == 0:
             return None
         if asked.base == shadow.before:
@@ -137,5 +139,5 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _seed(worker: int, chunk: int, turn: int) -> int:
-    """Of the noise of codecs that round stochastically: the same in a run that is repeated."""
+    """The seed of codecs that round stochastically; equal in a repeated run."""
     return int.from_bytes(hashlib.blake2b(f"{worker}/{chunk}/{turn}".encode(), digest_size=7).digest(), "little")

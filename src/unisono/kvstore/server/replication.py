@@ -1,7 +1,7 @@
-"""The next server, which keeps a second copy of this one's chunks (chain replication of two, van Renesse & Schneider 2004).
+"""Replication: the next server keeps a replica of this one's chunks (a chain of two, van Renesse & Schneider 2004).
 
-A push is forwarded there before it is acknowledged. A server that starts anew takes its chunks from there, so what was
-acknowledged outlives any one server.
+A push is forwarded there before it is acknowledged, and a new server process restores its chunks from there, so
+acknowledged pushes survive the loss of any one server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEADLINE_S = 30.0
 
 
 class ReplicaClient:
-    """The connection of the server at ``seat`` to the one after it, opened when the run is known."""
+    """The connection of a server to the next one, opened once the run is known."""
 
     def __init__(self, seat: ServerSettings, secret: bytes, tls: TLSContexts | None) -> None:
         self._seat, self._secret, self._tls = seat, secret, tls
@@ -32,7 +32,8 @@ class ReplicaClient:
         self._link: Connection | None = None
 
     def restore(self, service: ParameterServer) -> None:
-        """Take over what the next server keeps, before workers are let in. Both must be listening: they may ask each other."""
+        """Restore this server's chunks from the replica, before workers connect. Both servers must be listening: they
+        may ask each other."""
         agreed = service.run_spec or self._told()
         if agreed is None:
             return
@@ -41,7 +42,7 @@ class ReplicaClient:
             service.adopt_replica_state(b"".join(payload_views(answer)))
 
     def forward(self, agreed: RunSpec, frame: Frame) -> Frame:
-        """The next server's answer. Raises CommError where it cannot be reached, and what it refuses with."""
+        """The next server's answer. Raises CommError if it cannot be reached, or its refusal."""
         with self._lock:
             if self._link is None or self._link.has_given_up:
                 self._link = self._connect(agreed.job, agreed.to_json())
@@ -49,7 +50,7 @@ class ReplicaClient:
         return link.request(frame).result()
 
     def _told(self) -> RunSpec | None:
-        """What the run is, from the next server: this one was killed before its first snapshot, or nothing has begun."""
+        """The run's spec from the next server, where this one died before its first snapshot; None if no run has begun."""
         link = self._connect(0, {})
         link.close()
         told = link.hello["agreed"]

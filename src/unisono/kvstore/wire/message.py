@@ -26,12 +26,12 @@ _PARTS = {field.name for field in fields(Problem)}
 
 
 def json_frame(op: Op, content: Mapping[str, Any]) -> Frame:
-    """A frame whose payload is ``content``."""
+    """A frame with ``content`` as its payload."""
     return Frame(op, payload=json.dumps(content, allow_nan=False).encode())
 
 
 def read_json(frame: Frame) -> dict[str, Any]:
-    """The object a frame carries. Raises CommError when its payload is anything else."""
+    """The object in a frame. Raises CommError for any other payload."""
     try:
         content = json.loads(b"".join(payload_views(frame)))
     except (ValueError, RecursionError) as error:
@@ -53,7 +53,7 @@ def error_frame(error: UnisonoError) -> Frame:
 
 
 def read_error(frame: Frame) -> UnisonoError:
-    """The error an ERROR frame carries; CommError when it is of a kind this side does not know."""
+    """The error in an ERROR frame; CommError for an unknown kind."""
     content = read_json(frame)
     problems = content.get("problems")
     if not isinstance(problems, list) or not all(isinstance(each, dict) and set(each) == _PARTS for each in problems):
