@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
 
-.PHONY: demo test test-full check bench clean
+.PHONY: demo test test-full check bench tables clean
 
 $(BIN)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,10 @@ check: $(BIN)/.dev
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m benchmarks.run
+
+# The tables of README.md, benchmarks/README.md and docs/kvstore.md, from benchmarks/results.
+tables: $(BIN)/.dev
+	$(BIN)/python -m benchmarks.tables
 
 clean:
 	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -217,11 +217,10 @@ def race(
 
 
 def against_best(outcome: dict[str, Any]) -> dict[str, Any]:
-    """``outcome`` with the rival of the smallest median step named."""
+    """``outcome`` with the fastest rival named: the one with the smallest median of paired ratios."""
     rivals = {name: row for name, row in outcome["contestants"].items() if name != outcome["baseline"]}
-    for kind, key in (("wall", "step_s"), ("cpu", "step_cpu_s")):
-        best = min(rivals, key=lambda name: rivals[name][key])
-        over = "time_over_baseline" if kind == "wall" else "cpu_over_baseline"
+    for kind, over in (("wall", "time_over_baseline"), ("cpu", "cpu_over_baseline")):
+        best = min(rivals, key=lambda name: rivals[name][over]["ratio"])
         outcome[f"best_rival_by_{kind}"] = {"name": best, **rivals[best][over]}
     return outcome
 

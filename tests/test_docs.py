@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shlex
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -68,34 +65,3 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} -> {target}"
-
-
-@cache
-def convergence_table() -> ModuleType:
-    path = ROOT / "benchmarks" / "kvstore" / "convergence_table.py"
-    spec = importlib.util.spec_from_file_location("convergence_table", path)
-    assert spec is not None
-    assert spec.loader is not None
-    table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(table)
-    return table
-
-
-def test_what_converges_how_is_what_was_measured() -> None:
-    table = convergence_table()
-    text = table.PAGE.read_text()
-    assert text == table.page(text, table.newest()), "python -m benchmarks.run --table-only writes it"
-
-
-def test_what_converges_worse_is_named() -> None:
-    plain = {"optimizer": "sgd", "lr": 0.5, "mean": 2.0, "spread": 0.01, "over_plain": 0.0, "ratio": 1.0, "band": 0.02}
-    ways = {
-        "dist_sync": {**plain, "within_band": True},
-        "1bit": {**plain, "mean": 2.3, "over_plain": 0.3, "ratio": 1.15, "within_band": False},
-    }
-    model = {"parameters": 1000, "steps": 256, "batch": 16, "knowing_nothing": 4.159, "knowing_all": 1.9, "ways": ways}
-    record = {"result": {"models": {"gpt": model}}}
-    section = convergence_table().section(record)
-    assert "| dist_sync | sgd, 0.5 | 2.000 ± 0.010 | +0.000, +0.0 % | yes, ≤ 0.020 |" in section
-    assert "| 1bit | sgd, 0.5 | 2.300 ± 0.010 | +0.300, +15.0 % | no, > 0.020 |" in section
-    assert section.endswith("Outside the band: 1bit (gpt, +15 %).\n")

@@ -34,15 +34,13 @@ def contest(
     steps: int,
     cache: Path,
     block_s: float = 0.0,
-    pairs: Sequence[tuple[str, str]] = (),
     warmup: int = 1,
     timeout_s: float = 600.0,
 ) -> dict[str, Any]:
-    """Median seconds per block of ``steps`` steps after ``warmup`` blocks, facts, and times over ``baseline``'s, if that runs.
+    """Seconds per block of ``steps`` steps after ``warmup`` blocks, facts, and times over ``baseline``'s, if that runs.
 
     CPU time is that of all of a contestant's processes. A contestant whose ``steps`` steps took less than ``block_s`` in the
-    last block of the warm-up takes as many times more in its blocks, and its times are still of ``steps`` steps. Each of
-    ``pairs`` (one, other) is the speed of one over that of the other, ``speed_over`` in the row of one.
+    last block of the warm-up takes as many times more in its blocks, and its times are still of ``steps`` steps.
     """
     not_run: Problems = {}
     with ExitStack() as stack:
@@ -83,6 +81,7 @@ def contest(
             "block_s": statistics.median(walls[name]),
             "block_cpu_s": round(statistics.median(cpus[name]), 3),
             "least_and_most_s": [min(walls[name]), max(walls[name])],
+            "round_s": [round(seconds, 6) for seconds in walls[name]],
             "values": sorted({block["loss"] for block in worker.blocks})[:4],
             **worker.facts,
         }
@@ -90,9 +89,6 @@ def contest(
             rows[name]["time_over_baseline"] = ratio(walls[name], walls[baseline])
             if not {name, baseline} & coarse:
                 rows[name]["cpu_over_baseline"] = ratio(cpus[name], cpus[baseline])
-    for one, other in pairs:
-        if one in rows and other in rows:
-            rows[one].setdefault("speed_over", {})[other] = ratio(walls[other], walls[one])
     return {"baseline": baseline, "contestants": rows, "not_run": not_run}
 
 

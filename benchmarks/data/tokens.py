@@ -46,13 +46,6 @@ KINDS = {
     "megatron 0": "megatron",
     "megatron 2": "megatron",
 }
-# speed of one over that of the other; torch's DataLoader over a memory map is the fastest rival
-PAIRS = [
-    ("unisono windows ignore", "floor rows"),
-    ("unisono offsets ignore", "floor offsets"),
-    ("unisono windows ignore", "torch 0"),
-    ("unisono loader ignore 0", "torch 0"),
-]
 
 
 def write(folder: Path, count: int) -> Path:
@@ -96,7 +89,6 @@ def main() -> None:
             rounds=arguments.rounds,
             steps=arguments.steps,
             block_s=0.5,
-            pairs=PAIRS,
             cache=arguments.cache,
         )
     for row in outcome["contestants"].values():

@@ -1,0 +1,83 @@
+"""Result files: ``results/<name>.json`` holds every run of a benchmark, the oldest first. Standard library only.
+
+A run holds its commit, date, command, machine, versions, load average, ``sources`` (a digest of each package of
+``src/unisono`` that the benchmark exercises; absent where they were not clean) and ``result``, the JSON that the script
+printed; a ``note`` says why a run does not count. ``stale`` lists the packages
+that had changed since the newest run when ``benchmarks.tables --mark-stale`` last looked; a new run removes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ROOT / "src" / "unisono"
+
+Run = dict[str, Any]
+
+
+@dataclass(kw_only=True, slots=True)
+class Results:
+    """All runs of one benchmark."""
+
+    name: str
+    runs: list[Run] = field(default_factory=list)
+    stale: list[str] = field(default_factory=list)
+
+    @property
+    def newest(self) -> Run | None:
+        """The run that tables show."""
+        return self.runs[-1] if self.runs else None
+
+    def add(self, run: Run) -> None:
+        """Append a run of the current sources."""
+        self.runs.append(run)
+        self.stale = []
+
+
+def load(name: str, folder: Path = RESULTS) -> Results:
+    """The runs of ``name``; without runs where there is no file."""
+    path = folder / f"{name}.json"
+    if not path.exists():
+        return Results(name=name)
+    data = json.loads(path.read_text())
+    return Results(name=data["name"], runs=data["runs"], stale=data.get("stale", []))
+
+
+def save(results: Results, folder: Path = RESULTS) -> None:
+    """Write the file of ``results``."""
+    data: dict[str, Any] = {"name": results.name}
+    if results.stale:
+        data["stale"] = results.stale
+    folder.mkdir(exist_ok=True)
+    (folder / f"{results.name}.json").write_text(
+        json.dumps(data | {"runs": results.runs}, indent=1, ensure_ascii=False) + "\n"
+    )
+
+
+def digests(names: Sequence[str], packages: Path = PACKAGES) -> dict[str, str]:
+    """SHA-256 of the paths and contents of each package's files; names that do not exist are left out."""
+    return {name: _digest(packages / name) for name in names if (packages / name).exists()}
+
+
+def _digest(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    sha = hashlib.sha256()
+    for file in files:
+        if "__pycache__" not in file.parts:
+            content = file.read_bytes()
+            sha.update(f"{file.relative_to(path.parent).as_posix()}\0{len(content)}\0".encode())
+            sha.update(content)
+    return sha.hexdigest()[:12]
+
+
+def changed(run: Run, names: Sequence[str], packages: Path = PACKAGES) -> list[str]:
+    """Packages of ``names`` that differ from those of ``run``; all of them where the run recorded none."""
+    now, then = digests(names, packages), run.get("sources", {})
+    return [name for name in names if now.get(name) != then.get(name)]

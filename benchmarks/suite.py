@@ -1,0 +1,567 @@
+"""Every benchmark: its script, the packages it exercises, and the rows of its table. Standard library only.
+
+README's table has the rows with a ``headline``, under that label. Rows with an aim come before the wildcard that shows the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks import figures
+from benchmarks.figures import Row, at_least, at_most
+
+# Packages and modules of src/unisono that a training run imports.
+TRAINING = (
+    *("data", "dist", "kvstore", "measure", "models", "observe", "optim", "parallel", "plan", "train"),
+    *("checkpoint", "storage"),
+)
+KVSTORE = ("dist", "kvstore", "storage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Benchmark:
+    """A script beside this module. ``quick``: arguments of a short run, which measures nothing."""
+
+    name: str
+    title: str
+    script: str = ""  # where it is not of the benchmark's name
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    packages: tuple[str, ...]  # of src/unisono, that it exercises
+    text: str
+    rows: tuple[Row, ...]
+
+
+_DIFFERENCE = figures.number("{:.1e}")
+_RECORDS = figures.contestant("records_per_s", "records/s")
+_IMAGES = figures.contestant("images_per_s", "images/s")
+_TOKENS = figures.contestant("million_tokens_per_s", "million tokens/s")
+_NOT_RUN = Row("{0}", "not_run/*", figures.not_run)
+
+
+def _rivals(*, same: str = "", default: str = "") -> tuple[Row, ...]:
+    return (
+        Row(
+            "{0}, same: fastest rival / unisono",
+            "sizes/*/same/contestants",
+            figures.fastest_rival,
+            aim=at_least(1),
+            headline=same,
+        ),
+        Row(
+            "{0}, default: fastest rival / unisono",
+            "sizes/*/default/contestants",
+            figures.fastest_rival,
+            aim=at_least(2, "≥ 2 with native bf16"),
+            headline=default,
+        ),
+        Row("{0}, same: {1} / unisono", "sizes/*/same/contestants/*", figures.rival),
+        Row("{0}, default: {1} / unisono", "sizes/*/default/contestants/*", figures.rival),
+        Row("{0}: plain script with {1} / without", "sizes/*/launcher/contestants/*", figures.rival),
+    )
+
+
+# --- the benchmarks, in the order of the page ------------------------------------------------------------------------
+
+BENCHMARKS = (
+    Benchmark(
+        name="step_time",
+        title="Step time against a hand-written loop",
+        quick=("--blocks", "6"),
+        packages=TRAINING,
+        text="The demo's GPT trained by `Trainer` and by a bare PyTorch loop (fused AdamW, `clip_grad_norm_`, chunked loss) in "
+        "alternating blocks of one process, and beside DDP in two. The floor is 1: the loop logs, guards and saves nothing and "
+        "finds its batches in memory. Host time is the same difference with a model of 38 tiny parameters and no arithmetic.",
+        rows=(
+            Row(
+                "Trainer / hand-written loop, 1 process: wall",
+                "one_process/wall",
+                aim=at_most(1.02),
+                headline="Step time of `Trainer` ÷ a hand-written loop, 1 process",
+            ),
+            Row(
+                "Trainer / DDP, 2 processes: wall",
+                "two_processes/wall",
+                aim=at_most(1.02),
+                headline="Step time of `Trainer` ÷ DDP, 2 processes",
+            ),
+            Row(
+                "Trainer / FSDP2, 2 processes, state sharded over both: wall",
+                "two_processes_sharded/wall",
+                aim=at_most(1.03),
+            ),
+            Row("Trainer / hand-written loop: CPU time", "one_process/cpu", aim=at_most(1.02)),
+            Row("Trainer / DDP: CPU time", "two_processes/cpu", aim=at_most(1.02)),
+            Row("Trainer / FSDP2: CPU time", "two_processes_sharded/cpu", aim=at_most(1.03)),
+            Row("largest loss difference, {0}", "*/largest_relative_loss_difference", _DIFFERENCE),
+            Row("host time of a step outside model code", "host_time_per_step", figures.host_time),
+        ),
+    ),
+    Benchmark(
+        name="parallel_axes",
+        script="parallel.axes",
+        title="Each axis of a plan against torch's primitives by hand",
+        quick=("--blocks", "3"),
+        packages=TRAINING,
+        text="A GPT 512 wide on two processes of one thread, fp32, both sides in the same processes in turns. The floor is 1 "
+        "where both do the same: the hand-written side logs, guards and saves nothing and finds its batches in memory.",
+        rows=(
+            Row(
+                "largest of all axes: wall",
+                "axes",
+                figures.largest_ratio("wall"),
+                aim=at_most(1.03),
+                headline="Step time of `Trainer` ÷ torch's parallel primitives by hand, 2 processes, the largest of all axes",
+            ),
+            Row("{0}: Trainer / {parent[what]}: wall", "axes/*/wall", aim=at_most(1.03)),
+            Row("{0}: CPU time", "axes/*/cpu", aim=at_most(1.03)),
+            Row(
+                "{0}: largest loss difference",
+                "axes/*/largest_relative_loss_difference",
+                _DIFFERENCE,
+                aim=at_most(1e-4, "≤ 1e-4"),
+            ),
+            Row("{0}: largest part of the parameters on a rank", "axes/*/held_frac", figures.number("{:.3f}")),
+            _NOT_RUN,
+        ),
+    ),
+    Benchmark(
+        name="parallel_start",
+        script="parallel.start",
+        title="Start of a job on two processes",
+        quick=("--rounds", "1"),
+        packages=("config", *TRAINING),
+        text="From the start of the processes, without a launcher, to the end of their first step. The hand-written script reads "
+        "batches and weights from a file; ours reads configuration and prepared data.",
+        rows=(Row("{0}: Trainer / by hand", "axes/*", figures.start_of_job), _NOT_RUN),
+    ),
+    Benchmark(
+        name="parallel_memory",
+        script="parallel.memory",
+        title="Memory of a rank where the state is sharded",
+        quick=("--steps", "3", "--rounds", "1"),
+        packages=TRAINING,
+        text="Tensor bytes of one of two ranks by ZeRO stage, from torch's allocator; the larger of the two ranks. The number "
+        "is the stage; Accelerate's 2 keeps parameters gathered after the forward pass.",
+        rows=(
+            Row("{0}: peak / {1}", "contestants/*/peak_over_*", figures.number("{:.3f}"), aim=at_most(1.05)),
+            Row(
+                "unisono{0}: parameters and optimizer state",
+                "contestants/unisono*",
+                figures.state_bytes,
+                aim=at_most(0, "+0 bytes"),
+            ),
+            Row("{0}: parameters and optimizer state", "contestants/*", figures.state_bytes),
+            Row("{0}: peak of a step", "contestants/*", figures.peak_bytes),
+            _NOT_RUN,
+        ),
+    ),
+    Benchmark(
+        name="parallel_recompute",
+        script="parallel.recompute",
+        title="What recompute trades",
+        quick=("--blocks", "2"),
+        packages=TRAINING,
+        text="One process, the GPT of the axes; losses of all three are equal bit for bit.",
+        rows=(
+            Row("{0}: kept for the backward pass", "kinds/*", figures.of_none("kept_bytes")),
+            Row("{0}: peak of a step above its state", "kinds/*", figures.of_none("peak_bytes")),
+            Row("{0}: step time / none", "kinds/*/over_none", figures.ratio_but_none),
+        ),
+    ),
+    Benchmark(
+        name="parallel_compilations",
+        script="parallel.compilations",
+        title="Compilations after warm-up",
+        quick=("--epochs", "2"),
+        packages=TRAINING,
+        text="Graphs that torch.compile makes, with accumulation and epochs whose last step is short.",
+        rows=(Row("{0}", "rows/*", figures.compilations, aim=at_most(0, "0 after it")),),
+    ),
+    Benchmark(
+        name="rivals",
+        title="The same GPT under other frameworks",
+        arguments=("--sizes", "demo", "--rounds", "21", "--steps", "4"),
+        quick=("--rounds", "3"),
+        packages=("config", "launch", *TRAINING),
+        text="Every contestant computes the same losses from the same batches, ready in memory for all but unisono, which "
+        "reads its data. Ratios are the rival's time over ours, so above 1 means that we are faster; the fastest rival is the "
+        "one with the smallest paired median. `same`: fp32, "
+        "fused kernel and threads; ours as its launcher starts it, theirs as theirs do. `demo` is the demo's GPT, 128 wide. "
+        "`default`: nothing set; ours as `unisono train` runs it, with console, "
+        "trackers and checkpoints. The launcher's lines are the plain script with one thing more, below 1 where it helps. The "
+        "floor of `same` is the plain script: a framework cannot do less arithmetic. The launcher "
+        "sets a short spin of waiting threads only where others use the host, which costs time where nobody does.",
+        rows=_rivals(
+            same="Step time of the fastest of a plain script, Accelerate, Lightning and MindSpore ÷ ours, same options, "
+            "the demo's GPT"
+        ),
+    ),
+    Benchmark(
+        name="rivals_wide",
+        script="rivals",
+        title="The same GPT, 768 wide",
+        arguments=("--sizes", "wide", "--parts", "same,default", "--rounds", "9"),
+        quick=("--rounds", "3"),
+        packages=("config", "launch", *TRAINING),
+        text="As above, where matrix products decide.",
+        rows=_rivals(),
+    ),
+    Benchmark(
+        name="rivals_wider",
+        script="rivals",
+        title="The same GPT, 1024 wide",
+        arguments=("--sizes", "wider", "--parts", "default", "--rounds", "7"),
+        quick=("--rounds", "3"),
+        packages=("config", "launch", *TRAINING),
+        text="Defaults only, as above: how the advantage of bf16 grows with the share of matrix products.",
+        rows=_rivals(
+            default="The same with nothing set, 1024 wide (unisono chooses bf16 where the processor multiplies it natively)"
+        ),
+    ),
+    Benchmark(
+        name="precision",
+        title="bf16 beside fp32: the curve",
+        quick=("--seeds", "2", "--steps", "30"),
+        packages=("config", *TRAINING),
+        text="Held-out loss of the demo after the same steps. What bf16 changes should be less than what another seed changes.",
+        rows=(
+            Row(
+                "bf16 minus fp32 of the same seed, mean over seeds ÷ standard deviation between seeds of fp32",
+                "",
+                figures.apart_over_noise,
+                aim=at_most(1, "≤ 1: within noise"),
+            ),
+            Row("held-out loss, {0}, one per seed", "held_out_loss/*", figures.losses_by_seed),
+        ),
+    ),
+    Benchmark(
+        name="checkpoint_stall",
+        title="Stall of a save",
+        quick=("--rounds", "2"),
+        packages=TRAINING,
+        text="Extra wall time of a training window because of a save, until it is durable, over the time of a synchronous save "
+        "of torch.distributed.checkpoint (DCP) of the same state. The floor is 0; bytes cannot go below the state's own.",
+        rows=(
+            Row(
+                "extra wall time until committed ÷ DCP's save: async",
+                "kinds/async",
+                figures.extra_time,
+                aim=at_most(0.1),
+                headline="Extra wall time of an asynchronous save ÷ a synchronous save of torch.distributed.checkpoint",
+            ),
+            Row("extra wall time until committed ÷ DCP's save: {0}", "kinds/*", figures.extra_time),
+            Row("time that training waits for the call ÷ DCP's save: {0}", "kinds/*/call_s", figures.waiting_time),
+            Row("seconds of DCP's save", "dcp_sync_s", figures.number("{:.3f}")),
+            Row("bytes written / state bytes", "written_over_state_bytes", figures.number("{:.4f}")),
+        ),
+    ),
+    Benchmark(
+        name="events",
+        title="Events",
+        quick=("--events", "500"),
+        packages=("observe",),
+        text="Step events through the log with each view attached. The floor is the file alone: encoding and one write.",
+        rows=(Row("{0}", "results/*", figures.event_rate),),
+    ),
+    Benchmark(
+        name="data_records",
+        script="data.records",
+        title="Records: formats of loaders",
+        quick=("--rounds", "1"),
+        packages=("data",),
+        text="The same payloads in every format, read in order and at random; a contestant that could not run says why. "
+        "Speeds are of the median block. Opening is that of a RecordIO file of ten million records.",
+        rows=(
+            Row("{0}: unisono", "tables/*/contestants/unisono", _RECORDS, aim=at_least(0.8)),
+            Row(
+                "{0}: unisono always / limit crc",
+                "tables/*",
+                figures.speed_over("unisono always", "limit crc"),
+                aim=at_least(0.8),
+            ),
+            Row("{0}: {1}", "tables/*/contestants/*", _RECORDS),
+            Row("{0}: {1}", "tables/*/not_run/*", figures.not_run),
+            Row(
+                "open a file of many records: unisono",
+                "open/contestants/unisono",
+                figures.opening,
+                aim=at_most(50, "≤ 50 ms"),
+            ),
+            Row("open a file of many records: {0}", "open/contestants/*", figures.opening),
+            Row("open a file of many records: {0}", "open/not_run/*", figures.not_run),
+        ),
+    ),
+    Benchmark(
+        name="data_images",
+        script="data.images",
+        title="Images to training batches",
+        quick=("--rounds", "1", "--steps", "8", "--photos", "640"),
+        packages=("data",),
+        text="JPEGs of 500x375 to RandomResizedCrop(224), flip and normalised float32 batches of 64 with two workers each. "
+        "Crops and flips of all were measured on their output and agree, or the line says so. `tiles` are lossless restart "
+        "markers, `packed` is re-encoded at a short side of 256, `cached` decoded in memory; the last word is what resizes. "
+        "The fastest rival is the one with the highest paired median.",
+        rows=(
+            Row(
+                "unisono untouched opencv / fastest rival",
+                "",
+                figures.speed_over_fastest("unisono untouched opencv"),
+                aim=at_least(1.1),
+                headline="Images/s, untouched JPEGs to normalised random crops, ÷ the fastest other loader",
+            ),
+            *(
+                Row(
+                    f"unisono {kind} opencv / fastest rival",
+                    "",
+                    figures.speed_over_fastest(f"unisono {kind} opencv"),
+                    aim=at_least(bound),
+                )
+                for kind, bound in (("tiles", 1.5), ("packed", 2.1), ("cached", 3.3))
+            ),
+            *(
+                Row(f"unisono {kind} torch / fastest rival", "", figures.speed_over_fastest(f"unisono {kind} torch"))
+                for kind in ("untouched", "tiles", "packed", "cached")
+            ),
+            Row("{0}", "contestants/*", _IMAGES),
+            _NOT_RUN,
+        ),
+    ),
+    Benchmark(
+        name="data_tokens",
+        script="data.tokens",
+        title="Tokens to training batches",
+        quick=("--rounds", "1", "--steps", "20"),
+        packages=("data",),
+        text="Batches of 16 x 1,024 of 50 million uint16 tokens; the number is that of workers. The floor is one gather and one "
+        "conversion. `mask`, the default, adds weights, positions and documents, which the others do not give. The fastest rival "
+        "is the one with the highest paired median.",
+        rows=(
+            Row(
+                "unisono windows ignore / floor rows",
+                "",
+                figures.speed_over("unisono windows ignore", "floor rows"),
+                aim=at_least(0.6),
+            ),
+            Row(
+                "unisono offsets ignore / floor offsets",
+                "",
+                figures.speed_over("unisono offsets ignore", "floor offsets"),
+                aim=at_least(0.6),
+            ),
+            Row(
+                "unisono windows ignore / fastest rival",
+                "",
+                figures.speed_over_fastest("unisono windows ignore", ("unisono", "floor")),
+                aim=at_least(3),
+                headline="Token windows/s ÷ the fastest other loader",
+            ),
+            Row(
+                "unisono windows ignore / torch 0",
+                "",
+                figures.speed_over("unisono windows ignore", "torch 0"),
+                aim=at_least(3),
+            ),
+            Row(
+                "unisono loader ignore 0 / fastest rival",
+                "",
+                figures.speed_over_fastest("unisono loader ignore 0", ("unisono", "floor")),
+                aim=at_least(3),
+            ),
+            Row(
+                "unisono loader ignore 0 / torch 0",
+                "",
+                figures.speed_over("unisono loader ignore 0", "torch 0"),
+                aim=at_least(3),
+            ),
+            Row(
+                "unisono loader mask 0 / torch 0",
+                "",
+                figures.speed_over("unisono loader mask 0", "torch 0"),
+                aim=at_least(3),
+            ),
+            Row(
+                "unisono loader mask 1 / torch 0",
+                "",
+                figures.speed_over("unisono loader mask 1", "torch 0"),
+                aim=at_least(3),
+                headline="The same through `Loader` with its defaults and one worker (adds weights, positions and documents) ÷ "
+                "torch's `DataLoader` without workers, which gives tokens alone",
+            ),
+            Row("{0}", "contestants/*", _TOKENS),
+            _NOT_RUN,
+            Row("slots whose target does not count, best fit", "packing", figures.padding("")),
+            Row("slots whose target does not count, side by side", "packing", figures.padding("stream_")),
+        ),
+    ),
+    Benchmark(
+        name="data_order",
+        script="data.order",
+        title="Mixing, resume, damage",
+        packages=("data",),
+        text="What loaders do with order and with damaged files; no times. Resume is by world size, after 37 of 156 steps on 2x4 "
+        "ranks. unisono's global batch stays; the others keep 8 samples a rank.",
+        rows=(
+            Row(
+                "repeated / lost after a resume on other ranks: unisono",
+                "resume/contestants/unisono",
+                figures.repeated_and_lost,
+                aim=at_most(0, "0 / 0"),
+                headline="Samples repeated / lost after a resume on another number of ranks (ranks: repeated / lost)",
+            ),
+            Row("damage: unisono{0}", "damage/contestants/unisono*", figures.damage, aim=at_most(0, "never silent")),
+            Row("shards in a batch of 64, of 20: {0}", "mixing/contestants/*/shards_per_batch", figures.text),
+            Row(
+                "repeated / lost after a resume on other ranks: {0}", "resume/contestants/*", figures.repeated_and_lost
+            ),
+            Row("damage: {0}", "damage/contestants/*", figures.damage),
+            Row("{0}: {1}", "*/not_run/*", figures.not_run),
+        ),
+    ),
+    Benchmark(
+        name="data_loader",
+        script="data.loader",
+        title="The loader itself",
+        quick=("--rounds", "1", "--steps", "100", "--tuning-s", "12"),
+        packages=("data",),
+        text="Batches of 64 of a data set that does nothing, so that only the loader is left; its first batch; memory with 8 "
+        "workers; what tuning gains when nothing is set.",
+        rows=(
+            Row("overhead: {0}", "overhead/contestants/*", figures.contestant("us_per_batch", "µs per batch")),
+            Row("overhead: {0}", "overhead/not_run/*", figures.not_run),
+            Row("first batch: {0}", "first/contestants/*/first_ms", figures.number("{:,} ms")),
+            Row("memory added, 10^6 objects: {0}", "memory/contestants/*", figures.added_memory),
+            Row("tuning, samples that are {0}", "tuning/contestants/*", figures.tuning),
+        ),
+    ),
+    Benchmark(
+        name="kvstore_pushpull",
+        script="kvstore.pushpull",
+        title="Push and pull beside MXNet",
+        quick=("--rounds", "1", "--repeats", "2", "--layouts", "2x1", "--sizes", "1KB,10MB"),
+        packages=KVSTORE,
+        text="Workers and servers on one host, one thread each; `2x1` is 2 workers and 1 server; every sum of ours was checked. "
+        "`dist_sync` is over Gloo without shared memory, `_shm` through shared memory; it has no servers. `all_reduce` is "
+        "torch's on gloo. The limits are a memcpy and as many bytes through a bare socket, there and back.",
+        rows=(
+            Row(
+                "2x1, 100MB: times faster is dist_sync_shm than mxnet dist_sync",
+                "layouts/2x1/sizes/100MB/times_faster/dist_sync_shm than mxnet dist_sync",
+                aim=at_least(5),
+                headline="Push and pull of 100 MB, `dist_sync` through shared memory, times as fast as MXNet's, 2 workers",
+            ),
+            Row(
+                "2x1, 100MB: times faster is dist_sync than mxnet dist_sync",
+                "layouts/2x1/sizes/100MB/times_faster/dist_sync than mxnet dist_sync",
+                aim=at_least(5),
+                headline="The same over Gloo without shared memory",
+            ),
+            Row(
+                "2x1, 100MB: times faster is dist_async than mxnet dist_async",
+                "layouts/2x1/sizes/100MB/times_faster/dist_async than mxnet dist_async",
+                aim=at_least(2),
+                headline="The same of `dist_async` over TCP, 1 server",
+            ),
+            Row(
+                "{0}, {1}: times faster is dist_async than mxnet dist_async",
+                "layouts/*/sizes/*/times_faster/dist_async than mxnet dist_async",
+                aim=at_least(2),
+            ),
+            Row(
+                "{0}, {1}: times faster is dist_async_shm than mxnet dist_async",
+                "layouts/*/sizes/*/times_faster/dist_async_shm than mxnet dist_async",
+                aim=at_least(3),
+            ),
+            Row(
+                "{0}, {1}: dist_sync_shm / all_reduce, time",
+                "layouts/*/sizes/*/times_faster/all_reduce than dist_sync_shm",
+                aim=at_most(1.05),
+            ),
+            Row("{0}, {1}: times faster is {2}", "layouts/*/sizes/*/times_faster/*"),
+            Row("{0}, {1}: ms", "layouts/*/sizes/*/seconds", figures.milliseconds),
+            Row("{0}: compression auto", "layouts/*/auto", figures.text),
+            _NOT_RUN,
+        ),
+    ),
+    Benchmark(
+        name="kvstore_step",
+        script="kvstore.step",
+        title="A step beside DistributedDataParallel",
+        quick=("--blocks", "4", "--steps", "1"),
+        packages=KVSTORE,
+        text="Two processes of one thread on gloo; both sides in the same processes in turns, with the same weights and batches.",
+        rows=(
+            Row("{0}: bucketed all-reduce / DDP: wall", "models/*/wall", aim=at_most(1.02)),
+            Row("{0}: CPU time", "models/*/cpu", aim=at_most(1.02)),
+            Row(
+                "{0}: largest loss difference",
+                "models/*/relative_loss_difference",
+                _DIFFERENCE,
+                aim=at_most(1e-4, "≤ 1e-4"),
+            ),
+        ),
+    ),
+    Benchmark(
+        name="kvstore_links",
+        script="kvstore.links",
+        title="Compression and local steps over slow links",
+        quick=("--rounds", "1", "--steps", "1"),
+        packages=KVSTORE,
+        text="A GPT of 3.4 million parameters, two workers in network namespaces, links limited by a token bucket. Local steps "
+        "are amortised over their round. `auto` chooses among bf16 and int8 only.",
+        rows=(
+            Row("{0}: {1}", "rates/*/ways/*", figures.step_over_link),
+            Row("{0}: auto", "rates/*/auto/reason", figures.text),
+            _NOT_RUN,
+        ),
+    ),
+    Benchmark(
+        name="kvstore_convergence",
+        script="kvstore.convergence",
+        title="What converges how",
+        quick=("--seeds", "1", "--steps", "32"),
+        packages=TRAINING,
+        text="Held-out loss of small models after the same samples, under every way to keep workers in step: the mean and the "
+        "standard deviation over seeds, and the mean difference to plain sums of the same seed and optimizer. The aim is two "
+        "standard deviations between seeds of plain sums. docs/kvstore.md says what is equal.",
+        rows=(Row("{0}: {1} ({node[optimizer]}, {node[lr]:g})", "models/*/ways/*", figures.loss_of_a_way),),
+    ),
+    Benchmark(
+        name="kvstore_faults",
+        script="kvstore.faults",
+        title="Killed workers and servers",
+        quick=("--rounds", "1"),
+        packages=("optim", *KVSTORE),
+        text="SIGKILL to what others wait for. A worker's lease ends two seconds after its last connection closed; a server "
+        "comes back with its newest snapshot, and most of that time it imports torch.",
+        rows=(Row("{0}: until {1}", "killed/*/*", figures.spread_of_seconds),),
+    ),
+    Benchmark(
+        name="order",
+        title="Order of samples",
+        packages=("data",),
+        text="Positions per second of the keyed order, which stores nothing, beside numpy's stored permutation.",
+        rows=(
+            Row("order, calls of {0}", "order, calls of *", figures.rates_by_size),
+            Row("numpy Generator{0}", "numpy Generator*", figures.rates_by_size),
+        ),
+    ),
+    Benchmark(
+        name="footprint",
+        title="Start-up, size, demo",
+        quick=("--repeats", "3", "--no-demo"),
+        packages=("__init__.py", "cli", "config", "lazy.py", *TRAINING),
+        text="Whole processes, so that nothing is hidden; `python` alone is the floor of the start-up times and `import torch` "
+        "what the command line avoids. The size is what pip adds to an environment with torch.",
+        rows=(
+            Row("help, whole process", "start/help", figures.whole_process, aim=at_most(0.2, "≤ 0.2 s")),
+            Row("{0}, whole process", "start/*", figures.whole_process),
+            Row("install beyond torch", "install", figures.install_size),
+            Row("of it unisono itself", "install/unisono_bytes", figures.size),
+            Row("torch, for comparison", "install/torch_bytes", figures.size),
+            Row("demo, first start ever", "demo/first_s", figures.number("{:.0f} s")),
+            Row("demo, data already prepared", "demo/prepared_data_s", figures.number("{:.0f} s")),
+            Row("demo, started again after its end", "demo/finished_run_again_s", figures.number("{:.1f} s")),
+        ),
+    ),
+)

@@ -1,0 +1,260 @@
+"""Figures on pages are those of the result files; each says whether its aim is met and whether its code has changed since."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # benchmarks are no part of what is installed
+
+from benchmarks import figures, record, run, tables  # noqa: E402
+from benchmarks.figures import Row, at_least, at_most  # noqa: E402
+from benchmarks.kvstore import convergence_table  # noqa: E402
+from benchmarks.suite import BENCHMARKS, Benchmark  # noqa: E402
+
+RATIO = {"ratio": 1.0104, "interval": [0.99, 1.03], "confidence": 0.95, "pairs": 40}
+
+
+def a_run(result: dict[str, Any], **more: Any) -> record.Run:
+    return {
+        "command": "python -m benchmarks.step_time",
+        "date": "2026-11-22T02:07:08+00:00",
+        "commit": "07df0efd30f7",
+        "machine": {"cpu": "EPYC", "cores": 2},
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "load_average": {"before": 0.5, "after": 2.0},
+        "result": result,
+        **more,
+    }
+
+
+def a_benchmark(*rows: Row) -> Benchmark:
+    return Benchmark(name="step_time", title="Step time", packages=("train",), text="Beside a loop.", rows=rows)
+
+
+def results(folder: Path, *runs: record.Run, stale: tuple[str, ...] = ()) -> Path:
+    record.save(record.Results(name="step_time", runs=list(runs), stale=list(stale)), folder)
+    return folder
+
+
+WALL = Row("{0}: wall", "*/wall", aim=at_most(1.02), headline="Step ÷ a loop")
+
+
+def a_line(row: Row, result: dict[str, Any]) -> figures.Line:
+    (line,) = figures.lines([row], result)
+    return line
+
+
+# --- the pages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md", "docs/kvstore.md"])
+def test_a_page_has_the_figures_of_the_result_files(page: str) -> None:
+    assert (ROOT / page).read_text() == tables.pages()[ROOT / page], "make tables writes it"
+
+
+def test_every_headline_is_a_row_of_its_benchmark_alone() -> None:
+    headlines = [row.headline for benchmark in BENCHMARKS for row in benchmark.rows if row.headline]
+    assert 10 <= len(headlines) <= 14
+    assert len(set(headlines)) == len(headlines)
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
+def test_a_benchmark_has_a_script_packages_and_lines(benchmark: Benchmark) -> None:
+    script = (benchmark.script or benchmark.name).replace(".", "/")
+    assert (ROOT / "benchmarks" / f"{script}.py").exists()
+    assert record.digests(benchmark.packages)
+    newest = record.load(benchmark.name).newest
+    assert newest is None or list(figures.lines(benchmark.rows, newest["result"]))
+
+
+def test_there_is_a_benchmark_for_every_result() -> None:
+    assert {path.stem for path in record.RESULTS.glob("*.json")} <= {benchmark.name for benchmark in BENCHMARKS}
+
+
+# --- lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_has_the_median_its_interval_and_whether_the_aim_is_met() -> None:
+    line = a_line(WALL, {"one": {"wall": RATIO}})
+    assert (line.label, line.figure) == ("one: wall", "1.010 (0.990 to 1.030, 40 pairs)")
+    assert tables.aim_of(line) == "≤ 1.02: met"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "aim", "met"), [(1.03, at_most(1.02), False), (1.96, at_least(2), False), (2.01, at_least(2), True)]
+)
+def test_a_missed_aim_says_so(ratio: float, aim: figures.Aim, met: bool) -> None:
+    line = a_line(Row("x", "wall", aim=aim), {"wall": RATIO | {"ratio": ratio}})
+    assert line.is_met is met
+    assert ("**aim missed**" in tables.aim_of(line)) is not met
+
+
+def test_an_aim_is_held_against_the_figure_as_shown() -> None:
+    line = a_line(Row("x", "wall", aim=at_least(1)), {"wall": RATIO | {"ratio": 0.9998}})
+    assert line.figure.startswith("1.000 (")
+    assert line.is_met
+
+
+def test_a_place_is_shown_by_the_first_row_that_leads_there() -> None:
+    result = {"axes": {"tp": {"wall": RATIO}, "pp": {"wall": RATIO}}}
+    rows = [Row("first", "axes/pp/wall", aim=at_most(1.02)), Row("{0}", "axes/*/wall")]
+    assert [(line.label, line.is_met) for line in figures.lines(rows, result)] == [("first", True), ("tp", None)]
+
+
+def test_a_star_matches_a_part_of_a_key() -> None:
+    result = {"unisono 1": {"peak_over_hand 1": 0.9, "peak_over_accelerate 1": 1.0, "bytes": 3}}
+    row = Row("unisono{0} / {1}", "unisono*/peak_over_*", figures.number("{:.1f}"))
+    shown = [(line.label, line.figure) for line in figures.lines([row], result)]
+    assert shown == [("unisono 1 / hand 1", "0.9"), ("unisono 1 / accelerate 1", "1.0")]
+
+
+# --- the fastest rival -----------------------------------------------------------------------------------------------
+
+
+def outcome(**rounds: list[float]) -> dict[str, Any]:
+    """A contest as ``benchmarks.data.contest`` records it, with ``grain`` as the baseline."""
+    from benchmarks.paired import ratio
+
+    rows: dict[str, Any] = {name: {"round_s": seconds} for name, seconds in rounds.items()}
+    for name, row in rows.items():
+        if name != "grain":
+            row["time_over_baseline"] = ratio(rounds[name], rounds["grain"])
+    return {"baseline": "grain", "contestants": rows, "not_run": {}}
+
+
+ROUNDS = {"unisono": [1.0, 2.0, 1.0], "grain": [2.0, 4.4, 2.0], "spdl": [1.5, 3.0, 1.8], "torch": [4.0, 8.0, 4.0]}
+FASTEST = Row("x", "", figures.speed_over_fastest("unisono"), aim=at_least(1.6))
+
+
+def test_the_fastest_rival_is_the_one_of_the_highest_paired_median() -> None:
+    line = a_line(FASTEST, outcome(**ROUNDS))
+    assert line.figure == "1.500 (1.500 to 1.800, 3 pairs), spdl"
+    assert line.is_met is False
+
+
+def test_without_rounds_it_is_the_quotient_of_medians() -> None:
+    result = outcome(**ROUNDS)
+    for row in result["contestants"].values():
+        del row["round_s"]
+    assert a_line(FASTEST, result).figure == "1.500, quotient of two paired medians, spdl"
+
+
+def test_a_rival_that_does_something_else_does_not_count() -> None:
+    result = outcome(**ROUNDS)
+    result["contestants"]["spdl"]["unlike"] = ["flip"]
+    assert a_line(FASTEST, result).figure == "2.000 (2.000 to 2.200, 3 pairs), grain"
+
+
+def test_the_fastest_framework_is_the_one_of_the_smallest_paired_median() -> None:
+    cpu = {"cpu_over_baseline": RATIO}
+    rows = {
+        "unisono": {},
+        "plain": {"time_over_baseline": RATIO | {"ratio": 1.868}, "step_s": 4.37, **cpu},
+        "lightning": {"time_over_baseline": RATIO | {"ratio": 1.964}, "step_s": 4.27, **cpu},
+    }
+    assert a_line(Row("x", "rows", figures.fastest_rival), {"rows": rows}).figure.endswith(
+        "1.868 (0.990 to 1.030, 40 pairs), plain"
+    )
+
+
+def test_without_what_it_is_compared_with_an_aim_is_neither_met_nor_missed() -> None:
+    result = {"baseline": "limit", "contestants": {"unisono": {"records_per_s": 1000}}}
+    row = Row("x", "contestants/*", figures.contestant("records_per_s", "records/s"), aim=at_least(0.8))
+    assert tables.aim_of(a_line(row, result)) == "≥ 0.8"
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_keeps_the_earlier_ones_and_is_what_is_shown(tmp_path: Path) -> None:
+    results(tmp_path, a_run({"one": {"wall": RATIO}}), stale=("train",))
+    both = record.load("step_time", tmp_path)
+    both.add(a_run({"one": {"wall": RATIO | {"ratio": 2.0}}}))
+    record.save(both, tmp_path)
+    again = record.load("step_time", tmp_path)
+    assert [each["result"]["one"]["wall"]["ratio"] for each in again.runs] == [1.0104, 2.0]
+    assert again.stale == []
+    assert "| one: wall | 2.000 (" in tables.sections([a_benchmark(WALL)], tmp_path)
+    assert "Earlier runs in the result file: 1." in tables.sections([a_benchmark(WALL)], tmp_path)
+
+
+def test_readme_shows_day_commit_and_machine(tmp_path: Path) -> None:
+    table = tables.headlines([a_benchmark(WALL)], results(tmp_path, a_run({"one": {"wall": RATIO}})))
+    assert "| Step ÷ a loop | 1.010 (0.990 to 1.030, 40 pairs) | ≤ 1.02: met | 2026-11-22, `07df0efd30f7` |\n" in table
+    assert table.endswith("Measured on EPYC, 2 cores, torch 2.13.0, Python 3.11.7.\n")
+
+
+def test_readme_claims_nothing_of_code_that_has_changed_since(tmp_path: Path) -> None:
+    folder = results(tmp_path, a_run({"one": {"wall": RATIO}}), stale=("train", "data"))
+    table = tables.headlines([a_benchmark(WALL)], folder)
+    assert table.splitlines()[2:] == ["| Step ÷ a loop | not yet re-run | ≤ 1.02 | |"]
+    assert "**Not yet re-run**: train, data changed since this run." in tables.sections([a_benchmark(WALL)], folder)
+
+
+def test_readme_says_what_was_never_run(tmp_path: Path) -> None:
+    table = tables.headlines([a_benchmark(WALL)], tmp_path)
+    assert "| Step ÷ a loop | not yet run | ≤ 1.02 | |" in table
+    assert "Not yet run." in tables.sections([a_benchmark(WALL)], tmp_path)
+
+
+def test_a_page_without_marks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="end of figures"):
+        tables.between(f"text\n{tables.BEGIN}more\n", "new\n")
+    text = tables.between(f"text\n{tables.BEGIN}old\n{tables.END}more\n", "new\n")
+    assert text == f"text\n{tables.BEGIN}\nnew\n\n{tables.END}more\n"
+
+
+def test_a_result_is_stale_once_a_package_of_its_own_has_changed(tmp_path: Path) -> None:
+    packages = tmp_path / "unisono"
+    for name in ("train", "data"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "a.py").write_text("x = 1\n")
+    newest = a_run({"one": {"wall": RATIO}}, sources=record.digests(["train"], packages))
+    folder = results(tmp_path / "results", newest)
+    benchmark = a_benchmark(WALL)
+    assert tables.stale([benchmark], folder, packages) == {}
+    (packages / "data" / "a.py").write_text("x = 2\n")
+    (packages / "train" / "__pycache__").mkdir()
+    (packages / "train" / "__pycache__" / "a.pyc").write_bytes(b"0")
+    assert tables.stale([benchmark], folder, packages) == {}
+    (packages / "train" / "a.py").write_text("x = 2\n")
+    assert tables.stale([benchmark], folder, packages) == {"step_time": ["train"]}
+
+
+def test_a_run_without_digests_is_stale(tmp_path: Path) -> None:
+    folder = results(tmp_path, a_run({"one": {"wall": RATIO}}))
+    assert tables.stale([a_benchmark(WALL)], folder) == {"step_time": ["train"]}
+
+
+def test_a_run_records_what_it_ran_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer:
+        stdout = json.dumps({"one": 1})
+
+    monkeypatch.setattr(run.subprocess, "run", lambda *given, **more: Answer)
+    found = run.run_one(a_benchmark(WALL), quick=True, more=("--blocks=2",))
+    assert found["result"] == {"one": 1}
+    assert found["command"] == "python -m benchmarks.step_time --blocks=2"
+    assert found["sources"] == record.digests(["train"])
+    assert {"date", "commit", "machine", "versions", "load_average", "wall_s"} <= found.keys()
+
+
+# --- docs/kvstore.md -------------------------------------------------------------------------------------------------
+
+
+def test_what_converges_worse_is_named() -> None:
+    plain = {"optimizer": "sgd", "lr": 0.5, "mean": 2.0, "spread": 0.01, "over_plain": 0.0, "ratio": 1.0, "band": 0.02}
+    ways = {
+        "dist_sync": {**plain, "within_band": True},
+        "1bit": {**plain, "mean": 2.3, "over_plain": 0.3, "ratio": 1.15, "within_band": False},
+    }
+    model = {"parameters": 1000, "steps": 256, "batch": 16, "knowing_nothing": 4.159, "knowing_all": 1.9, "ways": ways}
+    section = convergence_table.section({"result": {"models": {"gpt": model}}})
+    assert "| dist_sync | sgd, 0.5 | 2.000 ± 0.010 | +0.000, +0.0 % | yes, ≤ 0.020 |" in section
+    assert "| 1bit | sgd, 0.5 | 2.300 ± 0.010 | +0.300, +15.0 % | no, > 0.020 |" in section
+    assert section.endswith("Outside the band: 1bit (gpt, +15 %).\n")
