@@ -201,8 +201,8 @@ def test_shadows_go_with_their_worker_and_with_replaced_values(how: str) -> None
                 now[0] += 7.0
                 wait_until(lambda: service.num_live_workers == 0, "the end of a lease")
             case _:
-                worker.service.hello(replace(worker.peer, incarnation=2), replace(AGREED, codec="bf16").to_json())
-                worker.peer = replace(worker.peer, incarnation=2)
+                worker.service.hello(replace(worker.peer, worker_restart_count=2), replace(AGREED, codec="bf16").to_json())
+                worker.peer = replace(worker.peer, worker_restart_count=2)
         assert [worker.takes(worker.ask(worker.asks()))[0] for _ in range(2)] == [0, CODED]
     finally:
         service.close()
@@ -249,7 +249,7 @@ def test_rows(service: ParameterServer) -> None:
         ),
         (replace(AGREED, table=TABLE | {"c": ((8,), torch.float32)}), r"has key 'c' as \[8\] float32\n.*it is absent"),
         (replace(AGREED, staleness=None), "has staleness = None\n.*it is 1"),
-        (replace(AGREED, units=9), "has units = 9\n.*it is 4"),
+        (replace(AGREED, num_batch_shards=9), "has units = 9\n.*it is 4"),
     ],
 )
 def test_a_worker_with_another_table_is_not_let_in(service: ParameterServer, other: RunSpec, text: str) -> None:
@@ -458,7 +458,7 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
 
 
 def test_an_acknowledged_push_is_on_the_replica() -> None:
-    agreed = replace(AGREED, servers=2, units=0)
+    agreed = replace(AGREED, num_servers=2, num_batch_shards=0)
     backup = ParameterServer(1)
     link = Peer("server", 0, 1, 0, "server 0")
     backup.hello(link, agreed.to_json())

@@ -80,15 +80,15 @@ class RunSpec:
                 raise ValueError(f"{servers} servers for {nbytes} bytes in chunks of {chunk_bytes}")
             return cls(
                 table=table,
-                servers=servers,
-                whole=tuple(sorted(str(key) for key in given["whole"])),
+                num_servers=servers,
+                uncut_keys=tuple(sorted(str(key) for key in given["whole"])),
                 chunk_bytes=chunk_bytes,
                 staleness=None if staleness is None else _count(staleness),
-                units=_count(given["units"]),
-                units_per_step=_count(given["units_per_step"]),
-                units_per_save=_count(given["units_per_save"]),
+                num_batch_shards=_count(given["units"]),
+                batch_shards_per_step=_count(given["units_per_step"]),
+                batch_shards_per_save=_count(given["units_per_save"]),
                 codec=str(given["codec"]),
-                about={str(name): str(value) for name, value in given["about"].items()},
+                labels={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CommError(
