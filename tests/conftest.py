@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -14,6 +15,20 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from pool import pool as pool
+
+pytest_plugins = ["budget"]
+
+# Under nohup or & this process ignores these signals, and children would inherit that. What they inherit of a handler is the
+# default action: here nothing happens still, and programs that tests start have signals as from a terminal.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # one thread for each of the processes that share the cores
+    import torch
+
+    torch.set_num_threads(1)
 
 # set by pytest, or by torch's compiler when it is imported
 TORCHS_OWN = {

@@ -59,7 +59,7 @@ class Worker:
         return self.placement.chunks_on(self.greeting["server"])
 
     def data(self, op: Op, values: dict[str, Tensor], **fields: object) -> Frame:
-        parts = [(c.number, raw_bytes(values[c.key].flatten()[c.start : c.start + c.elements])) for c in self.chunks()]
+        parts = [(c.number, raw_bytes(values[c.key].flatten()[c.start : c.start + c.num_elements])) for c in self.chunks()]
         prefix = None if op is Op.INIT else (float("nan"), 0)
         return replace(write_chunks(op, parts, dtype="float32", prefix=prefix), **fields)
 
@@ -137,12 +137,12 @@ class Coded(Worker):
         self.based = self.copies.bases(chunks)
         if op is Op.PULL:
             return write_chunks(op, [(c.number, memoryview(b"")) for c in chunks], dtype="float32", based=self.based)
-        parts = [(c.number, raw_bytes(-torch.ones(c.elements))) for c in chunks]
+        parts = [(c.number, raw_bytes(-torch.ones(c.num_elements))) for c in chunks]
         return replace(write_chunks(op, parts, dtype="float32", prefix=(float("nan"), 0), based=self.based), seq=seq)
 
     def takes(self, answer: Frame) -> tuple[int, set[float]]:
         """Its codec, and what the values are."""
-        into = [torch.empty(c.elements) for c in self.chunks()]
+        into = [torch.empty(c.num_elements) for c in self.chunks()]
         self.copies.decode(answer, self.chunks(), self.based, [raw_bytes(each) for each in into])
         return answer.codec, {float(each) for value in into for each in value.unique()}
 
