@@ -22,7 +22,7 @@ from parameter_servers import ParameterServers, parameter_servers
 from procs import wait_until
 
 from unisono.errors import CommError
-from unisono.kvstore.server.clocks import LEASE_S
+from unisono.kvstore.server.membership import LEASE_S
 
 NOTICED_S = 6.0  # a killed worker keeps others no longer than this
 SMALL = 8192  # bytes of a chunk, so that each server has some of each key
@@ -252,7 +252,11 @@ def snapshot_age_s(servers: ParameterServers) -> float:
 @pytest.mark.full
 def test_units_that_a_server_lost_are_said_too(nursery: Nursery, tmp_path: Path) -> None:
     with parameter_servers(tmp_path, 2, nursery=nursery, snapshot_every_s=0.5) as servers:
-        facts: dict[str, Any] = {"do": "units", "agreed": {"num_batch_shards": 120, "chunk_bytes": SMALL}, "pause_s": 0.02}
+        facts: dict[str, Any] = {
+            "do": "units",
+            "agreed": {"num_batch_shards": 120, "chunk_bytes": SMALL},
+            "pause_s": 0.02,
+        }
         workers = [worker(nursery, servers, tmp_path, n, **facts) for n in range(2)]
         for each in workers:
             each.until("acknowledged", 25)

@@ -11,8 +11,8 @@ MXNet; with an optimizer the sum is the gradient of an update. ``pull`` returns 
 pushes. Sums are never averages: a trainer divides by the global number of tokens, which it reduces together with its
 gradients.
 
-``KVStore`` validates its arguments and calls a ``Backend``, which each kind implements. The trainer calls ``broadcast`` and ``gradients``
-only: it owns its parameters, and its own optimizer updates them.
+``KVStore`` validates its arguments and calls a ``Backend``, which each kind implements. The trainer calls ``broadcast``
+and ``gradients`` only: it owns its parameters, and its own optimizer updates them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_sums_in_the_order_of_ranks(pool: Pool, ranks: int) -> None:
 
 
 def compared_by_a_slow_worker(world) -> list[bool]:
-    shared = SharedSum(world, SLOT_BYTES)
+    shared = SharedMemoryAllReduce(world, SLOT_BYTES)
     meet = shared._meet
 
     def meet_and_sleep(num_bytes: int) -> None:

@@ -15,17 +15,16 @@ from procs import wait_until
 from torch import Tensor
 
 from unisono.errors import CommError, UnisonoError
-from unisono.kvstore.backends.pull_decoder import PullDecoder
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, merge_chunks
 from unisono.kvstore.server.parameter_server import ParameterServer
+from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.snapshot import latest_snapshot_number
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.frame import DTYPES, Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import DTYPES, Frame, Op, json_frame, payload_views, read_json
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
@@ -59,7 +58,9 @@ class Worker:
         return self.placement.chunks_on(self.greeting["server"])
 
     def data(self, op: Op, values: dict[str, Tensor], **fields: object) -> Frame:
-        parts = [(c.number, raw_bytes(values[c.key].flatten()[c.start : c.start + c.num_elements])) for c in self.chunks()]
+        parts = [
+            (c.number, raw_bytes(values[c.key].flatten()[c.start : c.start + c.num_elements])) for c in self.chunks()
+        ]
         prefix = None if op is Op.INIT else (float("nan"), 0)
         return replace(write_chunks(op, parts, dtype="float32", prefix=prefix), **fields)
 
@@ -201,7 +202,9 @@ def test_shadows_go_with_their_worker_and_with_replaced_values(how: str) -> None
                 now[0] += 7.0
                 wait_until(lambda: service.num_live_workers == 0, "the end of a lease")
             case _:
-                worker.service.hello(replace(worker.peer, worker_restart_count=2), replace(AGREED, codec="bf16").to_json())
+                worker.service.hello(
+                    replace(worker.peer, worker_restart_count=2), replace(AGREED, codec="bf16").to_json()
+                )
                 worker.peer = replace(worker.peer, worker_restart_count=2)
         assert [worker.takes(worker.ask(worker.asks()))[0] for _ in range(2)] == [0, CODED]
     finally:

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore.allreduce.hierarchical import hierarchical_all_reduce, host_id, is_hierarchy_useful
+from unisono.kvstore.allreduce.network import hierarchical_all_reduce, host_id, is_hierarchy_useful
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum
 from unisono.plan.plan import BUCKET_BYTES

@@ -18,10 +18,10 @@ hierarchical (``allreduce.network``): only 1 of k workers' tensors crosses the n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,8 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.errors import ConfigError
-from unisono.kvstore.allreduce.hierarchical import hierarchical_all_reduce, host_id, is_hierarchy_useful
-from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
-from unisono.kvstore.allreduce.staging import PushStaging
+from unisono.kvstore.allreduce.network import CollectiveWork, CompletedWork, network_all_reduce
+from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
 from unisono.kvstore.compression import (
     CompressedSum,
     codec_is_fixed,
@@ -49,21 +48,6 @@ from unisono.optim.options import OptimOptions
 # more; 40 keys of 1 MiB: 121, 90, 145.
 QUEUE_BYTES = 4 * 2**20
 _LARGE_BYTES = QUEUE_BYTES // 4
-# Gloo works on several collectives at once, each in its own thread. Measured as above, 100 MB: 260 ms in one piece, 133 in
-# pieces of 4 or 8 MiB, 177 of 16.
-_PIECE_BYTES = 8 * 2**20
-
-
-class CollectiveWork(Protocol):
-    """What an asynchronous collective returns."""
-
-    def wait(self) -> Any:
-        """Return when it is done."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether it is."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +96,7 @@ class AllReduceBackend:
         self._batches: deque[_Batch] = deque()
         self._calls: dict[str, str] = {}
         self._number, self._hash = 0, 0
-        self._over_network = _all_reduce(world, hierarchical)
+        self._over_network = network_all_reduce(world, hierarchical)
         self._codec: str | None = None
         self._exchange: CompressedSum | None = None
         self._pushed = False
@@ -174,8 +158,8 @@ class AllReduceBackend:
         if key in self._open:
             self._settle(self._open[key])
         stored = self._values.tensors[key]
-        found = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: found)
+        rows = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: rows)
 
     def barrier(self) -> None:
         """Send and apply all pushes, then compare the calls once more; no worker returns before the last one has come."""
@@ -219,17 +203,17 @@ class AllReduceBackend:
         """State after all pending pushes; residuals are this worker's own."""
         self.apply_all()
         coder = self._coder()
-        held = {} if coder is None else coder.state_dict()
-        return self._values.state_dict() | {f"{_HELD}{name}": each for name, each in held.items()}
+        residuals = {} if coder is None else coder.state_dict()
+        return self._values.state_dict() | {f"{_RESIDUAL}{name}": tensor for name, tensor in residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Apply all pending pushes, then overwrite."""
         self.apply_all()
         coder = self._coder()
         if coder is not None:
-            held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
-            coder.load_state_dict(held)
-            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
+            prefixed = {name for name in state if name.startswith(_RESIDUAL)}
+            coder.load_state_dict({name.removeprefix(_RESIDUAL): state[name] for name in prefixed})
+            state = {name: state[name] for name in state.keys() - prefixed}
         self._values.load_state_dict(state)
 
     def close(self) -> None:
@@ -310,7 +294,7 @@ class AllReduceBackend:
         queue = sorted(self._queue, key=lambda entry: -entry.priority)  # stable: then in the order of the calls
         self._queue, self._queued_bytes = [], 0
         for kind, run in groupby(queue, key=_travels_as):
-            for entries in [[each] for each in run] if kind in (_ROWS, _LARGE) else [list(run)]:
+            for entries in [[entry] for entry in run] if kind in (_ROWS, _LARGE) else [list(run)]:
                 with self._world.guard(f"push of {', '.join(repr(entry.key) for entry in entries[:3])}"):
                     batch = self._launch(entries)
                 for entry in entries:
@@ -322,7 +306,7 @@ class AllReduceBackend:
         dense = [value for value in values if isinstance(value, Tensor)]
         if not dense:
             return _Batch(
-                entries, _Done(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
+                entries, CompletedWork(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
             )
         coder = self._coder()
         if coder is not None and dense[0].is_floating_point():
@@ -330,7 +314,7 @@ class AllReduceBackend:
             while self._batches:
                 self._apply(self._batches.popleft())
             sums = dict(zip([entry.key for entry in entries], dense, strict=True))
-            return _Batch(entries, _Coded(coder, sums), values)
+            return _Batch(entries, _CompressedWork(coder, sums), values)
         if len(dense) == 1:
             whole = dense[0]
             return _Batch(entries, self._over_network(whole.view(-1)), [whole])
@@ -358,19 +342,14 @@ class AllReduceBackend:
         if group is not None:
             counts = [ids.new_zeros(1) for _ in range(self._world.world_size)]
             dist.all_gather(counts, ids.new_tensor([len(ids)]), group=group)
-            longest = max(int(count) for count in counts)
-            ids, rows = (
-                torch.cat(
-                    [part[: int(count)] for part, count in zip(_gather(each, longest, group), counts, strict=True)]
-                )
-                for each in (ids, rows)
-            )
+            lengths = [int(count) for count in counts]
+            ids, rows = _gather(ids, lengths, group), _gather(rows, lengths, group)
         distinct, places = ids.unique(return_inverse=True)
         return SparseRows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
 
 
 _ROWS, _LARGE = "rows", "large"
-_HELD = "compression/"
+_RESIDUAL = "compression/"
 
 
 def _nbytes(value: PushValue) -> int:
@@ -384,30 +363,17 @@ def _travels_as(entry: _Entry) -> object:
     return _LARGE if entry.value.nbytes >= _LARGE_BYTES else (entry.value.dtype, entry.value.device)
 
 
-def _gather(part: Tensor, longest: int, group: ProcessGroup) -> list[Tensor]:
-    padded = part.new_zeros(longest, *part.shape[1:])
+def _gather(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """All workers' parts [sum(lengths), ...], in rank order."""
+    padded = part.new_zeros(max(lengths), *part.shape[1:])
     padded[: len(part)] = part
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
-    return parts
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
-# --- sums ----------------------------------------------------------------------------------------------------------
-
-
-class _Done:
-    """Work that was done at once."""
-
-    def wait(self) -> None:
-        """At once."""
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
-
-
-class _Coded:
-    """Coded sum, in place."""
+class _CompressedWork:
+    """A compressed sum, in place, finished in ``wait``, which all workers call in the same order."""
 
     def __init__(self, exchange: CompressedSum, tensors: Mapping[str, Tensor]) -> None:
         self._exchange, self._tensors = exchange, tensors
@@ -415,55 +381,23 @@ class _Coded:
         self._waited = False
 
     def wait(self) -> None:
-        """In step with the other workers, as a low-rank code has a second part."""
         self._pending.wait()
-        self._exchange.commit(torch.stack([each.isfinite().all() for each in self._tensors.values()]).all())
+        self._exchange.commit(torch.stack([tensor.isfinite().all() for tensor in self._tensors.values()]).all())
         self._waited = True
 
     def is_completed(self) -> bool:
-        """The rest is done in ``wait``."""
         return self._waited
-
-
-class _Pieces:
-    """One all-reduce, or several of ``_PIECE_BYTES`` where the tensor is larger and on the host."""
-
-    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
-        whole = tensor.numel() if tensor.device.type != "cpu" else _PIECE_BYTES // tensor.element_size()
-        self._works: list[Any] = [
-            dist.all_reduce(piece, group=group, async_op=True) for piece in tensor.split(max(whole, 1))
-        ]
-
-    def wait(self) -> None:
-        """For all of them."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are."""
-        return all(work.is_completed() for work in self._works)
 
 
 def _staging(
     world: World, hierarchical: Literal["auto"] | bool, shared_memory: Literal["auto"] | bool
 ) -> PushStaging | None:
-    """For memory that all workers share; None where it is not wanted, or auto and cannot be had. A collective."""
-    if shared_memory is True:
-        return PushStaging(SharedMemoryAllReduce(world))
-    if not shared_memory or hierarchical is True or world.group is None:
+    """Staging in shared memory; None where it is not wanted, or 'auto' and unavailable. A collective."""
+    if shared_memory is not True and (not shared_memory or hierarchical is True or world.group is None):
         return None
     try:
         return PushStaging(SharedMemoryAllReduce(world))
     except ConfigError:
+        if shared_memory is True:
+            raise
         return None
-
-
-def _all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Callable[[Tensor], CollectiveWork]:
-    """How this world adds: in place, asynchronously."""
-    group = world.group
-    if group is None:
-        return lambda tensor: _Done()
-    hosts: list[str] = world.gather_json(host_id()) if hierarchical else []
-    if hierarchical is True or is_hierarchy_useful(hosts):
-        return hierarchical_all_reduce(world, hosts)
-    return lambda tensor: _Pieces(tensor, group)

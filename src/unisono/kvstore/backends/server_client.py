@@ -22,20 +22,19 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.backends.pull_decoder import PullDecoder
 from unisono.kvstore.compression import Codec, ErrorFeedback, can_compress_values
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, SLOT_BYTES, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks, split_into_chunks
 from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.range_set import RangeSet
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Traffic
-from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views, read_json
 from unisono.kvstore.wire.tls import TLSContexts
 
 HEARTBEAT_S = 2.0

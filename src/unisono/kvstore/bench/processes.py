@@ -7,6 +7,7 @@ parent. Settings come through the same pipe or the environment.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,12 +17,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from unisono.dist import JobSpec
-from unisono.errors import CommError
+from unisono.dist import JobSpec, job_from_environ
+from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.bench.settings import BenchSettings
-from unisono.kvstore.server.child_servers import child_environ, kill_process
+from unisono.kvstore.server.child_servers import child_environ, exit_with_parent, kill_process
 
-_MODULE = "unisono.kvstore.bench"
+_MODULE = "unisono.kvstore.bench.processes"
 
 
 def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: float = 3600.0) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
                 listen_fd=listener.fileno() if rank == 0 else None,
             )
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, "worker"],
+                [sys.executable, "-m", _MODULE],
                 env=child_environ() | spec.environ(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -77,3 +78,30 @@ def _failed(given: str) -> CommError:
         consequence="there is no result",
         nearest="see what that worker said",
     )
+
+
+def main() -> int:
+    settings = BenchSettings.from_json(json.loads(_line()))
+    exit_with_parent()
+    from unisono.kvstore.bench.measure import join_and_measure
+
+    try:
+        found = join_and_measure(job_from_environ(os.environ), settings)
+    except UnisonoError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if found is not None:
+        print(json.dumps(found), flush=True)
+    return 0
+
+
+def _line() -> str:
+    """One line of standard input, read byte by byte so that nothing after it is consumed."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ sizes change no number.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from unisono.kvstore.compression.cast import Cast
 from unisono.kvstore.compression.codec import Codec, accumulation_dtype
 from unisono.kvstore.compression.error_feedback import CommittedTensors, ErrorFeedback
-from unisono.kvstore.compression.powersgd import PowerSGD, orthonormal
+from unisono.kvstore.compression.quantize import Cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +181,32 @@ def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])
     return flat, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD:
+    """Not a ``Codec``: its second message depends on the sum of the first, so only groups that all-reduce can use it."""
+
+    name: str
+    rank: int
+
+    def matrix(self, value: Tensor) -> Tensor | None:
+        """``value`` as [rows, columns] if it has at least two dims and smaller factors, else None."""
+        if value.dim() < 2 or value.numel() == 0:
+            return None
+        matrix = value.reshape(value.shape[0], -1)
+        rows, columns = matrix.shape
+        return matrix if self.rank < min(rows, columns) and self.rank * (rows + columns) < rows * columns else None
+
+    def first_factor(self, name: str, matrix: Tensor) -> Tensor:
+        """Q of the first step, [columns, rank]: noise keyed by the parameter's name, so equal on all ranks."""
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        noise = torch.randn(
+            matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype
+        )
+        return noise.to(matrix.device)
+
+
+def orthonormal(factor: Tensor) -> Tensor:
+    """An orthonormal basis [rows, rank] of the columns of ``factor``."""
+    return torch.linalg.qr(factor).Q

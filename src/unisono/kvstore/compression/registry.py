@@ -10,12 +10,10 @@ from importlib.metadata import EntryPoint, entry_points
 import torch
 
 from unisono.errors import ConfigError, Problem, nearest_name
-from unisono.kvstore.compression.cast import Cast
 from unisono.kvstore.compression.codec import Codec
+from unisono.kvstore.compression.compressed_sum import PowerSGD
 from unisono.kvstore.compression.contract import contract_violations
-from unisono.kvstore.compression.int8 import Int8
-from unisono.kvstore.compression.low_bit import OneBit, TwoBit
-from unisono.kvstore.compression.powersgd import PowerSGD
+from unisono.kvstore.compression.quantize import Cast, Int8, OneBit, TwoBit
 from unisono.kvstore.compression.topk import TopK
 
 ENTRY_POINT_GROUP = "unisono.codecs"

@@ -13,8 +13,7 @@ import torch
 
 from unisono.errors import LaunchError, UnisonoError
 from unisono.kvstore.server.parameter_server import ParameterServer
-from unisono.kvstore.server.process import ServerSettings, run_until_stopped, server_settings
-from unisono.kvstore.server.replication import ReplicaClient
+from unisono.kvstore.server.process import ReplicaClient, ServerSettings, run_until_stopped, server_settings
 from unisono.kvstore.wire.auth import require_private
 from unisono.kvstore.wire.frame import PEER_LIMITS
 from unisono.kvstore.wire.frame_server import Admission, FrameServer, listen

@@ -57,7 +57,9 @@ class ServerOptimizerSpec:
                 consequence="the servers have no optimizer",
                 nearest="set_optimizer of the store makes it",
             ) from error
-        return cls(options=load_config(OptimOptions, planned=planned).value, roles=roles, staleness_lr_decay=bool(damped))
+        return cls(
+            options=load_config(OptimOptions, planned=planned).value, roles=roles, staleness_lr_decay=bool(damped)
+        )
 
 
 class ChunkOptimizer:

@@ -45,15 +45,13 @@ from unisono.kvstore.server.chunk_payload import (
 )
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state
 from unisono.kvstore.server.chunk_store import ChunkGradient, ChunkStore, PushHeader
-from unisono.kvstore.server.clocks import Clocks
-from unisono.kvstore.server.membership import NumberedBarriers, PeerTable
+from unisono.kvstore.server.membership import Clocks, NumberedBarriers, PeerTable
 from unisono.kvstore.server.placement import ChunkPlacement
 from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.frame import Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, read_json
 
 _LOOK_S = 0.25  # how often leases are looked at
 _STILL_S = 1.0  # between two looks: then it was this process that stood still

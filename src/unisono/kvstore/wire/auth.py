@@ -23,8 +23,7 @@ from typing import Any
 
 from unisono.errors import CommError, ConfigError, Problem
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Limits, Op
-from unisono.kvstore.wire.message import error_frame, json_frame, read_error, read_json
+from unisono.kvstore.wire.frame import Limits, Op, error_frame, json_frame, read_error, read_json
 
 ROLES = ("worker", "server")
 _STRANGER_BYTES = 4096

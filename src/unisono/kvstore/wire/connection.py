@@ -24,8 +24,17 @@ from typing import Any
 from unisono.errors import CommError, Problem, UnisonoError
 from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits, require_private
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Frame, FrameHeader, Limits, Op, Slot, payload_views
-from unisono.kvstore.wire.message import json_frame, read_error, read_json
+from unisono.kvstore.wire.frame import (
+    Frame,
+    FrameHeader,
+    Limits,
+    Op,
+    Slot,
+    json_frame,
+    payload_views,
+    read_error,
+    read_json,
+)
 from unisono.kvstore.wire.shared_slots import create_shared_slots, map_slots, sharing_scope
 from unisono.kvstore.wire.tls import TLSContexts, permanent_tls_error
 

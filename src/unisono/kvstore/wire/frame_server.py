@@ -22,8 +22,7 @@ from typing import Any, Protocol
 from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
 from unisono.kvstore.wire.auth import Peer, preauth_limits, require_private, server_handshake
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Frame, Limits, Op
-from unisono.kvstore.wire.message import error_frame, json_frame, read_json
+from unisono.kvstore.wire.frame import Frame, Limits, Op, error_frame, json_frame, read_json
 from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
 from unisono.kvstore.wire.tls import TLSContexts
 

@@ -11,11 +11,12 @@ Code: level f32, number of elements u32, then the words. A NaN level marks a non
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unisono.errors import ConfigError
 from unisono.kvstore.compression.codec import (
@@ -173,3 +174,69 @@ def _looked_up(
 ) -> Tensor:
     table = (_table(bits, meanings, body.device) * level).to(dtype)
     return table[body.int()].view(-1)[:numel]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Rounds to ``summable`` after division by ``divisor``."""
+
+    name: str
+    summable: torch.dtype
+    divisor: float = 1.0
+    relative: bool = True
+
+    def over(self, workers: int) -> Cast:
+        """The codec for codes that ``workers`` workers add."""
+        return replace(self, divisor=float(workers)) if self.summable == torch.float16 else self
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    @torch.no_grad()
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        return as_bytes((value.to(accumulation_dtype(value.dtype)) / self.divisor).to(self.summable))
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        check_length(self, code, numel)
+        return (from_bytes(code, self.summable).to(accumulation_dtype(dtype)) * self.divisor).to(dtype)
+
+
+_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """Stochastic rounding as in QSGD (Alistarh et al. 2017, arXiv:1610.02132), with the block's maximum instead of its
+    norm."""
+
+    name: str = "int8"
+    summable: None = None
+    relative: bool = True
+
+    def encoded_bytes(self, numel: int) -> int:
+        return numel + 4 * -(-numel // _BLOCK)
+
+    @torch.no_grad()
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        numel, blocks = value.numel(), -(-value.numel() // _BLOCK)
+        rows = pad(value.to(accumulation_dtype(value.dtype)), (0, blocks * _BLOCK - numel)).view(blocks, _BLOCK)
+        scale = (rows.abs().amax(1) / 127).float() if blocks else rows.new_zeros(0).float()
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        noise = torch.rand(
+            rows.shape, generator=torch.Generator(value.device).manual_seed(seed), device=value.device
+        )  # [blocks, block]
+        steps = rows / torch.where(scale == 0, 1.0, scale)[:, None]
+        rounded = steps.add_(noise).floor_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
+        return torch.cat([as_bytes(scale), as_bytes(rounded.view(-1)[:numel])])
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        check_length(self, code, numel)
+        blocks = -(-numel // _BLOCK)
+        scale, rounded = from_bytes(code[: 4 * blocks], torch.float32), code[4 * blocks :].view(torch.int8)
+        if not trusted:
+            check_content(
+                self, numel, (scale < 0) | scale.isinf(), "a scale below 0 or infinite", "scales are 0 or more, or NaN"
+            )
+            check_content(self, numel, rounded == -128, "a -128", "elements are -127 to 127")
+        rows = pad(rounded.to(accumulation_dtype(dtype)), (0, blocks * _BLOCK - numel)).view(blocks, _BLOCK)
+        return (rows * scale[:, None]).view(-1)[:numel].to(dtype)
