@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
-from unisono.dist.peers import identity
+from unisono.dist.roll_call import identity
 
 # Gloo runs several collectives at once, each in its own thread. Measured with 2 workers over loopback, 100 MB: 260 ms in
 # one piece, 133 in pieces of 4 or 8 MiB, 177 of 16.
