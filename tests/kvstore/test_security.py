@@ -28,8 +28,7 @@ from unisono.kvstore.server.chunk_state import encode_chunk_state
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection
-from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op
-from unisono.kvstore.wire.message import json_frame
+from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op, json_frame
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 # what runs code that comes as data, or hands a text to a shell

@@ -174,7 +174,7 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
                     )
                     blocks.append((name, part.global_shape, part.offset, part.tensor.numpy().copy()))
 
-            object.__setattr__(run._engine, "observe_gradients", spy)
+            object.__setattr__(run._loop.runner.train_step, "observe_gradients", spy)
             losses, norms = [], []
             for step in run:
                 losses.append(step.loss)

@@ -1,17 +1,18 @@
-"""The store's contract, one meaning over all kinds, and ``create``.
+"""The key-value store: ``create``, ``KVStore``, and the interface that each kind implements.
 
-    local       one process, several values under a key are added on the host
-    device      one process, they are added on the accelerator of the first one
-    dist_sync   values and optimizer on every worker, bit-identical; a push is an all-reduce
-    dist_async  servers hold values and optimizer, and every worker's push is an update of its own
-    dist_local  every worker updates its own copy, copies are averaged now and then (LocalSGD, DiLoCo)
+    local       one process; the values pushed under a key are added on the host
+    device      one process; they are added on the accelerator that holds the first value
+    dist_sync   every worker holds the values and the optimizer, bit-identical; a push is an all-reduce
+    dist_async  parameter servers hold the values and the optimizer; every worker's push is an update of its own
+    dist_local  every worker updates its own copy; the copies are averaged periodically (LocalSGD, DiLoCo)
 
-``push`` adds over a worker's devices and over workers. Without an optimizer the sum replaces the stored value (as in MXNet,
-it is not added to it); with one it is the gradient of an update. ``pull`` gives the stored value after all pushes called
-before it. Sums are never averages: a trainer divides by the global number of tokens, which it reduces beside its gradients.
+``push`` sums over a worker's devices and over workers. Without an optimizer the sum replaces the stored value, as in
+MXNet; with an optimizer the sum is the gradient of an update. ``pull`` returns the stored value after all earlier
+pushes. Sums are never averages: a trainer divides by the global number of tokens, which it reduces together with its
+gradients.
 
-``KVStore`` checks what it is given and hands it to a ``Backend``, in which kinds differ. The trainer uses two of its
-methods only, ``broadcast`` and ``gradients``: its parameters are its own, and its optimizer updates them.
+``KVStore`` validates its arguments and calls a ``Backend``, which each kind implements. The trainer calls ``broadcast``
+and ``gradients`` only: it owns its parameters, and its own optimizer updates them.
 """
 
 from __future__ import annotations
@@ -58,40 +59,41 @@ class GradientSync(Protocol):
     """Sums the gradients of a step's micro-batches over all workers."""
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """The next backward pass is the step's last, or the last of a ``part`` of the model: each gradient may leave as soon as
-        it is complete."""
+        """Declare the next backward pass to be the step's last one, through the whole model or through ``part`` of it.
+        Gradients may be sent as soon as they are complete."""
         ...
 
     def wait(self, totals: Tensor) -> None:
-        """Return when all gradients, and ``totals`` [k], hold the sum over workers. Raises CommError when a peer is gone."""
+        """Block until all gradients and ``totals`` [k] hold the sum over workers. Raises CommError if a peer is lost."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """The reduced gradients in parameter order; a parameter no sample used has zeros."""
+        """The reduced gradients in parameter order; zeros for a parameter that no sample used."""
         ...
 
     def zero_grad(self) -> None:
-        """Forget the gradients before the next step."""
+        """Clear the gradients before the next step."""
         ...
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         ...
 
 
 class Backend(Protocol):
-    """In what kinds differ. Keys, shapes and dtypes are checked, the values of several devices are one sum."""
+    """The interface that each kind of store implements. ``KVStore`` has checked keys, shapes and dtypes, and has summed
+    the values of several devices."""
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors, equal on all workers and nobody else's, under new keys."""
+        """Store ``values`` under new keys. They are equal on all workers, and the backend owns them."""
         ...
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Where several values of one push are added."""
+        """The device on which several values of one push are added."""
         ...
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
-        """Add up over workers; a value may change, or be read, until the future is done only if the backend copied it."""
+        """Sum over workers. The caller may change or reuse a value at once: the backend copies what it still needs."""
         ...
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
@@ -99,27 +101,27 @@ class Backend(Protocol):
         ...
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of the stored value; ``ids`` are sorted and distinct."""
+        """Rows of the stored value; ``ids`` are sorted and distinct."""
         ...
 
     def barrier(self) -> None:
-        """Return once every worker has called it, with all pushes applied."""
+        """Return once every worker has called it and all pushes are applied."""
         ...
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Sums are gradients from now on."""
+        """Treat later sums as gradients."""
         ...
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of all updates from now on."""
+        """Set the learning rate of all later updates."""
         ...
 
     def set_compression(self, codec: str | None) -> None:
-        """Of what travels from now on; ConfigError where nothing does, and once something has."""
+        """Set the codec of later pushes. Raises ConfigError if this backend sends nothing or has already sent data."""
         ...
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Of compression, by key."""
+        """Compression statistics by key."""
         ...
 
     def step(self) -> None:
@@ -127,24 +129,22 @@ class Backend(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that a later process needs to go on, by name."""
+        """All state that a later process needs to continue, by name."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take it over."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
     def close(self) -> None:
-        """Free what is held. Not a collective."""
+        """Release memory and connections. Not a collective."""
         ...
 
 
 class KVStore:
-    """A store bound to the workers of ``world``. Made by ``create``.
+    """A store shared by the workers of ``world``; made by ``create``.
 
-    On 'dist_sync' and 'dist_local' ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and the ``set_`` methods are
-    called by all workers in the same order; so are the ``wait`` of a push and of a pull of keys that were pushed. Workers of
-    'dist_async' meet in the first ``init``, in ``barrier`` and in ``load_state_dict`` only.
+    With 'dist_sync' and 'dist_local' all workers call ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and
+    the ``set_*`` methods in the same order, and also ``wait`` of a push, or of a pull of keys that were pushed. Workers
+    of 'dist_async' meet only in the first ``init``, in ``barrier`` and in ``load_state_dict``.
     """
 
     def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
@@ -157,21 +157,21 @@ class KVStore:
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """This worker's rank."""
         return self.world.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the store."""
+        """The number of workers that share the store."""
         return self.world.world_size
 
     # --- values ----------------------------------------------------------------------------------------------------
 
     def init(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
-        """``broadcast``, then keep a copy of each value under its key.
+        """``broadcast``, then store a copy of each value under its key.
 
-        With 'dist_async' there is one ``init`` of all keys, and what it writes into ``value`` is what the servers have by now.
-        Raises ConfigError for a key that has a value, CommError naming the worker whose table differs, and where.
+        'dist_async' takes one ``init`` of all keys and overwrites ``value`` with the servers' current values. Raises
+        ConfigError for a key that already has a value, CommError naming the worker whose table differs, and where.
         """
         values: dict[str, Tensor] = dict(key_value_pairs(key, value))
         self._keys.add(values)
@@ -183,10 +183,11 @@ class KVStore:
             self.pull(list(values), list(values.values())).wait()
 
     def broadcast(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
-        """Agree on names, shapes and dtypes, then overwrite every worker's tensors with rank 0's. Keeps nothing.
+        """Compare names, shapes and dtypes over workers, then overwrite every worker's tensors with rank 0's. Stores
+        nothing.
 
-        Raises CommError naming the worker whose table differs, and where; ConfigError for 'dist_async', whose workers have
-        nothing but the servers in common.
+        Raises CommError naming the worker whose table differs, and where; ConfigError for 'dist_async', whose workers
+        share only the servers.
         """
         if self.kind == "dist_async":
             raise ConfigError(
@@ -207,11 +208,11 @@ class KVStore:
         value: PushValues | Sequence[PushValues] | None = None,
         priority: int = 0,
     ) -> Future[None]:
-        """Add one value, or the sum of a list of them, to what the other workers push under ``key``.
+        """Add one value, or the sum of a list of values, to what the other workers push under ``key``.
 
-        A tuple (row ids [n], rows [n, ...]) stands for the tensor with zeros in all other rows. Of pushes that wait to be
-        sent the highest ``priority`` goes first. The values may be changed as soon as this returns. Raises ConfigError for
-        an unknown key and a wrong shape or dtype.
+        A tuple (row ids [n], rows [n, ...]) stands for the tensor with zeros in all other rows. Of the pushes waiting
+        to be sent, the highest ``priority`` goes first. The values may be changed as soon as this returns. Raises
+        ConfigError for an unknown key and a wrong shape or dtype.
         """
         return self._backend.push(
             [(name, self._sum(name, each)) for name, each in key_value_pairs(key, value)], priority
@@ -222,8 +223,8 @@ class KVStore:
     @overload
     def pull(self, key: Names, out: Sequence[Out] | None = None, priority: int = 0) -> Future[list[Tensor]]: ...
     def pull(self, key: str | Names, out: Any = None, priority: int = 0) -> Future[Any]:
-        """The stored value after all pushes called before, as a copy on the device of ``init``'s value, or written to
-        ``out``: a tensor, or several, for each key."""
+        """The stored value after all earlier pushes, as a copy on the device of ``init``'s value, or written to
+        ``out``: one tensor, or several, per key."""
         names = [key] if isinstance(key, str) else list(key)
         outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
         items = [
@@ -261,7 +262,7 @@ class KVStore:
         return self.pull(key if isinstance(key, str) else list(key), out, priority)
 
     def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
-        """The rows of these ids, sorted and each once. ``out`` gets them at their places, and zeros everywhere else."""
+        """The rows with these ids, sorted and distinct. ``out`` gets them at their positions and zeros elsewhere."""
         shape, _ = self._keys.lookup(key)
         ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
@@ -277,41 +278,44 @@ class KVStore:
         return Future(result, found.done)
 
     def barrier(self) -> None:
-        """Returns once every worker has called it; all pushes before it are then applied. With 'dist_async': every live one."""
+        """Return once every worker has called it and all earlier pushes are applied. With 'dist_async': every live
+        worker."""
         self._backend.barrier()
 
     def step(self) -> None:
-        """This worker has made a step, all its pushes applied; returns when it may begin the next.
+        """Count a finished step whose pushes are all applied; return when this worker may begin the next one.
 
-        With 'dist_async' and ``staleness=s``: when the slowest live worker has made all but ``s`` of its steps (stale synchronous
-        parallel, Ho et al. 2013). Workers of the other kinds are in step by what they push, so there it returns at once.
+        With 'dist_async' and ``staleness=s`` it waits until the slowest live worker is at most s steps behind (stale
+        synchronous parallel, Ho et al. 2013). For the other kinds it returns at once.
         """
         self._backend.step()
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: OptimOptions | str, **hyper: Any) -> None:
-        """From now on a push is a gradient: ``set_optimizer("sgd", lr=0.1, momentum=0.0)``, or options with ``clip_norm=0``.
+        """Treat later pushes as gradients: ``set_optimizer("sgd", lr=0.1, momentum=0.0)``, or options with
+        ``clip_norm=0``.
 
-        Matrices decay, vectors do not; see ``values``. Raises ConfigError for what would have no effect and for what is wrong.
+        Matrices decay, vectors do not; see ``value_store``. Raises ConfigError for invalid options and for options
+        without effect.
         """
         options = optimizer_options(optimizer, hyper)
         agree(self.world, "the store's optimizer", repr(options))
         self._backend.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
-        """For all updates from now on. Raises ConfigError without an optimizer."""
+        """Set the learning rate of all later updates. Raises ConfigError without an optimizer."""
         self._backend.set_learning_rate(lr)
 
     def set_compression(self, codec: str) -> None:
-        """Send ``codec`` ("int8", "2bit:0.5" …; see docs/compression.md; "none": in full) in place of dense floating point
-        tensors, what it leaves out being added to the next ones.
+        """Send dense floating-point tensors through ``codec`` ("int8", "2bit:0.5", ...; see docs/compression.md;
+        "none": uncompressed), with error feedback.
 
-        Of gradients with 'dist_sync' and 'dist_async', of how far a worker came in a round with 'dist_local'. With 'dist_async'
-        and a codec that follows the size of what it is given, pulls are coded too: a pull brings a worker near the value, as near
-        as the code of what it lacked, and the next one nearer. The first, and the first after a state, is exact. May be changed
-        until something was sent: before the first push, with 'dist_async' before ``init``. Raises ConfigError then, for an
-        unknown codec, and where nothing travels; CommError naming the workers that say otherwise.
+        'dist_sync' and 'dist_async' compress gradients, 'dist_local' the parameter change of a round. 'dist_async' with
+        a scale-following codec also compresses pulls: a pull then approaches the stored value and the next one comes
+        closer; the first pull, and the first after a state was loaded or saved, is exact. May be changed until data was
+        sent: before the first push, with 'dist_async' before ``init``. Raises ConfigError after that, for an unknown
+        codec, and where nothing is sent; CommError naming the workers that set another codec.
         """
         agree(self.world, "the store's compression", codec)
         chosen = None if codec == "none" else codec
@@ -319,17 +323,18 @@ class KVStore:
         self._codec = chosen
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """With compression, by key (by parameters of a dtype with 'dist_local'): ``bytes_in``, the size of what was sent last;
-        ``bytes_out``, of its code; ``residual``, the norm of what is held back over that of the last gradient. With 'dist_async'
-        and a codec that codes values also ``pull_bytes_in``, ``pull_bytes_out``: of what was pulled last."""
+        """Compression statistics by key (by fragment and dtype with 'dist_local'): ``bytes_in``, the size of the last
+        tensor sent; ``bytes_out``, the size of its code; ``residual``, the norm of the residual over that of the last
+        gradient. 'dist_async' with compressed pulls adds ``pull_bytes_in`` and ``pull_bytes_out`` of the last pull."""
         return self._backend.stats()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Values and optimizer state by name, the store's own tensors. Read it before the next push."""
+        """Values and optimizer state by name, the store's own tensors. Read them before the next push."""
         return self._backend.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """What ``state_dict`` gave, on a store with the same keys and optimizer. Raises CheckpointError for any difference."""
+        """Load the result of ``state_dict`` into a store with the same keys and optimizer. Raises CheckpointError for
+        any difference."""
         self._backend.load_state_dict(state)
 
     # --- the trainer's seam, and the end ---------------------------------------------------------------------------
@@ -341,10 +346,12 @@ class KVStore:
         travels: Mapping[str, torch.dtype] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientSync:
-        """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers.
+        """Create the gradient synchronisation of the ``parameters`` that require gradients, over ``group`` or all
+        workers.
 
-        ``travels``: in what dtype gradients are sent and added where it is not their own, by name. ``bucket_bytes`` of
-        gradients are sent together, compressed as ``set_compression`` said. Raises ConfigError for a codec beside ``travels``.
+        ``comm_dtypes``: by name the dtype in which a gradient is sent and added, if not its own. Gradients are sent in
+        buckets of ``bucket_bytes``, through the codec of ``set_compression``. Raises ConfigError for a codec together
+        with ``comm_dtypes``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.kind != "dist_sync":
@@ -353,7 +360,7 @@ class KVStore:
         return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
 
     def close(self) -> None:
-        """Free the values. Not a collective; the World stays open."""
+        """Release the values. Not a collective; the World stays open."""
         self._backend.close()
 
     def _sum(self, key: str, value: Any) -> PushValue:

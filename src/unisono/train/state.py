@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -50,8 +51,12 @@ class SyncState(Protocol):
         """What this rank alone has, by name."""
         ...
 
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
-        """``shared`` was loaded. Take over ``own``; None: there is nothing of this rank's, and it starts from what is shared."""
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Load ``rank_state`` after ``global_state``; None: none was saved for this rank, which starts from the global state."""
+        ...
+
+    def consensus_parameters(self) -> AbstractContextManager[Any]:
+        """Where parameters diverge: inside, the model has those that ranks agree on."""
         ...
 
 
@@ -71,6 +76,12 @@ class TrainState:
     step: int = 0
     best_loss: float | None = None
     evaluations_without_gain: int = 0
+
+    def averaged_weights(self) -> AbstractContextManager[Any]:
+        """Inside, the model has the weights that evaluation and export use: a moving average, or what ranks agree on."""
+        if self.sync_state is not None and self.sync_state.params_diverge:
+            return self.sync_state.consensus_parameters()
+        return self.average.swapped_in() if self.average is not None else torch.no_grad()
 
     def global_state(self) -> dict[str, Tensor | TensorShard]:
         """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
@@ -195,9 +206,7 @@ class StageTensors:
     def __init__(self, mine: Mapping[str, Tensor | TensorShard], grid: ParallelDims) -> None:
         """All ranks make it together."""
         self._grid = grid
-        table = {
-            path: [list(each.global_shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()
-        }
+        table = {path: [list(_shape(each)), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()}
         tables: list[dict[str, Any]] = grid.world.gather_json(table)
         self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
@@ -217,6 +226,10 @@ class StageTensors:
                 tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first)
             )
         return found
+
+
+def _shape(tensor: Tensor | TensorShard) -> Sequence[int]:
+    return tensor.global_shape if isinstance(tensor, TensorShard) else tensor.shape
 
 
 def _dtype(tensor: Tensor | TensorShard) -> torch.dtype:
@@ -242,7 +255,7 @@ def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShar
     ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(own.global_shape), _dtype(own)
+        shape, dtype = tuple(_shape(own)), _dtype(own)
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:

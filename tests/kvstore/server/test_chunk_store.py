@@ -58,7 +58,9 @@ def started(model: nn.Module, options: OptimOptions, servers: int = 1, damped: b
 
 
 def entries(chunks, gradients: dict[str, torch.Tensor]) -> list[ChunkGradient]:
-    return [ChunkGradient(c.number, gradients[c.key].flatten()[c.start : c.start + c.elements].clone()) for c in chunks]
+    return [
+        ChunkGradient(c.number, gradients[c.key].flatten()[c.start : c.start + c.num_elements].clone()) for c in chunks
+    ]
 
 
 def everything(tables: list[ChunkStore]) -> dict[str, torch.Tensor]:

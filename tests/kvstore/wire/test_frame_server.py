@@ -19,9 +19,8 @@ from procs import listening, wait_until
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, pack
+from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, json_frame, pack, read_json
 from unisono.kvstore.wire.frame_server import Admission, listen
-from unisono.kvstore.wire.message import json_frame, read_json
 
 ME = Peer("worker", 3, 1, 77, "")
 HASTY = Limits(max_payload_bytes=1 << 20, message_s=0.5, stall_s=0.3, handshake_s=0.5)

@@ -22,8 +22,7 @@ from unisono.kvstore.wire import connection as connection_module
 from unisono.kvstore.wire import shared_slots
 from unisono.kvstore.wire.auth import Peer, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, pack
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, json_frame, pack, read_json
 
 ME = Peer("worker", 3, 1, 77, "")
 SLOT = 10_000

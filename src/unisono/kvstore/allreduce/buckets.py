@@ -1,16 +1,16 @@
-"""Bucketed all-reduce, overlapped with the backward pass, in an order fixed by the parameters alone.
+"""Bucketed gradient all-reduce, overlapped with the backward pass, in an order fixed by the parameters alone.
 
-torch's DistributedDataParallel rebuilds its buckets after the first iteration from the order in which gradients arrived,
-so from three ranks on a resumed process adds in another order than the one it continues. Here bucket contents and launch
-order are a pure function of names, shapes and dtypes: the same in every process, from the first step on.
+torch's DistributedDataParallel rebuilds its buckets after the first iteration in the order in which gradients arrived,
+so with three or more ranks a resumed process adds in another order than the one it continues. Here bucket contents and
+launch order are a pure function of names, shapes and dtypes, equal in every process from the first step.
 
-Where all ranks share a host, and the gradients are in its memory, sums go through memory they share (``shared_memory``): there
-they are added in the order of ranks, which from three ranks on may differ from gloo's sum in the last bit. Which of the two it is
-depends on the hosts and the parameters' devices alone, and ``path`` says so. These sums wait for the end of the backward pass:
-they are work of the same cores. With 2 ranks on 2 cores, a step of 4 M parameters took 70 ms with gloo, 52 so and 53 with a
-thread that overlaps; of 21 M 301, 255 and 263.
+Where all ranks share a host and the gradients are in host memory, they are summed through shared memory
+(``shared_memory``), in rank order; with three or more ranks this may differ from Gloo's sum in the last bit. The choice
+depends on hosts and devices only, and ``path`` reports it. These sums start after the backward pass, because they use
+the same cores: with 2 ranks on 2 cores a step of 4 M parameters took 70 ms with Gloo, 52 ms this way and 53 ms with an
+overlapping thread; of 21 M parameters 301, 255 and 263 ms.
 
-With a codec, compressed gradients travel in their place (``unisono.kvstore.compression``); order and overlap stay the same.
+With a codec, compressed gradients are sent instead (``kvstore.compression``); order and overlap stay the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore.allreduce.hierarchical import hierarchical_all_reduce, host_id, is_hierarchy_useful
+from unisono.kvstore.allreduce.network import hierarchical_all_reduce, host_id, is_hierarchy_useful
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum
 from unisono.plan.plan import BUCKET_BYTES
@@ -48,29 +48,30 @@ class _Bucket:
         self.missing = len(members)
 
     def pack(self) -> Tensor:
-        """What is summed over ranks, [elements]."""
+        """The tensor to sum over ranks, [elements]."""
         self.sent = self.flat.to(self._travels)
         return self.sent
 
     def unpack(self) -> None:
-        """Take the sums over."""
+        """Copy the sums back into the gradients."""
         if self.sent is not self.flat:
             self.flat.copy_(self.sent)
             self.sent = self.flat
 
 
 class BucketedAllReduce:
-    """Gradients live in flat buckets, last parameter first, because backward finishes them roughly in that order.
+    """Gradient synchronisation through flat buckets, last parameter first, roughly the order in which backward
+    completes them.
 
-    A bucket leaves when its gradients are complete and all buckets before it have left, so that every rank
-    issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
-    all ranks if there is none. ``travels`` names dtypes other than the gradients' own to send and add in; ``codec`` compresses
-    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank. ``path`` says
-    how gradients travel: "shared memory", or by which transport and why; ``workers`` between how many. ``sent_bytes`` and
-    ``received_bytes`` count what this rank gave to sums and got of them, not what a transport makes of it (a ring sends
-    2 (n - 1) / n of it). The constructor is a collective of all ranks of ``world``.
+    A bucket is sent once its gradients are complete and all buckets before it were sent, so every rank issues the same
+    collectives in the same order, whatever its autograd threads do. Gradients are summed over ``group``, or over all
+    ranks. ``comm_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
+    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
 
-    Raises ConfigError for a codec beside ``travels``.
+    ``path`` describes the transport: "shared memory", or a torch backend and the reason for it. ``num_workers``: how
+    many ranks sum. ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not
+    the transport's traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of
+    ``world``. Raises ConfigError for a codec together with ``comm_dtypes``.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class BucketedAllReduce:
         return ready
 
     def _way(self) -> str:
-        """How to sum, and why; the same answer on all ranks."""
+        """Choose the transport; returns ``path``, the same on all ranks."""
         by = transport_name(self._group)
         if self.num_workers == 1:
             return "nothing travels: no other rank has these parameters"
@@ -151,7 +152,8 @@ class BucketedAllReduce:
         return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """Count the coming backward pass's gradients as final. Those of a part wait until all are: buckets leave in order."""
+        """Count the next backward pass's gradients as final. With a ``part`` nothing is sent early: buckets are sent in
+        order."""
         if part is not None:
             return
         self._armed, self._next = True, 0
@@ -181,7 +183,7 @@ class BucketedAllReduce:
         self.received_bytes += received_bytes
 
     def wait(self, totals: Tensor) -> None:
-        """Send what never became complete (parameters no sample of this rank used), then wait for everything."""
+        """Send the incomplete buckets (parameters that no sample of this rank used), then wait for all sums."""
         self._launch(only_complete=False)
         self._armed = False
         with self._world.guard("gradient all-reduce"):
@@ -195,7 +197,7 @@ class BucketedAllReduce:
             bucket.unpack()
 
     def gradients(self) -> list[Tensor]:
-        """In parameter order, each a view into its bucket."""
+        """Views into the buckets, in parameter order."""
         return [self._home[name].views[name] for name in self._parameters]
 
     def zero_grad(self) -> None:
@@ -206,27 +208,27 @@ class BucketedAllReduce:
             parameter.grad = self._home[name].views[name]
 
     def commit(self, good: Tensor | bool) -> None:
-        """The step is over; where ``good`` (0-dim bool, on the device) is false, what compression holds back stays bit-equal."""
+        """End the step; where ``good`` (0-dim bool, on the device) is false, residuals stay bit-equal."""
         if self._exchange is not None:
             self._exchange.commit(good)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What compression holds back on this rank, by parameter name; nothing without a codec."""
+        """This rank's residuals by parameter name; empty without a codec."""
         return {} if self._exchange is None else self._exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError if the state is of other parameters or another compression."""
+        """Raises CheckpointError for a state of other parameters or another codec."""
         if self._exchange is not None:
             self._exchange.load_state_dict(state)
         elif state:
             raise _left_over(state)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Of each compressed parameter bytes in and out and how much is held back, see ``Feedback.stats``."""
+        """Compression statistics by parameter, see ``ErrorFeedback.stats``."""
         return {} if self._exchange is None else self._exchange.stats()
 
     def close(self) -> None:
-        """Take the hooks off and let the gradients go. Not a collective."""
+        """Remove the hooks and drop the gradients. Not a collective."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -256,19 +258,20 @@ def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
 
 
 def transport_name(group: ProcessGroup | None) -> str:
-    """The name of torch's backend that carries its collectives."""
+    """The name of the torch backend behind ``group``."""
     return "alone" if group is None else dist.get_backend(group)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Its gradient's."""
+    """The dtype of the parameter's gradient."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def _partition(
     parameters: Mapping[str, nn.Parameter], bucket_bytes: int, travels: Mapping[str, torch.dtype]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Cut the parameters, last first, into runs of one dtype, here and under way, and device, of at most ``bucket_bytes``."""
+    """Split the parameters, last first, into runs of one dtype, one communication dtype and one device, of at most
+    ``bucket_bytes``."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     size, last = 0, None
     for name, parameter in reversed(list(parameters.items())):

@@ -1,17 +1,17 @@
-"""Local steps: every worker trains on its own and the copies are averaged now and then.
+"""The kind ``dist_local``: every worker trains on its own, and the copies are averaged periodically.
 
-* LocalSGD (Stich 2019, arXiv 1805.09767): every H steps, parameters become the mean over workers. ``outer_lr=1,
+* LocalSGD (Stich 2019, arXiv 1805.09767): every H steps the parameters become the mean over workers. ``outer_lr=1,
   outer_momentum=0``.
-* DiLoCo (Douillard et al. 2023, arXiv 2311.08105): how far each worker came in H steps is a gradient; its mean over workers
-  makes a step of an outer SGD with Nesterov momentum, 0.9 at a rate of 0.7.
-* Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the parameters are cut into fragments with boundaries at different
-  steps, what is sent arrives ``overlap_steps`` later, and is then mixed with what the worker has learnt meanwhile.
+* DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each worker's parameter change over H steps is a gradient; its mean
+  over workers makes a step of an outer SGD with Nesterov momentum, 0.9 at a rate of 0.7.
+* Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the parameters are split into fragments with boundaries at
+  different steps; a sum is applied ``outer_delay_steps`` later and mixed with the worker's current parameters.
 
 With outer parameters w (equal on all workers), local parameters x_i and D = mean_i(w - x_i) at the boundary:
 
     m = mu m + D;   w = w - lr (D + mu m);   x_i = mix x_i + (1 - mix) w
 
-``mix`` is 0 without overlap. What a worker holds between boundaries is its own: a checkpoint needs every worker's parameters.
+``mix`` is 0 without a delay. Between boundaries the parameters differ over workers: a checkpoint needs every worker's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HELD = "compression/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDConfig:
-    """When and how copies are averaged. Raises ConfigError with everything that is wrong."""
+    """When and how copies are averaged. Raises ConfigError with all problems."""
 
     local_steps: int
     """H: steps from one boundary of a parameter to its next."""
@@ -100,7 +100,7 @@ class LocalSGDConfig:
 
 
 class _Piece:
-    """Parameters of one fragment, dtype and device. What is outer is flat, and float32 or wider."""
+    """Parameters of one fragment, dtype and device. The outer state is flat, in float32 or wider."""
 
     def __init__(self, name: str, members: Mapping[str, Tensor]) -> None:
         self.name, self._members = name, members
@@ -111,7 +111,7 @@ class _Piece:
         self.delta = torch.zeros_like(self.outer)
 
     def flat(self) -> Tensor:
-        """The local parameters, a copy [elements]."""
+        """A copy of the local parameters, [elements]."""
         return torch.cat([each.detach().reshape(-1).to(self._dtype) for each in self._members.values()])
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class _Piece:
         return {name: part.view(each.shape) for (name, each), part in zip(self._members.items(), parts, strict=True)}
 
     def update(self, workers: int, rounds: LocalSGDConfig) -> None:
-        """The outer step, with ``delta`` the sum over workers, and what it makes of the local parameters."""
+        """Make the outer step, with ``delta`` the sum over workers, and update the local parameters."""
         mean = self.delta.div_(workers)
         self.momentum.mul_(rounds.outer_momentum).add_(mean)
         self.outer.sub_(mean.add(self.momentum, alpha=rounds.outer_momentum), alpha=rounds.outer_lr)
@@ -133,11 +133,11 @@ class _Piece:
 
 
 class LocalSGD:
-    """Averages ``parameters`` (which start equal on all workers) in place; call ``after_step`` after every local step.
+    """Averages ``parameters`` (equal on all workers at the start) in place; call ``after_step`` after every local step.
 
-    All workers call it alike. Deterministic, and exact on resume from ``state_dict`` and the worker's own parameters.
-    With ``codec`` w - x_i travels coded, and what the code leaves out is added at the fragment's next boundary.
-    ``sent_bytes`` and ``received_bytes`` count what this worker gave to sums and got of them.
+    All workers make the same calls. Deterministic, and exact on resume from ``state_dict`` and the worker's own
+    parameters. With ``codec`` the change w - x_i is compressed, and its residual is added at the fragment's next
+    boundary. ``sent_bytes`` and ``received_bytes`` count what this worker gives to the sums and gets from them.
     """
 
     def __init__(
@@ -161,13 +161,14 @@ class LocalSGD:
         ]
 
     def due_fragments(self, step: int) -> list[int]:
-        """The fragments whose boundary lies behind step ``step`` (counted from 0)."""
+        """The fragments whose boundary follows step ``step`` (counted from 0)."""
         every, count = self._rounds.local_steps, self._rounds.num_fragments
         return [f for f in range(count) if (step + 1 - (f + 1) * every // count) % every == 0]
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
-        """Do what is due behind step ``step``; whether any parameter was changed. Raises CommError when a worker is gone."""
+        """Start and finish the averages that are due after step ``step``; returns whether a parameter changed. Raises
+        CommError if a worker is lost."""
         overlap = self._rounds.outer_delay_steps
         for fragment in self.due_fragments(step):
             self._launch(fragment)
@@ -180,7 +181,8 @@ class LocalSGD:
         return bool(arriving)
 
     def outer_state(self) -> dict[str, Tensor]:
-        """By parameter name what all workers agree on, and the outer momentum as ``momentum/<name>``: the tensors themselves."""
+        """The outer parameters by name, and the outer momentum as ``momentum/<name>``: the live tensors, equal on all
+        workers."""
         pieces = [piece for each in self._fragments for piece in each]
         values = {name: part for piece in pieces for name, part in piece.named(piece.outer).items()}
         return values | {
@@ -188,17 +190,18 @@ class LocalSGD:
         }
 
     def in_flight_state(self) -> dict[str, Tensor]:
-        """``state_dict`` without ``outer``: sums under way, and what a codec holds back."""
+        """``state_dict`` without the outer state: pending sums and residuals."""
         return {name: each for name, each in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))}
 
     def load_in_flight_state(self, underway: Mapping[str, Tensor]) -> None:
-        """Go on with that; ``outer`` stays as it is. Raises CheckpointError for another cut of the parameters, or compression."""
+        """Load pending sums and residuals; the outer state stays. Raises CheckpointError for other fragments or another
+        codec."""
         agreed = {n: each for n, each in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
         self.load_state_dict(agreed | dict(underway))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Outer parameters, momentum, and the sums under way, for which it waits; these are equal on all workers. With a codec
-        also what this worker holds back. Copies."""
+        """Copies of the outer parameters, the momentum and the pending sums, for which it waits; these are equal on all
+        workers. With a codec also this worker's residuals."""
         state: dict[str, Tensor] = {}
         for fragment, pieces in enumerate(self._fragments):
             self._wait(fragment)
@@ -213,12 +216,12 @@ class LocalSGD:
         return state
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """See ``Feedback.stats``; by fragment, and number of the dtype in it."""
+        """Compression statistics, see ``ErrorFeedback.stats``, by fragment and the index of the dtype in it."""
         return {name: each for coder in self._exchanges for name, each in coder.stats().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where ``state_dict`` was taken. Raises CheckpointError for another cut of the parameters, or compression."""
+        """Continue from ``state_dict``. Raises CheckpointError for other fragments or another codec."""
         for fragment, coder in enumerate(self._exchanges):
             start = f"{_HELD}{fragment}/"
             coder.load_state_dict({n.removeprefix(start): each for n, each in state.items() if n.startswith(start)})
@@ -278,7 +281,7 @@ class LocalSGD:
 
 
 def split_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
-    """Cut the names, in their order, into ``count`` runs of about the same number of elements; none is empty.
+    """Split the names, in order, into ``count`` non-empty runs of about the same number of elements.
 
     Raises ConfigError for more fragments than parameters.
     """
@@ -311,8 +314,7 @@ def _by_kind(names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[tup
 
 
 class LocalSGDBackend:
-    """``dist_local`` as a store: a push updates this worker's copy at once; after every ``local_steps``-th of all keys
-    copies are averaged.
+    """A push updates this worker's copy; after every ``local_steps``-th push of all keys the copies are averaged.
 
     A step is one push of every key.
     """
@@ -326,7 +328,7 @@ class LocalSGDBackend:
         self._codec: Codec | None = None
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors. Raises ConfigError once steps have begun."""
+        """Store these tensors. Raises ConfigError once steps have begun."""
         if self._local is not None:
             raise _refused(
                 f"init of {', '.join(values)} after the first push", "all keys are there before the first push", "init"
@@ -334,7 +336,6 @@ class LocalSGDBackend:
         self._values.init(values)
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Beside the first one."""
         return first.device
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
@@ -360,27 +361,23 @@ class LocalSGDBackend:
         return Future(lambda: None)
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """This worker's copy."""
         return self._values.copy_to(items)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of this worker's copy."""
         return self._values.pull_rows(key, ids)
 
     def barrier(self) -> None:
-        """Nothing is under way but averages, which their boundary waits for."""
         self._world.barrier()
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """The inner one."""
+        """Set the inner optimizer."""
         self._values.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The inner one."""
+        """Set the inner optimizer's learning rate."""
         self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
-        """Of what is averaged."""
         if self._local is not None:
             raise codec_is_fixed(codec)
         found = None if codec is None else find_codec(codec)
@@ -393,14 +390,14 @@ class LocalSGDBackend:
         self._codec = found
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By fragment, and number of the dtype in it."""
         return {} if self._local is None else self._local.stats()
 
     def step(self) -> None:
-        """Pushes of all keys are a step."""
+        pass
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a step."""
+        """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a
+        step."""
         self._between_steps()
         outer = (
             {} if self._local is None else {f"rounds/{name}": each for name, each in self._local.state_dict().items()}
@@ -408,7 +405,8 @@ class LocalSGDBackend:
         return self._values.state_dict() | outer | {"steps": torch.tensor(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a step."""
+        """Load a state of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a
+        step."""
         self._between_steps()
         outer = {name.removeprefix("rounds/"): each for name, each in state.items() if name.startswith("rounds/")}
         inner = {name: each for name, each in state.items() if not name.startswith("rounds/")}
@@ -427,7 +425,6 @@ class LocalSGDBackend:
         self._local, self._steps = local, int(steps)
 
     def close(self) -> None:
-        """Let the values go."""
         self._values, self._local = ValueStore(), None
 
     def _between_steps(self) -> None:

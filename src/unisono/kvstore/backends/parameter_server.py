@@ -1,12 +1,13 @@
-"""``dist_async`` as a store: servers hold values and optimizer, and every push of every worker is an update of its own.
+"""The kind ``dist_async``: servers hold values and optimizer, and every worker's push is an update of its own.
 
-A worker needs no other worker: it is a world of one (docs/adr/0010), whose rank is its number to the servers. What differs from
-the other kinds follows from that. Values can only be updated, never replaced, so there is an optimizer before the first push. All
-keys are there in one ``init``, because their table says where everything lies. Rank 0's values are kept, and ``init`` writes what
-the servers hold into every worker's own: a worker that comes later starts from the values of now.
+A worker needs no other worker: it is a world of one (docs/adr/0010), and its rank is its number at the servers. The
+differences from the other kinds follow from that. Values can only be updated, not replaced, so an optimizer is set
+before the first push. All keys come in one ``init``, because their table determines the placement. Rank 0's values are
+stored, and ``init`` overwrites every worker's own with the servers' current values, so a worker that joins later starts
+from the current values.
 
-The learning rate travels with every push. With a codec, gradients travel coded, chunk by chunk with feedback, and values come
-back as codes of what this worker lacks if the codec is for that (``server.shadows``). Rows travel in full.
+Every push carries the learning rate. With a codec, gradients are compressed chunk by chunk with error feedback, and
+pulls as deltas if the codec supports it (``server.pull_compression``). Rows are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -37,10 +38,9 @@ _LOOK_S = 0.05
 
 
 class ParameterServerBackend:
-    """Values on the servers at ``addresses``, which share ``secret``; this worker is ``world.rank`` in its ``incarnation``.
+    """Values on the servers of ``config``; this worker is ``world.rank``.
 
-    ``staleness``: steps a worker may be ahead of the slowest, None for any. ``damped``: a gradient computed before tau pushes of
-    others is applied with lr / (1 + tau). Connects at ``init``. Raises CommError where another worker says otherwise.
+    Connects at ``init``. Raises CommError where another worker's settings differ.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class ParameterServerBackend:
     # --- values ----------------------------------------------------------------------------------------------------
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Connect, and have rank 0's values kept unless there are some. Returns when the servers have all and, at the first
-        start, every worker has come."""
+        """Connect, and store rank 0's values unless the servers have values. Returns when the servers have all values
+        and, at the first start, all workers have connected."""
         if self._connected is not None:
             raise _refused(
                 f"a second init, of {', '.join(map(repr, list(values)[:5]))}",
@@ -111,12 +111,11 @@ class ParameterServerBackend:
         self._connected, self._clock = servers, servers.clock
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Beside the first one."""
         return first.device
 
     @torch.no_grad()
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
-        """Send at once. The future's ``wait`` raises CommError for values that are not finite, which change nothing."""
+        """Send now. The future's ``wait`` raises CommError for non-finite values, which change nothing."""
         servers = self._servers("push")
         if self._options is None:
             raise _refused("a push without an optimizer", "servers of 'dist_async' update values", "set_optimizer")
@@ -143,7 +142,7 @@ class ParameterServerBackend:
 
     @torch.no_grad()
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """Straight into host memory; for an accelerator by way of pinned memory."""
+        """Receive straight into host tensors; through pinned memory into an accelerator's."""
         into: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for key, targets in items:
@@ -163,7 +162,6 @@ class ParameterServerBackend:
         return Future(finish, pulled.done)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of the servers' value."""
         ids = ids.to(_HOST)
         found = self._servers("row_sparse_pull").pull_rows(key, ids, priority=self._behind([key], 0))
         return Future(lambda: SparseRows(ids, found.wait()), found.done)
@@ -171,7 +169,7 @@ class ParameterServerBackend:
     # --- meetings and clocks ---------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return once every live worker has called it, with all pushes applied."""
+        """Return once every live worker has called it and all pushes are applied."""
         servers = self._servers("barrier")
         self._settle()
         servers.barrier(next(self._meetings))
@@ -186,8 +184,8 @@ class ParameterServerBackend:
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Servers keep the first one they are told. Raises CommError for another, ConfigError where LAMB or LARS would see parts
-        of keys."""
+        """Set the optimizer on the servers, which keep the first one. Raises CommError for a different one, ConfigError
+        where LAMB or LARS would see parts of keys."""
         servers = self._connected
         if servers is not None:
             require_floating(self._facts)
@@ -202,13 +200,13 @@ class ParameterServerBackend:
         self._options = options
 
     def set_learning_rate(self, lr: float) -> None:
-        """It goes with every push from now on."""
+        """Later pushes carry it."""
         if self._options is None:
             raise learning_rate_without_optimizer(lr)
         self._lr = lr
 
     def set_compression(self, codec: str | None) -> None:
-        """Of gradients, before ``init``, which tells the servers."""
+        """Set the codec before ``init``, which sends its name to the servers."""
         if self._connected is not None:
             raise _refused(
                 f"compression {codec!r} after init", "servers are told at init how pushes are coded", "set_compression"
@@ -216,15 +214,14 @@ class ParameterServerBackend:
         self._codec = None if codec is None else server_codec(codec)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Of this worker's codec, by key."""
         return {} if self._connected is None else self._connected.compression_stats()
 
     # --- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the servers hold after this worker's pushes so far, and what its own codec holds back. Others may be pushing: call
-        ``barrier`` before and after, for a state between steps. Where pulls are coded, a worker that pulls now goes on exactly as
-        one that has loaded this: that pull is in full."""
+        """The servers' state after this worker's pushes so far, and this worker's residuals. Other workers may be
+        pushing: call ``barrier`` before and after for a state between steps. With compressed pulls, this worker's next
+        pull is exact, as it is for a worker that loads the state."""
         servers = self._servers("state_dict")
         self._settle()
         found = servers.state()
@@ -233,7 +230,7 @@ class ParameterServerBackend:
         return dict(sorted(state.items())) | {f"{_HELD}{name}": each for name, each in servers.residuals().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Called by all workers, with the values and optimizer of one state; residuals are each worker's own."""
+        """Load values and optimizer of one state on all workers; residuals are each worker's own."""
         servers = self._servers("load_state_dict")
         held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
         whole = {name: each for name, each in state.items() if self._codec is None or not name.startswith(_HELD)}
@@ -246,7 +243,7 @@ class ParameterServerBackend:
         self.barrier()
 
     def close(self) -> None:
-        """Leave the servers. What was not waited for may have arrived or not."""
+        """Disconnect. Pushes that were not waited for may or may not have arrived."""
         self._open.clear()
         self._last.clear()
         if self._connected is not None:
@@ -265,7 +262,8 @@ class ParameterServerBackend:
         return ServerOptimizerSpec(options=options, roles=roles, staleness_lr_decay=self._damped)
 
     def _meet(self, servers: ServerClient) -> None:
-        """At the first start all come, so that the first barrier is one; a worker that comes later finds values and goes on."""
+        """At the first start wait for all workers, so that they share the first barrier; a worker that joins later
+        finds values and goes on."""
         deadline = time.monotonic() + _MEETING_S
         while True:
             stats = servers.stats()
@@ -307,14 +305,14 @@ class ParameterServerBackend:
         self._last |= dict.fromkeys(keys, (future, priority))
 
     def _settle(self, *, only_done: bool = False) -> None:
-        """Raises what became of pushes nobody waited for."""
+        """Raise the errors of pushes that nobody waited for."""
         over = [push for push in self._open if push.done() or not only_done]
         self._open = [push for push in self._open if push not in over]
         for push in over:
             push.wait()
 
     def _template(self) -> ValueStore:
-        """Values and optimizer state as one process would have them, of zeros."""
+        """Values and optimizer state of one process, all zeros."""
         made = ValueStore()
         made.init({key: torch.zeros(each.shape, dtype=each.dtype) for key, each in self._facts.items()})
         if self._options is not None:
@@ -326,7 +324,7 @@ _HELD = "compression/"
 
 
 def _distinct(items: Sequence[tuple[str, PushValue]]) -> list[dict[str, PushValue]]:
-    """The items in their order, in runs that name each key once."""
+    """The items in order, in runs without a repeated key."""
     runs: list[dict[str, PushValue]] = [{}]
     for key, value in items:
         if key in runs[-1]:
@@ -336,7 +334,7 @@ def _distinct(items: Sequence[tuple[str, PushValue]]) -> list[dict[str, PushValu
 
 
 def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Host memory for what goes to or comes from ``like``'s device; pinned for an accelerator."""
+    """Host memory to copy to or from ``like``'s device; pinned for an accelerator."""
     return torch.empty(shape, dtype=like.dtype, pin_memory=like.device != _HOST)
 
 
@@ -346,7 +344,7 @@ def _staged(value: Tensor) -> Tensor:
 
 
 def _added(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in rising order, each once, on the host."""
+    """The rows on the host, sorted by id, with equal ids added."""
     ids, rows = ids.to(_HOST, torch.int64), _staged(rows)
     distinct, places = ids.unique(return_inverse=True)
     return distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows)

@@ -1,10 +1,10 @@
-"""A worker's side of ``dist_async``: everything that is said to the servers that hold the parameters.
+"""A worker's client of the parameter servers.
 
-Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (work, a
-barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart:
-the wire sends again what was not answered, and every request may come twice.
+Each server has one connection for values. Server 0, the coordinator, has a second one for requests that may block
+(claims, barriers, clocks), so that waiting delays neither values nor heartbeats. All connections survive a server's
+restart: unanswered requests are sent again, and every request is idempotent.
 
-Values are in host memory while they travel; copying them from and to an accelerator is the caller's business.
+Values travel from and to host memory; copies from and to an accelerator are the caller's.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.backends.pull_decoder import PullDecoder
 from unisono.kvstore.compression import Codec, ErrorFeedback, can_compress_values
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, SLOT_BYTES, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks, split_into_chunks
 from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.range_set import RangeSet
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Traffic
-from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views, read_json
 from unisono.kvstore.wire.tls import TLSContexts
 
 HEARTBEAT_S = 2.0
@@ -46,7 +45,7 @@ _GOODBYE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushResult:
-    """What became of a push: chunks that had it already, whether it was refused as not finite, the oldest version there was."""
+    """The result of a push: how many chunks had it already, and whether it was refused as non-finite."""
 
     num_duplicates: int
     refused: bool
@@ -54,7 +53,8 @@ class PushResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """``weight``: of all units that are done. ``last``: nothing comes after this save, as far as is known."""
+    """A claimed item. ``weight``: total weight of the finished batch shards. ``is_last``: no work follows this save, as
+    far as is known."""
 
     item: WorkItem
     weight: float
@@ -62,12 +62,12 @@ class Claim:
 
 
 class ServerClient:
-    """Connections to all servers of a run, as ``worker`` in its ``incarnation`` (one higher at each restart of it).
+    """Connections of one ``worker`` to all servers of a run.
 
-    ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is
-    told of what was lost with a server. ``shared_memory``: values go to servers on this host through it. Raises CommError when
-    a server cannot be reached within ``deadline_s``, AuthError when it, or this worker, does not hold ``secret`` or a
-    good certificate where there is ``tls``.
+    Every worker sends the same ``run_spec``; a server refuses a worker whose spec differs, naming the first difference.
+    ``report`` gets a line about pushes that a restarted server has lost. ``shared_memory``: exchange values with
+    servers on this host through it. Raises CommError when a server cannot be reached within ``deadline_s``, AuthError
+    when either side lacks the secret or, under TLS, a valid certificate.
     """
 
     def __init__(
@@ -127,17 +127,17 @@ class ServerClient:
 
     @property
     def is_initialised(self) -> bool:
-        """Whether the servers had all values when this worker came."""
+        """Whether the servers had all values when this worker connected."""
         here = [set(link.hello["initialised"]) for link in self._links]
         return all({c.number for c in self.placement.chunks_on(s)} <= found for s, found in enumerate(here))
 
     @property
     def clock(self) -> int:
-        """The steps that this worker counts as having made: those of the slowest when it came."""
+        """This worker's step count at connection: that of the slowest worker."""
         return int(self._links[0].hello["clock"])
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Give the servers values where they have none. Returns when all have theirs."""
+        """Give the servers initial values where they have none. Returns when all servers have theirs."""
         parts = {key: raw_bytes(value.detach().cpu().contiguous()) for key, value in values.items()}
         _all(
             [self._request(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))]
@@ -146,9 +146,12 @@ class ServerClient:
     def push(
         self, values: Mapping[str, Tensor], *, lr: float = float("nan"), unit: int | None = None, priority: int = 0
     ) -> Future[PushResult]:
-        """Have the servers apply gradients, each key's once. ``values`` are on the CPU and stay as they are until the future is
-        done. ``unit``: the unit of work they belong to, which counts in place of this worker's own pushes. ``lr``: NaN for the
-        servers' own rate."""
+        """Have the servers apply gradients, each key's exactly once.
+
+        ``values`` are on the CPU and stay unchanged until the future is done. ``batch_shard``: the shard whose
+        gradients these are, which identifies the push instead of this worker's own count. ``lr``: NaN for the
+        optimizer's own rate.
+        """
         return self._pushed(Op.PUSH, values, {}, lr, unit, priority)
 
     def pushpull(
@@ -160,12 +163,12 @@ class ServerClient:
         unit: int | None = None,
         priority: int = 0,
     ) -> Future[PushResult]:
-        """``push``, and the values that came of it straight into the memory of ``into`` (same keys, contiguous, on the CPU)."""
+        """``push``, then receive the updated values into the memory of ``into`` (same keys, contiguous, on the CPU)."""
         return self._pushed(Op.PUSHPULL, values, into, lr, unit, priority)
 
     def pull(self, into: Mapping[str, Tensor], *, exact: bool = False, priority: int = 0) -> Future[None]:
-        """The values of now, into the memory of ``into`` (contiguous, on the CPU). With a codec that codes values, what its codes
-        brought of them so far, unless ``exact``."""
+        """Receive the current values into the memory of ``into`` (contiguous, on the CPU). With compressed pulls, the
+        approximation received so far, unless ``exact``."""
         targets = {key: raw_bytes(tensor) for key, tensor in into.items()}
         answers: list[tuple[int, Answer[Frame]]] = []
         for server, group in self._groups(tuple(into)):
@@ -184,8 +187,9 @@ class ServerClient:
     def push_rows(
         self, key: str, ids: Tensor, rows: Tensor, *, lr: float = float("nan"), priority: int = 0
     ) -> Future[PushResult]:
-        """Have the servers apply gradients of some rows: ``ids`` [n] int64, rising, and ``rows`` [n, ...], on the CPU. The others
-        keep value and moments. They travel without codec. Raises ConfigError for a key whose chunks are no whole rows."""
+        """Have the servers apply gradients of some rows: ``ids`` [n] int64, ascending, and ``rows`` [n, ...], on the
+        CPU. Other rows keep value and moments. Sent uncompressed. Raises ConfigError for a key whose chunks are not
+        whole rows."""
         seq = next(self._numbers)
         answers: list[tuple[int, int, Answer[Frame]]] = []
         for chunk, local, place in self._row_parts(key, ids):
@@ -197,7 +201,7 @@ class ServerClient:
         return self._sent(answers, seq)
 
     def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
-        """The rows ``ids`` [n] int64, rising, of now: [n, ...]. ConfigError as for ``push_rows``."""
+        """The current rows ``ids`` [n] int64, ascending: [n, ...]. Raises ConfigError as ``push_rows``."""
         parts, chunks = self._row_parts(key, ids), self.placement.chunks_of(key)
         dtype = chunks[0].dtype if chunks else torch.float32
         found = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
@@ -213,24 +217,23 @@ class ServerClient:
         return Future(finish, lambda: all(answer.done() for answer in answers))
 
     def commit(self, good: bool = True) -> None:
-        """What the pushes since the last call left out is added to the next ones, with a codec only; not ``good``: those pushes
-        count for nothing."""
+        """With a codec, keep the residuals of the pushes since the last call, or drop them if not ``good``."""
         if self._feedback is not None:
             self._feedback.commit(good)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this worker's codec holds back, to be given to ``load_residuals``."""
+        """This worker's residuals, for ``load_residuals``."""
         return {} if self._feedback is None else self._feedback.state_dict()
 
     def load_residuals(self, state: Mapping[str, Tensor]) -> None:
-        """Hold back what another process of this worker did. Raises CheckpointError for another compression."""
+        """Continue with the residuals of an earlier process of this worker. Raises CheckpointError for another codec."""
         if self._feedback is not None:
             self._feedback.load_state_dict(state)
 
     def compression_stats(self) -> dict[str, dict[str, float]]:
-        """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
-        ``Feedback.stats``); and of what came last with a codec that codes values: ``pull_bytes_in``, the values' own size, and
-        ``pull_bytes_out``, what travelled."""
+        """By key: ``bytes_in`` and ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
+        ``ErrorFeedback.stats``). With compressed pulls also ``pull_bytes_in``, the values' own size, and
+        ``pull_bytes_out``, the bytes of the last pull."""
         keys: dict[str, dict[str, float]] = {}
         for name, each in ({} if self._feedback is None else self._feedback.stats()).items():
             of = keys.setdefault(name.rpartition("@")[0], {"bytes_in": 0, "bytes_out": 0, "residual": 0.0})
@@ -244,12 +247,12 @@ class ServerClient:
     # --- the optimizer ---------------------------------------------------------------------------------------------
 
     def set_optimizer(self, recipe: ServerOptimizerSpec) -> None:
-        """How the servers apply gradients. Raises CommError where they were told otherwise."""
+        """Set the servers' optimizer. Raises CommError where another one is set."""
         _all([link.request(json_frame(Op.OPTIMIZER, recipe.to_json())) for link in self._links])
 
     def state(self) -> dict[str, Tensor]:
-        """Values and the optimizer's tensors, whole, as ``<key>`` and ``optim/<state>/<key>``; of a key without pushes its value
-        alone. The next pulls are in full too, as those of a worker that goes on from this state."""
+        """Values and optimizer state, whole, as ``<key>`` and ``optim/<state>/<key>``; only the value of a key without
+        pushes. The next pulls are exact, as they are for a worker that continues from this state."""
         if self._copies is not None:
             self._copies.forget()
         tensors: dict[str, Tensor] = {}
@@ -259,7 +262,7 @@ class ServerClient:
         return merge_chunks(self.placement, tensors)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace values and optimizer state (as ``state`` gives them), as if nothing had been pushed yet."""
+        """Replace values and optimizer state (as ``state`` returns them), as if nothing had been pushed."""
         pieces = split_into_chunks(self.placement, tensors)
         for server, group in self._groups(tuple(self.placement.shapes)):
             facts = {str(chunk.number): {"version": 0, "applied": {}} for chunk in group}
@@ -270,42 +273,42 @@ class ServerClient:
     # --- work, clocks, meetings ------------------------------------------------------------------------------------
 
     def claim(self, *, wait: bool) -> Claim:
-        """The next piece of work, ``WAIT`` where there is none now (with ``wait`` after a while)."""
+        """The next work item; ``WAIT`` where there is none now (with ``wait``, after a while)."""
         content = {"wait_s": _WAIT_S if wait else 0.0}
         answer = read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))
         work = WorkItem(answer["kind"], answer["number"])
         return Claim(item=work, weight=float(answer["weight"]), is_last=bool(answer["last"]))
 
     def mark_done(self, work: WorkItem, weight: float = 0.0) -> None:
-        """It is: of a unit, all pushes are acknowledged, and its samples weighed this much."""
+        """Report an item as done: all pushes of a batch shard are acknowledged, and its samples weigh ``weight``."""
         self._say_to_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
 
     def stop(self, *, finished: bool = False) -> None:
-        """Have the run end, with a save, at the next step that nobody has begun. ``finished``: that is all it was to do."""
+        """End the run, with a save, at the next step that no worker has begun. ``finished``: the run is complete."""
         self._say_to_coordinator(json_frame(Op.DONE, {"kind": "finish" if finished else "stop"}))
 
     def tick(self, clock: int) -> None:
-        """This worker has made ``clock`` steps; returns when the slowest live one is at most the agreed staleness behind."""
+        """Report ``clock`` finished steps; return when the slowest live worker is at most the agreed staleness behind."""
         self._say_to_coordinator(Frame(Op.TICK, clock=clock))
 
     def barrier(self, number: int) -> None:
-        """Return when all live workers have called it with ``number``, which rises from call to call."""
+        """Return when all live workers have called it with ``number``, which increases from call to call."""
         self._say_to_coordinator(json_frame(Op.BARRIER, {"number": number}))
 
     def snapshot(self) -> None:
-        """Have every server save itself now."""
+        """Have every server write a snapshot now."""
         _all([link.request(Frame(Op.SNAPSHOT)) for link in self._links])
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each server has counted."""
+        """Each server's counters."""
         return [read_json(link.request(Frame(Op.STATS)).result()) for link in self._links]
 
     def traffic(self) -> list[Traffic]:
-        """Bytes and requests of each connection for values."""
+        """Bytes and requests of each value connection."""
         return [link.traffic() for link in self._links]
 
     def close(self) -> None:
-        """Leave: what this worker had claimed and not done is dealt to others at once."""
+        """Disconnect: items that this worker claimed and did not finish go to other workers at once."""
         self._beats.set()
         self._heart.join()
         # a server that does not answer holds nobody up: there the lease ends by itself
@@ -352,7 +355,8 @@ class ServerClient:
         *,
         pulled: bool = False,
     ) -> Future[PushResult]:
-        """The answers (server, chunks, answer) to a push with number ``seq`` of this worker's own stream, or to a ``unit``'s."""
+        """Futures (server, number of chunks, answer) of a push as one: number ``seq`` of this worker's stream, or
+        ``batch_shard``."""
 
         def finish() -> PushResult:
             duplicates, refused = 0, False
@@ -372,7 +376,7 @@ class ServerClient:
         return Future(finish, lambda: all(answer.done() for *_, answer in answers))
 
     def _bases(self, group: Sequence[Chunk]) -> Sequence[int]:
-        """What a pull of these chunks names; nothing where they come in full."""
+        """The bases that a pull of these chunks names; none for an exact pull."""
         if self._copies is None or not group[0].dtype.is_floating_point:
             return ()
         return self._copies.bases(group)
@@ -386,7 +390,7 @@ class ServerClient:
         based: Sequence[int],
         targets: Mapping[str, memoryview],
     ) -> Answer[Frame]:
-        """The answer to a request, its values in ``targets``, if there are any."""
+        """Send a request whose answer's values go to ``targets``, if there are any."""
         places = [_of(targets[chunk.key], chunk) for chunk in group] if targets else None
         if self._copies is None or places is None or not based:
             return self._links[server].request(frame, priority, places)
@@ -409,7 +413,7 @@ class ServerClient:
         return ErrorFeedback(whole, worker=self.worker)
 
     def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
-        """The chunks that hold some of these rows: row numbers as they count them, and where in ``ids`` those stand."""
+        """The chunks that hold some of these rows: row numbers within the chunk, and their slice of ``ids``."""
         parts: list[tuple[Chunk, Tensor, slice]] = []
         for chunk in self.placement.chunks_of(key):
             if not chunk.row_elements:
@@ -435,7 +439,7 @@ class ServerClient:
         return write_chunks(op, parts, dtype=_dtype(group[0]), prefix=prefix, based=based)
 
     def _grouped(self, keys: tuple[str, ...]) -> list[tuple[int, list[Chunk]]]:
-        """(server, chunks that travel in one frame), in the order of sending: servers take turns."""
+        """(server, chunks of one frame) in send order: servers alternate."""
         lines = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.num_servers)]
         turns = itertools.zip_longest(*lines)
         return [each for turn in turns for each in turn if each is not None]

@@ -1,7 +1,8 @@
-"""Times rounds of push and pull, and checks that what arrived is what was sent.
+"""Times rounds of push and pull, and checks the results.
 
-Worker r pushes integers, so every sum is exact in float32: lossless kinds must give exactly that, lossy ones the same bits on
-all workers. A round lasts from a barrier until the last value has arrived; of each round the slowest worker counts.
+Worker r pushes integers, so every sum is exact in float32: lossless kinds must give exactly that, lossy ones the same
+bits on all workers. A round lasts from a barrier until the last value has arrived; each round counts the slowest
+worker.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _PERIOD = 251  # values repeat: no sum of a measurement comes near 2^24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """One kind at one size on this worker. ``expected``: the values after that many rounds, None where they are not exact."""
+    """One kind at one size on this worker. ``expected``: the values after that many rounds, None where they are not
+    exact."""
 
     go: Callable[[], object]
     out: Mapping[str, Tensor]
@@ -56,7 +58,7 @@ class _Side:
 
 
 def join_and_measure(job: JobSpec, settings: BenchSettings) -> dict[str, Any] | None:
-    """Join the job and measure; the findings on rank 0, None on others."""
+    """Join the job and measure; the result on rank 0, None on others."""
     world = join_world(job, device_type="cpu", timeout_s=_TIMEOUT_S)
     try:
         found = measure(world, settings)
@@ -67,11 +69,11 @@ def join_and_measure(job: JobSpec, settings: BenchSettings) -> dict[str, Any] | 
 
 
 def measure(world: World, settings: BenchSettings) -> dict[str, Any]:
-    """Rows of every kind, codec and size, speeds of the codecs, and what ``auto`` says. A collective.
+    """Rows of every kind, codec and size, the codecs' speeds, and the choice of ``auto``. A collective.
 
-    A row's ``link_bytes_per_s`` is what a worker must send over the median time; ``sent_bytes``, in a round and for a worker,
-    is counted by the connections of ``dist_async`` and by the host's interfaces for the others (null where there are none to
-    read), with all headers, barriers, and whatever else the host sends meanwhile. Raises CommError where a sum is wrong.
+    A row's ``link_bytes_per_s`` is ``theory_bytes`` over the median time. ``sent_bytes``, per round and worker, is
+    counted by the connections of ``dist_async`` and by the host's interfaces for other kinds (null without interfaces
+    to read), with headers, barriers, and all other traffic of the host. Raises CommError for a wrong sum.
     """
     rows: list[dict[str, Any]] = []
     coded = {codec: None if codec == "none" else find_codec(codec) for codec in settings.codecs}
@@ -144,7 +146,7 @@ def _timed(side: _Side, world: World, rounds: int, what: str) -> dict[str, Any]:
 
 
 def _sent(side: _Side, world: World) -> int:
-    """Bytes that left so far; -1 where nothing counts them."""
+    """Bytes sent so far; -1 where they are not counted."""
     if side.sent is not None:
         return side.sent()
     found = [
@@ -175,7 +177,7 @@ def _check(side: _Side, world: World, rounds: int, what: str) -> None:
 
 
 def _pushed(size: str, rank: int) -> dict[str, Tensor]:
-    """What a worker pushes: by element a small integer, plus the rank."""
+    """A worker's values: per element a small integer, plus the rank."""
     return {
         key: (torch.arange(torch.Size(shape).numel()) % _PERIOD + rank).to(torch.float32).view(shape)
         for key, shape in shapes_of(size).items()
@@ -188,7 +190,7 @@ def _sums(size: str, workers: int) -> dict[str, Tensor]:
 
 
 def _ring(world: World, nbytes: float) -> float:
-    """Bytes that each of n workers sends in an all-reduce (Patarasuk & Yuan 2009)."""
+    """Bytes that each worker sends in a ring all-reduce (Patarasuk & Yuan 2009)."""
     return 2 * (world.world_size - 1) / world.world_size * nbytes
 
 
@@ -228,7 +230,7 @@ def _stored(size: str, world: World, store: KVStore, theory_bytes: float, *, exa
 
 @contextmanager
 def _local(size: str, codec: object, world: World) -> Generator[_Side]:
-    """Every worker by itself."""
+    """Every worker alone."""
     alone = World(JobSpec(), timeout_s=_TIMEOUT_S)
     with _stored(size, alone, create_kvstore("local", alone), 0.0) as side:
         yield side
@@ -270,7 +272,7 @@ def _dist_sync_shm(size: str, codec: object, world: World) -> Generator[_Side]:
 
 @contextmanager
 def _dist_local(size: str, codec: object, world: World) -> Generator[_Side]:
-    """The round in which copies are averaged; the others send nothing."""
+    """The round in which copies are averaged; other rounds send nothing."""
     store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
     with _stored(size, world, store, _ring(world, nbytes_of(shapes_of(size))), exact=False) as side:
         yield side
@@ -289,7 +291,7 @@ _MAKERS: Mapping[str, Any] = {
 def _served(
     name: str, codec: Codec | PowerSGD | None, world: World, settings: BenchSettings, *, shared_memory: bool
 ) -> Generator[dict[str, Callable[[], Any]]]:
-    """All sizes are keys of one run, on servers that serve this codec. Plain SGD with a rate of 1."""
+    """All sizes are keys of one run, on servers with this codec. Plain SGD with a rate of 1."""
     assert not isinstance(codec, PowerSGD)  # Settings has seen to it
     plain: Codec | None = codec
     tables = {size: {f"{size}/{key}": shape for key, shape in shapes_of(size).items()} for size in settings.sizes}

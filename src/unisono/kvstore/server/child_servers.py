@@ -1,8 +1,9 @@
-"""Parameter servers as children of workers, for launchers that start workers only: torchrun, mpirun, srun, MXNet's trackers.
+"""Parameter servers as children of workers, for launchers that start workers only: torchrun, mpirun, srun, MXNet's
+trackers.
 
-A server holds the read end of a pipe as its standard input and leaves when that closes: however its worker ends, no server stays
-behind. A worker that is done waits until nobody needs its servers any more. One that dies meanwhile is started again at the same
-socket, which the worker keeps, with what its snapshots or the next server have of it.
+A server's standard input is a pipe from its worker, and the server exits when the pipe closes: no server outlives its
+worker. A finished worker waits until no worker is connected to its servers. A server that dies before that is restarted
+at the same socket, which its worker keeps open, with the state of its snapshots or of its replica.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ _WORD = "UNISONO_WORD_FD"  # a pipe on which a server tells its worker that it l
 def child_servers(
     world: World, count: int, *, tls: str = "", restarts: int = 0, more: Mapping[str, str] | None = None
 ) -> Generator[tuple[list[tuple[str, int]], bytes]]:
-    """Server processes, the n-th on the host of rank n modulo the number of ranks; addresses and secret. A collective.
+    """Start server processes, the n-th on the host of rank n modulo the number of ranks; yields addresses and secret. A
+    collective.
 
-    The secret is new and reaches the other ranks by the job's own collectives; who has overheard it there gets nowhere without a
-    certificate, where ``tls`` names a folder of those. A server that dies is started again ``restarts`` times. ``more`` is for
-    the servers' environment. Entered, all listen; raises LaunchError on every rank where one ended instead. Left in order, it
-    waits until no worker is connected; left by an error, it does not.
+    The secret is new and is broadcast by the job's own collectives; an eavesdropper there lacks a certificate if
+    ``tls`` names a folder of those. A server that dies is restarted up to ``restarts`` times. ``more`` extends the
+    servers' environment. On entry all servers listen; raises LaunchError on every rank if one exited instead. A normal
+    exit waits until no worker is connected; an exit by an exception does not.
     """
     from unisono.kvstore.wire.frame_server import listen
 
@@ -69,7 +71,7 @@ def child_servers(
 
 
 def child_environ() -> dict[str, str]:
-    """This process's, without what numbers it, with its path of modules and what our launcher adds."""
+    """This process's environment without its rank variables, with its module path and the launcher's defaults."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
@@ -79,7 +81,7 @@ def child_environ() -> dict[str, str]:
 
 
 def exit_with_parent() -> None:
-    """Leave at once when standard input closes."""
+    """Exit at once when standard input closes."""
 
     def watch() -> None:
         # not through sys.stdin: its lock would be held while the interpreter ends
@@ -91,7 +93,7 @@ def exit_with_parent() -> None:
 
 
 def kill_process(process: subprocess.Popen[str]) -> None:
-    """Now, and let go of its pipes."""
+    """Kill the process and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -100,7 +102,8 @@ def kill_process(process: subprocess.Popen[str]) -> None:
 
 
 class _Child:
-    """A server at ``listener``. Whenever it dies it is started again, one epoch higher, up to ``restarts`` times."""
+    """A server at ``listener``. It is restarted whenever it dies, up to ``restarts`` times, with the next restart
+    count."""
 
     def __init__(
         self, server: int, listener: socket.socket, secret: bytes, restarts: int, environ: Mapping[str, str]
@@ -115,22 +118,22 @@ class _Child:
         self._nurse.start()
 
     def begun(self) -> int | None:
-        """Waits until it listens, then None, or has ended without, then how."""
+        """Wait until it listens, then None; or until it has exited, then its exit code."""
         self._known.wait()
         return self._ended
 
     def drain(self) -> None:
-        """From here on it ends when its last worker has left, and is not started again."""
+        """Let it exit once its last worker has left, without a restart."""
         with self._changing:
             self._leaves = True
             self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has exited."""
         self._nurse.join()
 
     def end(self) -> None:
-        """Now."""
+        """Kill it."""
         with self._changing:
             self._leaves = True
             kill_process(self._process)
@@ -177,7 +180,7 @@ class _Child:
 
 
 def _address(world: World) -> str:
-    """Of this host, as the job's other hosts see it."""
+    """This host's address as the job's other hosts see it."""
     if world.job.is_local:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: the kernel only chooses a route

@@ -1,11 +1,11 @@
-"""One parameter server: what it answers to each request. The wire calls it from a thread per connection.
+"""One parameter server: its answer to each request. The wire calls it from one thread per connection.
 
-Requests may come twice, because an answer was lost: each is safe to repeat. Server 0 is also the coordinator: clocks, units
-of work and barriers are its business alone, and workers give it their signs of life.
+Requests may come twice, because an answer was lost: each is idempotent. Server 0 is also the coordinator: it alone
+keeps clocks, the work queue and barriers, and workers send their heartbeats to it.
 
-With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so that
-the replica applies in the same order. A replica that does not know a chunk, because it has just started, refuses; it then
-gets all there is to the chunk. Replicas answer to servers only.
+With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so
+the replica applies pushes in the same order. A replica that does not know a chunk, because it has just started,
+refuses; it then gets the chunk's full state. Replicas answer to servers only.
 """
 
 from __future__ import annotations
@@ -45,15 +45,13 @@ from unisono.kvstore.server.chunk_payload import (
 )
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state
 from unisono.kvstore.server.chunk_store import ChunkGradient, ChunkStore, PushHeader
-from unisono.kvstore.server.clocks import Clocks
-from unisono.kvstore.server.membership import NumberedBarriers, PeerTable
+from unisono.kvstore.server.membership import Clocks, NumberedBarriers, PeerTable
 from unisono.kvstore.server.placement import ChunkPlacement
 from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.frame import Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, read_json
 
 _LOOK_S = 0.25  # how often leases are looked at
 _STILL_S = 1.0  # between two looks: then it was this process that stood still
@@ -63,7 +61,7 @@ _NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What there is once the first hello, or a snapshot, has said what the run is."""
+    """State that exists once the first hello, or a snapshot, has described the run."""
 
     agreed: RunSpec
     placement: ChunkPlacement
@@ -78,12 +76,13 @@ class _Run:
 
 
 class ParameterServer:
-    """Server ``server``. ``forward`` sends a frame to the next server and returns its answer, None without replicas.
+    """Server number ``server``.
 
-    ``held``: workers wait at the door until ``release``; other servers do not. ``snapshots``: where, None for nowhere; the
-    first as soon as there are values, then every ``snapshot_every_s``. ``on_stale`` is told when another server writes there:
-    this one was replaced. ``say`` is told what a person should know. A snapshot that is there is taken up at once; raises
-    CommError when it does not hold.
+    ``forward`` sends a frame to the next server and returns its answer; None without replicas. ``held``: workers wait
+    in their hello until ``admit_workers``; servers do not. ``snapshots``: a folder, None for no snapshots; the first is
+    written once all values are there, then every ``snapshot_every_s``. ``on_stale`` is called when another server
+    writes there: this one was replaced. ``say`` gets messages for the user. An existing snapshot is loaded in the
+    constructor; raises CommError if none is intact.
     """
 
     def __init__(
@@ -126,9 +125,10 @@ class ParameterServer:
     # --- what the wire calls
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
-        """Let a peer in that says what all say. The answer: see the keys below; ``seq`` is free in the worker's stream.
+        """Admit a peer whose run spec equals the others'; returns the dictionary below, in which ``seq`` is the first
+        free number of the worker's stream.
 
-        A server that has forgotten everything says nothing, and is told what the run is.
+        A server that has lost its state sends no facts, and gets the run spec.
         """
         members = self._members[peer.role]
         if peer.role == "server" and not facts:
@@ -160,7 +160,7 @@ class ParameterServer:
             self._began().clocks.connection_closed(peer.index, peer.worker_restart_count)
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
-        """Answer a request. UnisonoError where it is wrong; nothing has changed then."""
+        """Answer a request. Raises UnisonoError for an invalid one, which changes nothing."""
         run = self._began()
         self._members[peer.role].check(peer)
         if peer.role == "worker" and frame.op in _NEEDS_LEASE:
@@ -202,26 +202,26 @@ class ParameterServer:
     # --- what whoever runs it calls
 
     def adopt_replica_state(self, image: bytes) -> None:
-        """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
+        """Load chunks that a replica kept for this server (the answer to STATE), before workers connect."""
         facts, tensors = decode_chunk_state(image)
         self._take(self._begun(RunSpec.from_json(facts["agreed"])).tables["worker"], facts, tensors)
 
     def admit_workers(self) -> None:
-        """Let workers in."""
         self._open.set()
 
     @property
     def num_live_workers(self) -> int:
-        """How many workers are connected, or were a moment ago."""
+        """Workers with a running lease."""
         return len(self._run.clocks.live_clocks) if self._run is not None else 0
 
     @property
     def run_spec(self) -> RunSpec | None:
-        """What the run is, as a hello or a snapshot has told; None before."""
+        """The run's spec from a hello or a snapshot; None before."""
         return self._run.agreed if self._run is not None else None
 
     def save(self) -> int:
-        """Write a snapshot now; its number. CommError where there is no folder, or nothing to save, or the disk refuses."""
+        """Write a snapshot now; returns its number. Raises CommError without a folder, without state, and for disk
+        errors."""
         with self._saving:
             if self._snapshots is None or self._run is None:
                 raise _no_snapshot(
@@ -236,8 +236,8 @@ class ParameterServer:
                 raise _no_snapshot(str(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, how many workers there have been,
-        chunks with a value, units done."""
+        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, workers ever connected,
+        chunks with a value, batch shards done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
         known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
@@ -252,7 +252,7 @@ class ParameterServer:
         }
 
     def close(self) -> None:
-        """Let go of everyone who waits. What was not saved is lost."""
+        """Wake all waiting requests. State that was not saved is lost."""
         self._stop.set()
         self._open.set()
         self._keeper.join()
@@ -302,7 +302,7 @@ class ParameterServer:
         return chunk_values_frame(pulled)
 
     def _lacking(self, shadows: PullEncoder, table: ChunkStore, peer: Peer, asked: list[tuple[int, int]]) -> Frame:
-        """What a worker that names bases lacks, coded where that is possible."""
+        """The compressed deltas of a worker that names bases, or exact values."""
         found = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
         pulled = [RequestedChunk(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in found]
         answer = shadows.answer(peer.index, pulled)
@@ -351,8 +351,8 @@ class ParameterServer:
                 return Frame(Op.ACK, clock=run.clocks.slowest_clock)
 
     def _claim(self, run: _Run, peer: Peer, frame: Frame) -> WorkItem:
-        """A piece of work. The same CLAIM, by its number, gets the same: else one whose answer was lost would be held for
-        ever."""
+        """A work item. The same CLAIM, by its number, gets the same item; an item whose answer was lost would otherwise
+        be held for ever."""
         content = read_json(frame)
         with self._lock:
             claiming = self._claiming[peer.index]
@@ -425,7 +425,8 @@ class ParameterServer:
     def _image(
         self, run: _Run, table: ChunkStore, numbers: Sequence[int]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """The deal first: a unit that is done in it was applied before, so it is in the chunks read after."""
+        """The full state. The work queue is read first: a batch shard that is done in it was applied before, so it is
+        in the chunks read after."""
         deal, clock = run.deal.to_json(), run.clocks.slowest_clock
         chunks, tensors = table.state(numbers)
         recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
@@ -453,7 +454,7 @@ class ParameterServer:
             ) from error
 
     def _mirror(self, run: _Run, frame: Frame, chunks: list[int]) -> None:
-        """Have the next server do the same, or, where it cannot, take over all there is to these chunks."""
+        """Forward a frame to the next server or, where that fails, the full state of its chunks."""
         if self._forward is None:
             return
         try:
@@ -478,7 +479,7 @@ class ParameterServer:
         return self._run
 
     def _ended(self, worker: int) -> None:
-        """A lease is over, or a worker has left: its units go back, and nobody waits for it."""
+        """A lease has ended, or a worker has left: return its items and stop waiting for it."""
         if self._run is not None:
             self._run.deal.give_back(worker)
             self._run.barriers.recheck()
@@ -486,7 +487,7 @@ class ParameterServer:
                 self._run.shadows.drop_worker(worker)
 
     def _keep(self) -> None:
-        """Look at leases, save now and then, and look whether another server does so in this one's place."""
+        """End expired leases, write periodic snapshots, and detect that another server has taken this one's place."""
         saved_s, looked_s = -math.inf, time.monotonic()
         while not self._stop.wait(_LOOK_S):
             gap_s, looked_s = time.monotonic() - looked_s, time.monotonic()
@@ -515,7 +516,7 @@ class ParameterServer:
 
 
 def _decoders(codec: str) -> dict[int, Decoder]:
-    """What reads the codes of the one codec that a run has. Raises ConfigError for one that servers cannot add up."""
+    """The decoder of the run's codec. Raises ConfigError for a codec that servers cannot add."""
     if codec == "none":
         return {}
     found = server_codec(codec)
@@ -528,13 +529,13 @@ def _decoders(codec: str) -> dict[int, Decoder]:
 
 
 def _shadows(codec: str) -> PullEncoder | None:
-    """Where pulls are coded too."""
+    """The encoder of compressed pulls, None where the codec cannot compress values."""
     found = server_codec(codec) if codec != "none" else None
     return PullEncoder(found) if found is not None and can_compress_values(found) else None
 
 
 def server_codec(text: str) -> Codec:
-    """The codec of that name, for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
+    """The codec for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
     found = find_codec(text)
     if isinstance(found, PowerSGD):
         raise ConfigError(

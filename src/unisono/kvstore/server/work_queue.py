@@ -1,14 +1,14 @@
-"""The work of a run, dealt piece by piece to whoever asks.
+"""The work of an asynchronous run: workers claim items one by one.
 
-    begin 0      bring in what the run starts from; how far that is, ``done`` says
-    unit u       compute a fixed share of the run's samples, a pure function of u
-    save f       all units before f are done and none behind it is dealt: what the servers hold is exactly a step
-    end g        nothing is left: the run went to unit g
-    stopped g    somebody asked for a stop, and all before unit g is done and saved
+    begin 0      initialise the servers; ``mark_done`` reports the first batch shard left to do
+    unit u       compute batch shard u, a fixed share of the run's samples, a pure function of u
+    save f       all batch shards before f are done and no later one is claimed: the servers hold exactly a step
+    end g        no work is left: the run ended at batch shard g
+    stopped g    a stop was requested; all batch shards before g are done and saved
 
-Who computes a unit is open; that it is done is not: when a worker's lease ends, what it holds is dealt again. A unit that two
-workers computed, because the first came back after all, is applied once: its pushes carry its number. Beginning and saving are
-for the worker that leads, whoever that is at the time.
+Any worker may compute a batch shard, and every one is computed: when a worker's lease ends, its items can be claimed
+again. A batch shard that two workers computed, because the first came back, is applied once: its pushes carry its
+number. Only the leading worker begins and saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WorkKind = Literal["begin", "unit", "save", "wait", "end", "stopped"]
 
 
 class WorkItem(NamedTuple):
-    """A piece of work; with ``wait`` there is none now, with ``end`` and ``stopped`` none any more."""
+    """An item of work. ``wait``: none is available now; ``end`` and ``stopped``: none is left."""
 
     kind: WorkKind
     number: int = 0
@@ -36,10 +36,12 @@ WAIT, BEGIN = WorkItem("wait"), WorkItem("begin")
 
 
 class WorkQueue:
-    """Units ``0 .. units - 1`` with a save at every ``every``-th (0: only at the end); a step has ``per_step`` of them.
+    """Batch shards ``0 .. num_batch_shards - 1``, ``per_step`` per step, with a save at every ``every``-th (0: only at
+    the end).
 
-    With a bound of ``staleness`` s no unit of step t is dealt before all of steps below t - s are done: stale synchronous
-    parallel (Ho et al. 2013), whoever is slow, joins or leaves. Waits end by the injected monotonic clock ``now``.
+    With a ``staleness`` of s no batch shard of step t is handed out before all steps below t - s are done: stale
+    synchronous parallel (Ho et al. 2013), whichever workers are slow, join or leave. Waits use the monotonic clock
+    ``now``.
     """
 
     def __init__(
@@ -66,8 +68,8 @@ class WorkQueue:
         self._change = threading.Condition()
 
     def claim(self, worker: int, timeout_s: float = 0.0, leads: Callable[[], bool] = lambda: True) -> WorkItem:
-        """The next piece; ``WAIT`` if none gets free in time. ``leads()``: whether this worker begins and saves, asked anew
-        whenever a worker has gone."""
+        """The next item; ``WAIT`` if none becomes available in time. ``leads()``: whether this worker begins and saves,
+        evaluated again whenever a worker has gone."""
         with self._change:
             deadline = self._now() + timeout_s
             while (work := self._free(leads)) == WAIT and not self._closed and (left := deadline - self._now()) > 0:
@@ -82,10 +84,12 @@ class WorkQueue:
             return work
 
     def mark_done(self, work: WorkItem, weight: float = 0.0) -> bool:
-        """A piece is done, a unit when all its pushes are acknowledged; whether that is new. ``begin``'s number is the first unit
-        that is left to do. ``weight``: of a unit's samples, or of all before the beginning.
+        """Record a finished item, a batch shard once all its pushes are acknowledged; returns whether that is new.
+        ``begin``'s number is the first batch shard left to do. ``weight``: of the shard's samples, or of all samples
+        before the beginning.
 
-        The holder says so, or one that was thought dead, or one that was dealt it before this server restarted.
+        Called for the holder, for a worker that was presumed dead, or for one that claimed the item before this server
+        restarted.
         """
         with self._change:
             new = self._finish(work)
@@ -95,14 +99,14 @@ class WorkQueue:
             return new
 
     def stop(self, *, finished: bool = False) -> None:
-        """Let the run end at the next step that has not been begun, with a save. ``finished``: that is all it was to do."""
+        """End the run, with a save, at the next step that was not begun. ``finished``: the run is complete."""
         with self._change:
             self.goal = min(self.goal, -(-max(self._next, self._saved) // self._per_step) * self._per_step)
             self._early = "end" if finished else "stopped"
             self._change.notify_all()
 
     def give_back(self, worker: int) -> list[WorkItem]:
-        """The worker is gone: what it held is dealt again."""
+        """Return a lost worker's items to the queue."""
         with self._change:
             found = sorted(work for work, holder in self._held.items() if holder == worker)
             for work in found:
@@ -113,13 +117,13 @@ class WorkQueue:
             return found
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Wake all waiting claims."""
         with self._change:
             self._closed = True
             self._change.notify_all()
 
     def to_json(self) -> dict[str, Any]:
-        """What a snapshot keeps. What is held is dealt again after a restart."""
+        """The state that a snapshot keeps. Claimed items can be claimed again after a restart."""
         with self._change:
             return {
                 "units": self.num_batch_shards,
@@ -137,7 +141,6 @@ class WorkQueue:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> WorkQueue:
-        """From ``json``."""
         shape = {name: state[name] for name in ("every", "per_step", "staleness")}
         deal = cls(state["units"], **shape, now=now)
         deal.goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
@@ -148,7 +151,7 @@ class WorkQueue:
 
     @property
     def num_done(self) -> int:
-        """How many units are done, those before the run began among them."""
+        """The number of finished batch shards, including those before the run began."""
         with self._change:
             return sum(end - first for first, end in self._done.to_json())
 

@@ -1,9 +1,8 @@
-"""The worker's side: requests go out by priority, several at a time, and survive the loss of the connection.
+"""The client side: requests are sent by priority, several at a time, and survive the loss of the connection.
 
-One thread connects and sends, another receives. What was sent and not answered when a connection broke is sent again on
-the next one, in the same order and before anything new: a request may therefore reach the server twice, and the server's
-sequence numbers make that harmless. Only when no answer has come for ``deadline_s`` since the first loss does everything
-that waits fail.
+One thread connects and sends, another receives. Requests without an answer when a connection broke are sent again on
+the next one, in the same order and before new ones: a request may reach the server twice, which the server's sequence
+numbers make harmless. All pending requests fail only when no answer has come for ``deadline_s`` since the first loss.
 """
 
 from __future__ import annotations
@@ -25,8 +24,17 @@ from typing import Any
 from unisono.errors import CommError, Problem, UnisonoError
 from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits, require_private
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Frame, FrameHeader, Limits, Op, Slot, payload_views
-from unisono.kvstore.wire.message import json_frame, read_error, read_json
+from unisono.kvstore.wire.frame import (
+    Frame,
+    FrameHeader,
+    Limits,
+    Op,
+    Slot,
+    json_frame,
+    payload_views,
+    read_error,
+    read_json,
+)
 from unisono.kvstore.wire.shared_slots import create_shared_slots, map_slots, sharing_scope
 from unisono.kvstore.wire.tls import TLSContexts, permanent_tls_error
 
@@ -49,10 +57,10 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a connection has done so far; ``queued`` and ``flying`` are requests not yet sent and not yet answered.
+    """A connection's counters; ``num_queued`` and ``num_in_flight`` are requests not yet sent and not yet answered.
 
-    ``memory_bytes`` were put into shared memory by this side, instead of being sent through the socket like the others, and
-    ``taken_bytes`` lay there for it. ``apart`` says why there is no such memory; empty where there is.
+    ``shared_sent_bytes`` were put into shared memory by this side instead of the socket, and ``shared_received_bytes``
+    were read from it. ``no_shared_memory_reason`` is empty where there is shared memory.
     """
 
     sent_bytes: int
@@ -67,15 +75,15 @@ class Traffic:
 
 
 class Connection:
-    """A connection to the server at ``address`` that reconnects by itself.
+    """A connection to the server at ``endpoint`` that reconnects by itself.
 
-    ``me`` says who this is, ``facts`` what the server's handler compares; ``hello`` is what it answered. When a
-    connection was replaced, ``on_reconnect`` gets the new answer before anything is sent again; it may queue requests,
-    and must not wait for them. ``silence_s`` is how long a server with requests to answer may show no sign of life.
-    ``slot_bytes``: payloads up to this size go through memory that a server on this host shares; 0 for none.
+    ``me`` identifies this side, ``facts`` are compared by the server's handler; ``hello`` is its answer. After a
+    reconnection ``on_reconnect`` gets the new answer before anything is sent again; it may queue requests, and must not
+    wait for them. ``silence_s``: how long a server with pending requests may send nothing. ``slot_bytes``: payloads up
+    to this size go through memory that a server on this host shares; 0 for none.
 
-    Raises AuthError when a proof or a certificate is wrong, the handler's own error when it refuses, CommError when nobody has
-    answered after ``deadline_s``.
+    Raises AuthError for a wrong proof or certificate, the handler's own error when it refuses, CommError without an
+    answer within ``deadline_s``.
     """
 
     def __init__(
@@ -118,13 +126,13 @@ class Connection:
     def request(
         self, frame: Frame, priority: int = 0, into: Sequence[memoryview] | memoryview | None = None
     ) -> Future[Frame]:
-        """Queue ``frame``; the future gets the reply, or the error the server raised. Higher priority goes first.
+        """Queue ``frame``; the future gets the reply, or the error that the server raised. Higher priority goes first.
 
-        Job, epoch, worker, incarnation and ticket are filled in. The payload's memory must stay as it is until the
-        answer. With ``into`` the data of a DATA reply go straight there and the reply's payload is what stood before
-        them (the table of entries); what that memory holds before the future is done means nothing. Callbacks of the
-        future run in the receiving thread and must not close the connection. Raises CommError when the
-        payload is too large, or the connection was closed or given up.
+        Job, restart counts, worker and ticket are filled in. The payload's memory must stay unchanged until the answer.
+        With ``into`` the data of a DATA reply go straight there, and the reply's payload is the part before them (the
+        table of entries); the content of that memory is undefined until the future is done. Callbacks of the future run
+        in the receiving thread and must not close the connection. Raises CommError when the payload is too large, or
+        the connection was closed or given up.
         """
         size = sum(part.nbytes for part in payload_views(frame))
         if size > self._limits.max_payload_bytes:
@@ -148,12 +156,12 @@ class Connection:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the server was away for too long: this connection is over, and only a new one may find it again."""
+        """Whether the server was away for too long: only a new connection may reach it again."""
         with self._changed:
             return self._failed is not None
 
     def traffic(self) -> Traffic:
-        """Counters, since the connection was made."""
+        """Counters since the connection was made."""
         with self._changed:
             channel = self._channel
             return Traffic(
@@ -169,7 +177,7 @@ class Connection:
             )
 
     def close(self) -> None:
-        """End it; what has not been answered fails."""
+        """Close the connection; unanswered requests fail."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -233,7 +241,7 @@ class Connection:
         return reply
 
     def _share(self, channel: Channel, host: str) -> str:
-        """Offer memory; why there is none, or nothing."""
+        """Offer shared memory; returns why there is none, or ""."""
         if not self._slot_bytes:
             return "none was asked for"
         if not host or host != sharing_scope():

@@ -1,9 +1,9 @@
-"""The server's side: a thread for each connection, which reads a request, has it handled and answers, in that order.
+"""The server side: a thread per connection reads a request, has it handled and answers, in that order.
 
-Memory is bounded by connections x (one request + its answer), each at most ``limits.payload_bytes``: a connection whose
-peer does not read its answers holds up itself alone, and is closed after a while. The credits granted to a peer say how
-many requests it may send ahead; those wait in the kernel's buffers. While a handler takes its time (a barrier, say) the
-peer gets a sign of life every second, so it can tell waiting from a server that hangs.
+Memory is bounded by connections x (one request + its answer), each at most ``limits.max_payload_bytes``: a peer that
+does not read its answers blocks only its own connection, which is closed after a while. A peer's credits limit the
+requests it may send ahead; those wait in the kernel's buffers. While a handler runs (a barrier, say) the peer gets a
+heartbeat every second, which distinguishes waiting from a server that hangs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any, Protocol
 from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
 from unisono.kvstore.wire.auth import Peer, preauth_limits, require_private, server_handshake
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Frame, Limits, Op
-from unisono.kvstore.wire.message import error_frame, json_frame, read_json
+from unisono.kvstore.wire.frame import Frame, Limits, Op, error_frame, json_frame, read_json
 from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
 from unisono.kvstore.wire.tls import TLSContexts
 
@@ -32,10 +31,10 @@ _BACKLOG = 1024
 
 
 class RequestHandler(Protocol):
-    """What a server does with requests. Called from a thread for each connection."""
+    """Handles the requests of a server. Called from a thread per connection."""
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
-        """A peer that proved itself wants to join. Raises UnisonoError to refuse; the text goes to the peer."""
+        """Admit a peer that proved itself. Raises UnisonoError to refuse; the peer gets its text."""
         ...
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
@@ -43,13 +42,13 @@ class RequestHandler(Protocol):
         ...
 
     def gone(self, peer: Peer) -> None:
-        """A connection that ``hello`` accepted has closed."""
+        """A connection that ``hello`` admitted has closed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """How many connections there may be, how many of them may still owe the proof, and the credits of each."""
+    """The limits on connections, on those that have not authenticated, and each one's credits."""
 
     max_connections: int = 512
     max_unauthenticated: int = 64
@@ -57,7 +56,7 @@ class Admission:
 
 
 def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
-    """A listener on the one address named. Raises ConfigError for all interfaces at once, or a public one without TLS, and
+    """A listener on one address. Raises ConfigError for all interfaces at once, or a public one without TLS;
     LaunchError where the port is taken or the address is not this machine's."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     if str(address[0]) in ("0.0.0.0", "::"):
@@ -80,10 +79,10 @@ def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
 
 
 class FrameServer:
-    """Serves ``handler`` on ``listeners`` until ``close``. ``epoch`` is this server's incarnation.
+    """Serves ``handler`` on ``listeners`` until ``close``.
 
-    A peer that has seen a higher epoch proves that this server was replaced: ``on_stale(epoch)`` is called, and from then
-    on every request is refused.
+    A peer that has seen a higher restart count than this server's proves that it was replaced:
+    ``on_stale(restart_count)`` is called, and every later request is refused.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ class FrameServer:
         return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
 
     def _share(self, channel: Channel, frame: Frame) -> Frame:
-        """The client offers memory, with at most a slot for each of its credits."""
+        """Map the memory that the client offers, with at most a slot per credit."""
         channel.shared_slots = accept_shared_slots(
             read_json(frame), self._admission.credits_per_connection, self._limits.max_payload_bytes
         )
@@ -287,7 +286,8 @@ class FrameServer:
                     channel.send_unless_busy(Frame(Op.HEARTBEAT))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop listening, end every connection, wait for their threads. What blocks in the handler must be let go first.
+        """Stop listening, end every connection and join their threads. Requests that block in the handler must be woken
+        first.
 
         Raises CommError when a handler has not returned after ``timeout_s``.
         """
