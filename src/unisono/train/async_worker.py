@@ -140,7 +140,7 @@ class AsyncWorker:
             options=replace(options, clip_norm=0.0), roles=dict(roles), staleness_lr_decay=plan.damping
         )
         held = state.local_state()
-        self._values = {path[6:]: cast(Tensor, each) for path, each in held.items() if path.startswith("model/")}
+        self._values = {path[6:]: tensor for path, tensor in held.items() if path.startswith("model/")}
         self._parameters = state.sharded.parameters
         workers = plan.dp_replicate
         agreed = RunSpec(
@@ -196,9 +196,7 @@ class AsyncWorker:
         self._servers.init(self._values)
         self._servers.set_optimizer(self._recipe)
         if resumed:
-            moments = {
-                path: cast(Tensor, each) for path, each in state.local_state().items() if path.startswith("optim/")
-            }
+            moments = {path: t for path, t in state.local_state().items() if path.startswith("optim/")}
             self._servers.load_state({**self._values, **moments})
         self.drop_optimizer_state()
         self._servers.snapshot()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unisono.observe.events import EventLog
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 
 
 class GradientStats:

@@ -26,7 +26,7 @@ from unisono.models.moe import set_balance_loss_scale, update_router_biases
 from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.plan.plan import Plan
 from unisono.train.forward_backward import ForwardBackward
 from unisono.train.objectives import Objective

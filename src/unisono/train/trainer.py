@@ -42,16 +42,14 @@ from unisono.optim.groups import Role, parameter_roles
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import find_device, set_backend
-from unisono.parallel.expert import expert_dims
+from unisono.parallel.expert import expert_parameters
 from unisono.parallel.fsdp import reshard
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.memory_ledger import build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.shard_notes import blocks, replicated_grad_groups
-from unisono.parallel.sharded_parameters import ShardedParameters
-from unisono.parallel.sharding import TensorShard
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
@@ -217,14 +215,14 @@ class Trainer:
             mine = self.plan
         self.plan, layout, context = resolve_for_model(self.plan, model, grid, self._first_micro_batch)
         mine = self.plan if layout is not None else mine
-        model, whole, stages = parallelize(mine, model.train(), grid, context, layout)
+        model, table, stages = parallelize(mine, model.train(), grid, context, layout)
         if self.plan.placements:
             self.events.emit("placements", placed=parameter_placements(model))
         if recipe is not None:
             allocate_shards(model, self.device)
         pipeline = PipelineExecutor(stages, grid, self.device) if stages is not None else None
         pieces = ShardedParameters(
-            model, grid, whole, repeated=stages.duplicated_parameters if stages is not None else ()
+            model, grid, table, duplicated=stages.duplicated_parameters if stages is not None else ()
         )
         if recipe is not None:
             materialize(recipe, model, pieces)
@@ -237,11 +235,11 @@ class Trainer:
         )
         self._ledger = build_ledger(
             mine,
-            whole,
+            table.spec,
             self.world.rank,
             state=state_names(self._optim),
-            blocks={whole.first_names[name]: block for name, block in blocks(model).items()},
-            stacks=expert_dims(model),
+            shards=table.tensor_parallel,
+            stacks=expert_parameters(model),
             layout=layout,
         )
         check_ledger(self._ledger, pieces.parameters, optimizer)
@@ -260,7 +258,7 @@ class Trainer:
             ),
         )
         if self.plan.pp > 1:
-            self.state.stage_tensors = StageTensors(self.state.local_state(), grid)
+            self.state.stage_tensors = StageTensors(self.state, grid)
         self._sync, self.state.sync_state = build_gradient_sync(
             mine,
             self.store,
@@ -313,7 +311,7 @@ class Trainer:
             sharded=pieces,
             sync=self._sync,
             replicated_grads=ReplicatedGradients(
-                [*replicated_grad_groups(model), *(pipeline.shared_parameter_groups if pipeline is not None else ())],
+                [*table.replicated_grad_groups, *(pipeline.shared_parameter_groups if pipeline is not None else ())],
                 self.world,
             ),
             timers=self._timers,
@@ -592,11 +590,11 @@ class Trainer:
             self._saved_step = self.state.step
             if self._dealt is not None:
                 self._dealt.fetch_optimizer_state()
-            shared = self.state.global_state()
+            tensors, shards = self.state.global_state(), self.state.shards()
             own = self.state.rank_state(self._grid.rng_rank) if self._grid.rank_along("tp") == 0 else {}
-            parts = {name: each for name, each in shared.items() if isinstance(each, TensorShard)}
-            whole = {name: each for name, each in shared.items() if not isinstance(each, TensorShard)}
-            self.checkpointer.save(self.state.step, whole, own, meta, parts=parts, score=score)
+            sharded = {name: (tensors[name], shard) for name, shard in shards.items()}
+            replicated = {name: tensor for name, tensor in tensors.items() if name not in shards}
+            self.checkpointer.save(self.state.step, replicated, own, meta, sharded=sharded, score=score)
             if self._dealt is not None:
                 self._dealt.drop_optimizer_state()
         if wait:
