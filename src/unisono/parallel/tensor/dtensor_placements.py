@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.utils import _pytree as pytree
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.sharding import ShardedParameters, ShardTable
 from unisono.plan import rules
@@ -95,8 +97,12 @@ def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) ->
         shard_module(modules[path], placements, mesh)
         _record(modules[path], path, mesh, table)
     for path, each in moved.items():
-        module = modules[path]
-        module.forward = shard_function(module.forward, inputs=each.inputs, outputs=each.outputs)
+        pinned = shard_function(modules[path].forward, inputs=each.inputs, outputs=each.outputs)
+        wrap_forward(modules[path], partial(_call, pinned))
+
+
+def _call(pinned: Callable[..., Any], _forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return pinned(*args, **kwargs)
 
 
 def _no_module(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
@@ -346,16 +352,14 @@ def _move(value: Any, dims: Dims, what: str) -> Any:
 
 
 def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
-    inner = model.forward
 
     def enter(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def with_dtensors(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, enter, (args, kwargs))
         try:
-            outputs = inner(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             text = str(error)
             if "sharding strategy" not in text and "mixed torch.Tensor and DTensor" not in text:
@@ -368,7 +372,7 @@ def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
             ) from error
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), outputs)
 
-    model.forward = forward
+    wrap_forward(model, with_dtensors)
 
 
 def _name(function: Callable[..., Any]) -> str:

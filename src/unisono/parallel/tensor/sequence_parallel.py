@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError
-from unisono.parallel.hooks import map_input, map_output
+from unisono.parallel.hooks import map_input, map_output, wrap_forward
 from unisono.parallel.sharding import ParameterSharder
 from unisono.parallel.tensor.collectives import gather_from_tp_region, scatter_to_sp_region
 from unisono.parallel.tensor.tp_validation import RuleMatch
@@ -63,11 +63,11 @@ def _divisible(x: Tensor, group: ProcessGroup) -> Tensor:
 def _draw_for_whole(layer: Any, group: ProcessGroup) -> None:
     count, index = group.size(), group.rank()
 
-    def forward(x: Tensor) -> Tensor:
+    def masked(_forward: Any, x: Tensor) -> Tensor:
         if not layer.training or not layer.p:
             return x
         tokens = x.shape[SEQUENCE_DIM]
         ones = x.new_ones(*x.shape[:SEQUENCE_DIM], tokens * count, *x.shape[SEQUENCE_DIM + 1 :])
         return x * F.dropout(ones, layer.p).narrow(SEQUENCE_DIM, index * tokens, tokens)
 
-    layer.forward = forward
+    wrap_forward(layer, masked)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.parallel.expert import shard_expert_hidden
-from unisono.parallel.hooks import map_input
+from unisono.parallel.hooks import map_input, wrap_forward
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ParameterSharder, ShardTable
 from unisono.parallel.tensor.collectives import (
@@ -164,7 +164,7 @@ def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> N
     """Sum what the layer computes over the ranks; its bias is added once, to the sum."""
     out, _ = weight_dims(layer)
 
-    def forward(x: Tensor) -> Tensor:
+    def row_parallel(_forward: Any, x: Tensor) -> Tensor:
         part = F.linear(x, layer.weight if out == 0 else layer.weight.T)
         whole = (
             reduce_scatter_to_sp_region(part, SEQUENCE_DIM, group)
@@ -173,4 +173,4 @@ def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> N
         )
         return whole if layer.bias is None else whole + layer.bias.to(whole.dtype)
 
-    layer.forward = forward
+    wrap_forward(layer, row_parallel)

@@ -7,7 +7,7 @@ all of them, gathered. Parts differ by one row at most, so any vocabulary can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.models.loss import LazyLogits
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.sharding import ParameterSharder, even_sizes
 from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_tp_region, reduce_from_tp_region
 
@@ -61,13 +62,13 @@ def shard_embedding(layer: Any, sharder: ParameterSharder) -> VocabShard:
         place, here = part.place(torch.tensor(padding))
         padding = int(place) if here else None
     sharder.shard(layer, "weight", 0)
-    inner = layer.forward  # a subclass may scale what it looks up
 
-    def forward(tokens: Tensor) -> Tensor:
+    def look_up(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         places, here = part.place(tokens)
-        return reduce_from_tp_region(inner(places).where(here[..., None], 0), part.group)
+        # a subclass may scale the rows
+        return reduce_from_tp_region(forward(places).where(here[..., None], 0), part.group)
 
-    layer.forward = forward
+    wrap_forward(layer, look_up)
     layer.num_embeddings, layer.padding_idx = part.sizes[sharder.rank], padding
     return part
 
@@ -78,12 +79,11 @@ def shard_output_layer(layer: Any, sharder: ParameterSharder) -> VocabShard:
     sharder.shard(layer, "weight", 0)
     sharder.shard(layer, "bias", 0)
     layer.out_features = part.sizes[sharder.rank]
-    inner = layer.forward
 
-    def forward(x: Tensor) -> Tensor:
-        return part.gather(inner(copy_to_tp_region(x, part.group)))
+    def gathered(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return part.gather(forward(copy_to_tp_region(x, part.group)))
 
-    layer.forward = forward
+    wrap_forward(layer, gathered)
     return part
 
 
