@@ -255,7 +255,7 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
     meet_timeout_s = max(timeout_s, _MEET_S) if meet_timeout_s is None else meet_timeout_s
     store = open_store(job, meet_timeout_s)
     prefix, epoch = fresh_prefix(store, job, meet_timeout_s)
-    job = replace(job, epoch=epoch)
+    job = replace(job, restart_count=epoch)
     with _gloo_interface(job):
         dist.init_process_group(
             _backend(job, device_type),
