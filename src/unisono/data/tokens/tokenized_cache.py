@@ -162,7 +162,7 @@ def _with_packing(ready: PreparedCorpus, seq_len: int) -> PreparedCorpus:
     return replace(
         ready,
         report=replace(ready.report, packing=stats),
-        rebuilt_because="; ".join([*([ready.rebuild_reason] if ready.rebuild_reason else []), *damage]),
+        rebuild_reason="; ".join([*([ready.rebuild_reason] if ready.rebuild_reason else []), *damage]),
     )
 
 
