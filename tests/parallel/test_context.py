@@ -24,7 +24,7 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
@@ -189,7 +189,7 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
         grid = grid_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
         context = ContextParallel(grid, model)
-        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).global_spec)
+        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).table)
         torch.manual_seed(1)
         loss = grid.sum(loss_of(model, packed, context), "cp")
         pieces.collect_grads()

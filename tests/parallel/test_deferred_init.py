@@ -18,7 +18,7 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.deferred_init import allocate_shards, deferred_init, materialize
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions

@@ -21,7 +21,7 @@ from unisono.models.options import ModelOptions
 from unisono.parallel.expert import sum_balance_counts
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions

@@ -25,7 +25,7 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.pipeline.partition import partition_model
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize, repeated_blocks
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions

@@ -11,6 +11,7 @@ With x̂ = (x − μ)/σ over N values of a channel, y = w·x̂ + b and sums ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError, Problem
+from unisono.parallel.hooks import wrap_forward
 from unisono.plan.plan import Plan
 
 _Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -67,18 +69,16 @@ def apply_sync_batch_norm(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def _synchronise(norm: _Norm, group: ProcessGroup) -> None:
-    alone = norm.forward
-
-    def forward(input: Tensor) -> Tensor:
+    def normalise(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         if not norm.training:
-            return alone(input)
+            return forward(input)
         result: Any = _Normalise.apply(input, norm.weight, norm.bias, norm.eps, group)
         y, mean, variance, count = result
         if norm.track_running_stats:
             _track(norm, mean, variance * count / (count - 1))
         return y
 
-    norm.forward = forward
+    wrap_forward(norm, normalise)
 
 
 @torch.no_grad()

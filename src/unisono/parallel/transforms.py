@@ -14,13 +14,13 @@ from unisono.parallel.context import ContextParallel
 from unisono.parallel.expert import apply_expert_parallel, expert_layers, sum_balance_counts
 from unisono.parallel.fp8 import use_fp8
 from unisono.parallel.fsdp import apply_fsdp
-from unisono.parallel.global_spec import GlobalParameterSpec
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.offload import offload_activations
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.pipeline.stages import PipelineStages
 from unisono.parallel.precision import convert_parameters, set_compute_dtypes
 from unisono.parallel.recompute import check_kv_caches, find_recomputed_modules, recompute_blocks, recompute_modules
+from unisono.parallel.sharding import ShardTable
 from unisono.parallel.tensor.dtensor_placements import apply_placements
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
 from unisono.plan.pipeline_schedule import stage_index
@@ -43,10 +43,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class ParallelModel(NamedTuple):
-    """The model as the plan wants it, what it was before, and in a pipeline the stages of it that are here."""
+    """The model as the plan wants it, where its parameters lie, and in a pipeline the stages of it that are here."""
 
     model: nn.Module
-    global_spec: GlobalParameterSpec
+    table: ShardTable
     stages: PipelineStages | None
 
 
@@ -89,18 +89,18 @@ def parallelize(
     named = find_recomputed_modules(plan, model, blocks)
     use_fp8(plan, blocks)
     check_batch_norm(model, plan)
-    computes = convert_parameters(plan, model)
-    whole = GlobalParameterSpec.from_model(model)
+    computes, reduced = convert_parameters(plan, model)
+    table = ShardTable(model, reduced)
     stages = None
     if grid is not None:
         if plan.dp_world_size > 1 and batch_norms(model):
             apply_sync_batch_norm(model, grid.group("data"))
         if plan.placements:
-            apply_placements(model, grid)
+            apply_placements(model, grid, table)
         elif plan.tp > 1:
-            apply_tensor_parallel(model, grid)
+            apply_tensor_parallel(model, grid, table)
         if plan.ep > 1:
-            apply_expert_parallel(model, grid)
+            apply_expert_parallel(model, grid, table)
         if plan.cp > 1 or plan.sequence_parallel:
             sum_balance_counts(model, grid)
     set_compute_dtypes(model, computes, plan.device)
@@ -130,8 +130,10 @@ def parallelize(
         model.compile(**_compile_arguments(plan))
     if plan.uses_fsdp:
         assert grid is not None
-        apply_fsdp(model, whole, blocks, grid)
-    return ParallelModel(model, whole, stages)
+        apply_fsdp(model, blocks, grid, table)
+    if grid is not None:
+        table.number_replicas(grid)
+    return ParallelModel(model, table, stages)
 
 
 def _compile_arguments(plan: Plan) -> dict[str, Any]:

@@ -203,8 +203,7 @@ class AsyncWorker:
         self._servers.init(self._values)
         self._servers.set_optimizer(self._optimizer_spec)
         if resumed:
-            tensors = state.local_state().items()
-            moments = {path: cast(Tensor, tensor) for path, tensor in tensors if path.startswith("optim/")}
+            moments = {path: t for path, t in state.local_state().items() if path.startswith("optim/")}
             self._servers.load_state({**self._values, **moments})
         self._optimizer.state.clear()
         self._servers.snapshot()

@@ -19,7 +19,7 @@ from unisono.kvstore.compression import COARSE_CODEC_WITH_ADAM, Codec, auto_code
 from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic
