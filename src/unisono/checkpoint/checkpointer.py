@@ -207,11 +207,12 @@ class Checkpointer:
         )
         if self._layout is None or self._layout[0] != described:
             _check(replicated, own, sharded)
-            tables = (
+            shared_table, own_table = (
                 {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
                 for tensors in (replicated, own)
             )
-            self._layout = described, lay_out_shards(*tables, sharded, rank=self._rank, world=self._world)
+            layout = lay_out_shards(shared_table, own_table, sharded, rank=self._rank, world=self._world)
+            self._layout = described, layout
         return self._layout[1]
 
 

@@ -344,9 +344,7 @@ class AsyncWorker:
 def _model_tensors(state: TrainState) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return {
-        path.removeprefix("model/"): cast(Tensor, tensor)
-        for path, tensor in state.local_state().items()
-        if path.startswith("model/")
+        path.removeprefix("model/"): tensor for path, tensor in state.local_state().items() if path.startswith("model/")
     }
 
 
