@@ -27,7 +27,7 @@ class ThreadRank:
     """What a Checkpointer asks of its World, among threads of this process."""
 
     def __init__(self, rank, slots, barrier):
-        self.rank, self.world, self._slots, self._barrier = rank, len(slots), slots, barrier
+        self.rank, self.world_size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
     def new_group(self, name):
         return self
