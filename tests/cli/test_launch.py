@@ -21,8 +21,8 @@ print(job.source, job.role, job.rank, job.world_size, job.local_rank, job.local_
 """
 ALL_REDUCE = """
 import os, torch
-from unisono.dist import job_from_environ, join
-world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
+from unisono.dist import job_from_environ, join_world
+world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
 print("sum", world.all_reduce(torch.tensor([world.rank + 1.0])).item())
 world.close()
 """

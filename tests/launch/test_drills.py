@@ -16,9 +16,9 @@ from procs import marked, wait_until
 DRILL = """
 import threading
 import torch
-from unisono.dist import join
+from unisono.dist import join_world
 plan = {plan}
-world = join(job, device_type="cpu", timeout_s=3)
+world = join_world(job, device_type="cpu", timeout_s=3)
 rank, number = plan.get(world.job.restart_count, (None, 0))
 if rank == job.rank:
     # all_reduce is what every rank does nearly all the time, so that is where the signal hits

@@ -392,7 +392,7 @@ def test_secrets_stay_out_of_argument_vectors_and_files(tmp_path: Path) -> None:
     launched = start("seen('ready'); time.sleep(1)", tmp_path, environ={"WANDB_API_KEY": canary})
     launched.wait_for("ready.0.0", "ready.1.0")
     lines = command_lines()
-    assert "guard.py" in lines
+    assert "reaper.py" in lines
     assert "worker.py" in lines
     assert canary not in lines
     launched.finish()

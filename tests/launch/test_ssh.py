@@ -19,9 +19,9 @@ from sshd import Sshd, serve
 
 ALL_REDUCE = """
 import os, torch
-from unisono.dist import job_from_environ, join
+from unisono.dist import job_from_environ, join_world
 job = job_from_environ(os.environ)
-world = join(job, device_type="cpu", timeout_s=60)
+world = join_world(job, device_type="cpu", timeout_s=60)
 total = world.all_reduce(torch.tensor([float(job.rank + 1)])).item()
 place = f"{job.rank}.{job.local_rank}.{job.local_world} on {os.environ['GLOO_SOCKET_IFNAME']}"
 print(f"rank {place}: sum {total} at {job.master_addr}", os.environ["CHOSEN"], os.environ.get("LEFT_HERE"), flush=True)
