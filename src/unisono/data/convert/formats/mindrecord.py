@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from unisono.data.convert.formats.png import encode_image_column
-from unisono.data.convert.formats.table import Table, infer_schema
+from unisono.data.convert.formats.table import Table, encode_image_column, infer_schema
 from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 
 

@@ -12,8 +12,14 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.png import encode_image_column
-from unisono.data.convert.formats.table import Row, Table, shorten, unreadable_error, unwritable_error
+from unisono.data.convert.formats.table import (
+    Row,
+    Table,
+    encode_image_column,
+    shorten,
+    unreadable_error,
+    unwritable_error,
+)
 from unisono.data.mindrecord import FieldType
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
 from unisono.data.recordio.side_columns import RaggedColumn, SideColumn
