@@ -1,4 +1,4 @@
-"""``.mindrecord``: int32, int64, float32, float64, string, bytes and arrays of the numbers; a picture as PNG bytes."""
+"""``.mindrecord``: int32, int64, float32, float64, string, bytes and arrays of these numbers; an image as PNG."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 
 
 def read(path: Path) -> Table:
-    """The rows of the file and of all files of its set."""
+    """The rows of all files of the file's set."""
     file = MindRecordFile(path)
     return Table(rows=file, schema=file.schema)
 
 
 def write(path: Path, table: Table) -> int:
-    """The rows as one file and its index; returns how many."""
+    """Write the rows to one file and its index; returns their number."""
     schema, rows = infer_schema(encode_image_column(table))
     with MindRecordWriter(path, schema, overwrite=True) as writer:
         for row in rows:

@@ -217,9 +217,11 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
         what = f"begins with {begin.hex(' ')}" if begin else "is empty"
         listing.bad.append(BadInput(path=name, reason=f"not an image that is read here: it {what}"))
     elif status.st_size > MAX_RECORD_BYTES:
-        listing.bad.append(BadInput(path=name, reason=f"{found.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}"))
+        listing.bad.append(BadInput(path=name, reason=f"{status.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}"))
     else:
-        listing.samples.append(ListedImage(name=name, labels=labels, key=key, stamp=(found.st_size, found.st_mtime_ns)))
+        listing.samples.append(
+            ListedImage(name=name, labels=labels, key=key, stamp=(status.st_size, status.st_mtime_ns))
+        )
 
 
 def _inside(root: Path, path: Path) -> bool:
