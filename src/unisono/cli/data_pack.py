@@ -1,4 +1,4 @@
-"""``unisono data pack``: images, text, tables and what functions make, into record files."""
+"""``unisono data pack``: pack images, text, tables and results of functions into record files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("images", "text", "rows", "python")
 _SHOWN = 20
-_SEEN = 1000  # files of a folder that are looked at to guess what it holds
+_SEEN = 1000  # files of a folder by which its kind is guessed
 _TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"})
 # Each option of one kind, or several; an option given for another kind is an error.
 _FOR: Final = {
@@ -142,10 +142,10 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
     inert = sorted(name for name in given if kind not in _FOR[name].split())
     if inert:
-        told = ", ".join(
+        flags = ", ".join(
             "--" + name.removesuffix("s" if name in ("columns", "arrays") else "").replace("_", "-") for name in inert
         )
-        raise _refused(f"{told} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
+        raise _refused(f"{flags} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
     shard_bytes = None if options["shard_size"] is None else options["shard_size"] << 20
     settings = PackOptions(
         shard_bytes=shard_bytes,
@@ -163,21 +163,21 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
                 "empty": packed.num_empty,
                 "left_out": packed.num_left_out,
                 "splits": packed.splits,
-                "bad": [{"path": each.path, "reason": each.reason} for each in packed.bad],
+                "bad": [{"path": bad.path, "reason": bad.reason} for bad in packed.bad],
                 "report": str(packed.report),
             }
         )
         return
     for path in packed.files:
         click.echo(path)
-    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _told(packed))
-    for each in packed.bad[:_SHOWN]:
-        click.echo(f"     bad {each.path}: {each.reason}")
+    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _details(packed))
+    for bad in packed.bad[:_SHOWN]:
+        click.echo(f"     bad {bad.path}: {bad.reason}")
     if len(packed.bad) > _SHOWN:
         click.echo(f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})")
 
 
-def _told(packed: PackResult) -> str:
+def _details(packed: PackResult) -> str:
     parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
     parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
     parts += [f"{packed.num_empty:,} empty"] if packed.num_empty else []
@@ -266,7 +266,7 @@ def _schema(options: Mapping[str, Any]) -> RecordSchema | None:
 
 
 def _guess(source: Path, target: Path, function: str | None) -> str:
-    """What is clear by names alone. Raises DataError where nothing is."""
+    """The kind of inputs, from the names alone. Raises DataError if it is not clear."""
     from unisono.data.convert.formats import read_formats
     from unisono.data.convert.formats.detection import format_of
     from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
@@ -295,14 +295,14 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
 
 
 def _suffixes(folder: Path) -> set[str]:
-    found: set[str] = set()
+    suffixes: set[str] = set()
     seen = 0
     for _, _, names in os.walk(folder):
-        found |= {Path(name).suffix.lower() for name in names if not name.startswith(".")}
+        suffixes |= {Path(name).suffix.lower() for name in names if not name.startswith(".")}
         seen += len(names)
         if seen > _SEEN:
             break
-    return found
+    return suffixes
 
 
 def _refused(given: str, rule: str, nearest: str) -> DataError:
