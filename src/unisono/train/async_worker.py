@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from unisono.data.loading.loader import Loader, StepBatch
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError, LaunchError
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
@@ -90,9 +90,9 @@ class RemoteOptimizer:
         lr = float(self.param_groups[0]["lr"])
         with self._timers.phase("comm_exposed"):
             if self._late_pull:
-                self._servers.push(self._sent, lr=lr, unit=self.batch_shard).wait()
+                self._servers.push(self._sent, lr=lr, batch_shard=self.batch_shard).wait()
             else:
-                self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.batch_shard).wait()
+                self._servers.pushpull(self._sent, self._got, lr=lr, batch_shard=self.batch_shard).wait()
         if not self._late_pull:
             self._take()
         self._servers.commit()
@@ -156,14 +156,16 @@ class AsyncWorker:
         )
         self._addresses = job.server_addresses
         self._servers = ServerClient(
-            _server_addresses(job),
-            read_secret(os.environ),
+            ServerConfig(
+                addresses=_server_addresses(job),
+                secret=read_secret(os.environ),
+                tls=read_tls(os.environ),
+                worker_restart_count=job.restart_count,
+            ),
             agreed,
             worker=job.rank,
-            incarnation=job.restart_count,
             codec=None if plan.compression == "none" else server_codec(plan.compression),
-            tls=read_tls(os.environ),
-            say=lambda text: events.emit("servers", message=text),
+            report=lambda text: events.emit("servers", message=text),
         )
         if (codec := plan.compression) != "none":
             events.emit("compression", asked=codec, codec=codec, why=compression_reason(codec, options.kind))

@@ -19,7 +19,8 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig, create_kvstore
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
-from unisono.kvstore.compression import COARSE_CODEC_WITH_ADAM, Codec, auto_codec, find_codec
+from unisono.kvstore.compression import Codec, auto_codec, find_codec
+from unisono.kvstore.compression.registry import COARSE_CODEC_WITH_ADAM
 from unisono.kvstore.server.child_servers import child_servers
 from unisono.kvstore.wire.tls import TLS_VARIABLE, read_tls
 from unisono.launch.options import LaunchOptions, tls_folder
@@ -53,7 +54,7 @@ def open_store(plan: Plan, world: World) -> KVStore:
     if plan.sync == "dist_async":
         return create_kvstore("local", world)
     if plan.sync == "dist_local":
-        return create_kvstore(plan.sync, world, rounds=local_sgd_config(plan))
+        return create_kvstore(plan.sync, world, local_sgd=local_sgd_config(plan))
     return create_kvstore(plan.sync, world)
 
 

@@ -68,7 +68,7 @@ def test_all_sizes_arrive_as_they_were(wires: Any, counting: Any) -> None:
 
 def test_more_requests_than_slots(wires: Any, counting: Any) -> None:
     address = wires.serve(counting).addresses[0]
-    many = [wires.connect(address, slot_bytes=SLOT, me=replace(ME, worker=n)) for n in range(20)]
+    many = [wires.connect(address, slot_bytes=SLOT, me=replace(ME, index=n)) for n in range(20)]
     data = [bytes([n]) * SLOT for n in range(200)]
     pushes = [many[n % 20].request(Frame(Op.PUSH, seq=n, payload=each)) for n, each in enumerate(data)]
     for push in pushes:

@@ -33,13 +33,8 @@ from unisono.dist import World, agree
 from unisono.errors import ConfigError
 from unisono.kvstore.allreduce.network import CollectiveWork, CompletedWork, network_all_reduce
 from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
-from unisono.kvstore.compression import (
-    CompressedSum,
-    codec_is_fixed,
-    compressed_sum,
-    find_codec,
-    no_traffic_to_compress,
-)
+from unisono.kvstore.compression import CompressedSum, compressed_sum, find_codec
+from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions

@@ -27,14 +27,8 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
-from unisono.kvstore.compression import (
-    Codec,
-    PowerSGD,
-    codec_is_fixed,
-    compressed_sum,
-    find_codec,
-    no_traffic_to_compress,
-)
+from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum, find_codec
+from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.backends.server_client import PushResult, ServerClient
+from unisono.kvstore.backends.server_client import PushResult, ServerClient, ServerConfig
 from unisono.kvstore.compression import Codec
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.value_store import ValueStore, learning_rate_without_optimizer, require_floating, role_of
-from unisono.kvstore.wire.tls import TLSContexts
 from unisono.optim.options import OptimOptions
 
 _HOST = torch.device("cpu")
@@ -44,18 +43,10 @@ class ParameterServerBackend:
     """
 
     def __init__(
-        self,
-        world: World,
-        addresses: Sequence[tuple[str, int]],
-        secret: bytes,
-        *,
-        staleness: int | None = None,
-        damped: bool = False,
-        incarnation: int = 0,
-        tls: TLSContexts | None = None,
+        self, world: World, config: ServerConfig, *, staleness: int | None = None, staleness_lr_decay: bool = False
     ) -> None:
-        self._world, self._addresses, self._secret, self._tls = world, list(addresses), secret, tls
-        self._staleness, self._damped, self._incarnation = staleness, damped, incarnation
+        self._world, self._config = world, config
+        self._staleness, self._staleness_lr_decay = staleness, staleness_lr_decay
         self._codec: Codec | None = None
         self._options: OptimOptions | None = None
         self._lr = math.nan
@@ -81,23 +72,15 @@ class ParameterServerBackend:
         if self._options is not None:
             require_floating(values)
         layerwise = self._options is not None and self._options.kind in LAYERWISE_OPTIMIZERS
-        agreed = RunSpec(
+        run_spec = RunSpec(
             table={key: (tuple(value.shape), value.dtype) for key, value in values.items()},
-            num_servers=len(self._addresses),
+            num_servers=len(self._config.addresses),
             uncut_keys=tuple(sorted(values)) if layerwise else (),
             staleness=self._staleness,
             codec=self._codec.name if self._codec is not None else "none",
             labels={"run": self._world.job.run_id},
         )
-        servers = ServerClient(
-            self._addresses,
-            self._secret,
-            agreed,
-            worker=self._world.rank,
-            incarnation=self._incarnation,
-            codec=self._codec,
-            tls=self._tls,
-        )
+        servers = ServerClient(self._config, run_spec, worker=self._world.rank, codec=self._codec)
         try:
             if not servers.is_initialised:
                 if self._world.rank == 0:
@@ -259,7 +242,7 @@ class ParameterServerBackend:
 
     def _recipe(self, options: OptimOptions) -> ServerOptimizerSpec:
         roles = {key: role_of(key, each.shape, options) for key, each in self._facts.items()}
-        return ServerOptimizerSpec(options=options, roles=roles, staleness_lr_decay=self._damped)
+        return ServerOptimizerSpec(options=options, roles=roles, staleness_lr_decay=self._staleness_lr_decay)
 
     def _meet(self, servers: ServerClient) -> None:
         """At the first start wait for all workers, so that they share the first barrier; a worker that joins later

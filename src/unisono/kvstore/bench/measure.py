@@ -23,7 +23,7 @@ from torch import Tensor
 from unisono.dist import JobSpec, World, join_world
 from unisono.errors import CommError
 from unisono.kvstore.backends.local_sgd import LocalSGDConfig
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.bench.settings import CODED_KINDS, BenchSettings, nbytes_of, shapes_of
 from unisono.kvstore.compression import Codec, PowerSGD, auto_codec, compressed_sum, find_codec
 from unisono.kvstore.compression.auto import measure_codec
@@ -273,7 +273,9 @@ def _dist_sync_shm(size: str, codec: object, world: World) -> Generator[_Side]:
 @contextmanager
 def _dist_local(size: str, codec: object, world: World) -> Generator[_Side]:
     """The round in which copies are averaged; other rounds send nothing."""
-    store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
+    store = create_kvstore(
+        "dist_local", world, local_sgd=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0)
+    )
     with _stored(size, world, store, _ring(world, nbytes_of(shapes_of(size))), exact=False) as side:
         yield side
 
@@ -296,13 +298,12 @@ def _served(
     plain: Codec | None = codec
     tables = {size: {f"{size}/{key}": shape for key, shape in shapes_of(size).items()} for size in settings.sizes}
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
-    agreed = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
+    run_spec = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     tls = load_tls(Path(settings.tls)) if settings.tls else None
     with child_servers(world, settings.servers, tls=settings.tls) as (addresses, secret):
-        mine = ServerClient(
-            addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls
-        )
+        config = ServerConfig(addresses=addresses, secret=secret, tls=tls)
+        mine = ServerClient(config, run_spec, worker=world.rank, codec=codec, shared_memory=shared_memory)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
             mine.set_optimizer(ServerOptimizerSpec(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))

@@ -11,9 +11,9 @@ import torch
 
 from unisono.errors import ConfigError, Problem, nearest_name
 from unisono.kvstore.compression.codec import Codec
-from unisono.kvstore.compression.compressed_sum import PowerSGD
 from unisono.kvstore.compression.contract import contract_violations
 from unisono.kvstore.compression.quantize import Cast, Int8, OneBit, TwoBit
+from unisono.kvstore.compression.sums import PowerSGD
 from unisono.kvstore.compression.topk import TopK
 
 ENTRY_POINT_GROUP = "unisono.codecs"

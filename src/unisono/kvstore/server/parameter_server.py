@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from unisono.errors import CommError, ConfigError, UnisonoError
-from unisono.kvstore.compression import Codec, PowerSGD, can_compress_values, find_codec
-from unisono.kvstore.compression.codec import accumulation_dtype
+from unisono.kvstore.compression import Codec, PowerSGD, find_codec
+from unisono.kvstore.compression.codec import accumulation_dtype, can_compress_values
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import (

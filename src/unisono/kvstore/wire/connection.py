@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.errors import CommError, Problem, UnisonoError
@@ -42,6 +42,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _LOOK_S = 0.5
 # beside the entries of a DATA payload, eight bytes each
 _PREFIX_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server's address, and the credentials to connect to it; without ``tls`` nothing is encrypted."""
+
+    address: tuple[str, int]
+    secret: bytes = field(repr=False)
+    tls: TLSContexts | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -88,8 +97,7 @@ class Connection:
 
     def __init__(
         self,
-        address: tuple[str, int],
-        secret: bytes,
+        endpoint: Endpoint,
         me: Peer,
         facts: Mapping[str, Any],
         *,
@@ -98,12 +106,12 @@ class Connection:
         silence_s: float = 6.0,
         slot_bytes: int = 0,
         on_reconnect: Callable[[dict[str, Any]], None] = lambda hello: None,
-        tls: TLSContexts | None = None,
     ) -> None:
-        self._address, self._secret, self._facts, self._limits = address, secret, dict(facts), limits
-        self._me = replace(me, address=f"{address[0]}:{address[1]}")
+        self._address, self._secret, self._tls = endpoint.address, endpoint.secret, endpoint.tls
+        self._facts, self._limits = dict(facts), limits
+        self._me = replace(me, address=f"{self._address[0]}:{self._address[1]}")
         self._deadline_s, self._silence_s, self._on_reconnect = deadline_s, silence_s, on_reconnect
-        self._tls, self._slot_bytes = tls, slot_bytes
+        self._slot_bytes = slot_bytes
         self._changed = threading.Condition()
         self._queue: list[tuple[int, int, _Request]] = []
         self._again: deque[tuple[int, _Request]] = deque()
