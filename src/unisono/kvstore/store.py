@@ -176,8 +176,8 @@ class KVStore:
         self._keys.add(values)
         if self.kind != "dist_async":
             self.broadcast(values)
-        self._devices |= {name: each.device for name, each in values.items()}
-        self._backend.init({name: each.detach().clone() for name, each in values.items()})
+        self._devices |= {name: value.device for name, value in values.items()}
+        self._backend.init({name: value.detach().clone() for name, value in values.items()})
         if self.kind == "dist_async":  # servers compare the table, and have rank 0's values or later ones
             self.pull(list(values), list(values.values())).wait()
 
@@ -214,7 +214,7 @@ class KVStore:
         ConfigError for an unknown key and a wrong shape or dtype.
         """
         return self._backend.push(
-            [(name, self._sum(name, each)) for name, each in key_value_pairs(key, value)], priority
+            [(name, self._sum(name, part)) for name, part in key_value_pairs(key, value)], priority
         )
 
     @overload
@@ -227,8 +227,8 @@ class KVStore:
         names = [key] if isinstance(key, str) else list(key)
         outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
         items = [
-            (name, self._targets(name, each))
-            for (name, _), each in zip(key_value_pairs(names, names), outs, strict=True)
+            (name, self._targets(name, target))
+            for (name, _), target in zip(key_value_pairs(names, names), outs, strict=True)
         ]
         written = self._backend.pull(items, priority)
 
@@ -266,15 +266,15 @@ class KVStore:
         ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
             self._keys.check_value(key, out)
-        found = self._backend.pull_rows(key, ids)
+        pulled = self._backend.pull_rows(key, ids)
 
         def result() -> SparseRows:
-            some = found.wait()
+            some = pulled.wait()
             if out is not None:
                 out.copy_(to_dense(some, shape))
             return some
 
-        return Future(result, found.done)
+        return Future(result, pulled.done)
 
     def barrier(self) -> None:
         """Return once every worker has called it and all earlier pushes are applied. With 'dist_async': every live
@@ -380,8 +380,8 @@ class KVStore:
         shape, _ = self._keys.lookup(key)
         with torch.no_grad():
             whole = [
-                each.detach() if isinstance(each, Tensor) else to_dense(as_sparse_rows(key, each, shape), shape)
-                for each in parts
+                part.detach() if isinstance(part, Tensor) else to_dense(as_sparse_rows(key, part, shape), shape)
+                for part in parts
             ]
             total = whole[0].to(home)
             for part in whole[1:]:

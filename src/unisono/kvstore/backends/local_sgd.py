@@ -106,19 +106,21 @@ class _Piece:
 
     def flat(self) -> Tensor:
         """A copy of the local parameters, [elements]."""
-        return torch.cat([each.detach().reshape(-1).to(self._dtype) for each in self._members.values()])
+        return torch.cat([tensor.detach().reshape(-1).to(self._dtype) for tensor in self._members.values()])
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of ``flat`` [elements] in the shapes of the parameters, by name."""
-        parts = flat.split([each.numel() for each in self._members.values()])
-        return {name: part.view(each.shape) for (name, each), part in zip(self._members.items(), parts, strict=True)}
+        parts = flat.split([tensor.numel() for tensor in self._members.values()])
+        return {
+            name: part.view(tensor.shape) for (name, tensor), part in zip(self._members.items(), parts, strict=True)
+        }
 
     def update(self, workers: int, rounds: LocalSGDConfig) -> None:
         """Make the outer step, with ``delta`` the sum over workers, and update the local parameters."""
         mean = self.delta.div_(workers)
         self.momentum.mul_(rounds.outer_momentum).add_(mean)
         self.outer.sub_(mean.add(self.momentum, alpha=rounds.outer_momentum), alpha=rounds.outer_lr)
-        parts = self.outer.split([each.numel() for each in self._members.values()])
+        parts = self.outer.split([tensor.numel() for tensor in self._members.values()])
         for local, new in zip(self._members.values(), parts, strict=True):
             new = new.view(local.shape).to(local.dtype)
             local.detach().mul_(rounds.local_weight).add_(
@@ -177,7 +179,7 @@ class LocalSGD:
     def outer_state(self) -> dict[str, Tensor]:
         """The outer parameters by name, and the outer momentum as ``momentum/<name>``: the live tensors, equal on all
         workers."""
-        pieces = [piece for each in self._fragments for piece in each]
+        pieces = [piece for fragment in self._fragments for piece in fragment]
         values = {name: part for piece in pieces for name, part in piece.named(piece.outer).items()}
         return values | {
             f"momentum/{name}": part for piece in pieces for name, part in piece.named(piece.momentum).items()
@@ -185,13 +187,15 @@ class LocalSGD:
 
     def in_flight_state(self) -> dict[str, Tensor]:
         """``state_dict`` without the outer state: pending sums and residuals."""
-        return {name: each for name, each in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))}
+        return {
+            name: tensor for name, tensor in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))
+        }
 
     def load_in_flight_state(self, underway: Mapping[str, Tensor]) -> None:
         """Load pending sums and residuals; the outer state stays. Raises CheckpointError for other fragments or another
         codec."""
-        agreed = {n: each for n, each in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
-        self.load_state_dict(agreed | dict(underway))
+        outer = {n: tensor for n, tensor in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
+        self.load_state_dict(outer | dict(underway))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the outer parameters, the momentum and the pending sums, for which it waits; these are equal on all
@@ -205,22 +209,22 @@ class LocalSGD:
                 if fragment in self._pending:
                     state[f"delta/{piece.name}"] = piece.delta.clone()
         for fragment, coder in enumerate(self._exchanges):
-            held = coder.state_dict()
-            state |= {f"{_HELD}{fragment}/{name}": each.clone() for name, each in held.items()}
+            residuals = coder.state_dict()
+            state |= {f"{_HELD}{fragment}/{name}": tensor.clone() for name, tensor in residuals.items()}
         return state
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Compression statistics, see ``ErrorFeedback.stats``, by fragment and the index of the dtype in it."""
-        return {name: each for coder in self._exchanges for name, each in coder.stats().items()}
+        return {name: stats for coder in self._exchanges for name, stats in coder.stats().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from ``state_dict``. Raises CheckpointError for other fragments or another codec."""
         for fragment, coder in enumerate(self._exchanges):
             start = f"{_HELD}{fragment}/"
-            coder.load_state_dict({n.removeprefix(start): each for n, each in state.items() if n.startswith(start)})
+            coder.load_state_dict({n.removeprefix(start): tensor for n, tensor in state.items() if n.startswith(start)})
         if self._exchanges:
-            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(_HELD)}
         own = {
             f"{what}/{piece.name}": tensor
             for pieces in self._fragments
@@ -374,14 +378,14 @@ class LocalSGDBackend:
     def set_compression(self, codec: str | None) -> None:
         if self._local is not None:
             raise codec_is_fixed(codec)
-        found = None if codec is None else find_codec(codec)
+        parsed = None if codec is None else find_codec(codec)
         if codec is not None and self._world.group is None:
             raise no_traffic_to_compress(codec, "with one worker")
-        if isinstance(found, PowerSGD):
+        if isinstance(parsed, PowerSGD):
             raise no_traffic_to_compress(
                 codec or "", "with 'dist_local', whose parameters travel flat and have no factors"
             )
-        self._codec = found
+        self._codec = parsed
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {} if self._local is None else self._local.stats()
@@ -394,7 +398,9 @@ class LocalSGDBackend:
         step."""
         self._between_steps()
         outer = (
-            {} if self._local is None else {f"rounds/{name}": each for name, each in self._local.state_dict().items()}
+            {}
+            if self._local is None
+            else {f"rounds/{name}": tensor for name, tensor in self._local.state_dict().items()}
         )
         return self._values.state_dict() | outer | {"steps": torch.tensor(self._steps)}
 
@@ -402,8 +408,8 @@ class LocalSGDBackend:
         """Load a state of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a
         step."""
         self._between_steps()
-        outer = {name.removeprefix("rounds/"): each for name, each in state.items() if name.startswith("rounds/")}
-        inner = {name: each for name, each in state.items() if not name.startswith("rounds/")}
+        outer = {name.removeprefix("rounds/"): tensor for name, tensor in state.items() if name.startswith("rounds/")}
+        inner = {name: tensor for name, tensor in state.items() if not name.startswith("rounds/")}
         steps = inner.pop("steps", None)
         if steps is None:
             raise CheckpointError(

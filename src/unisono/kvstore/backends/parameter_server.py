@@ -118,10 +118,10 @@ class ParameterServerBackend:
                     self._remember(futures, [key], sent, priority)
 
         def wait() -> None:
-            for each in futures:
-                each.wait()
+            for future in futures:
+                future.wait()
 
-        return Future(wait, lambda: all(each.done() for each in futures))
+        return Future(wait, lambda: all(future.done() for future in futures))
 
     @torch.no_grad()
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
@@ -146,8 +146,8 @@ class ParameterServerBackend:
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
         ids = ids.to(_HOST)
-        found = self._servers("row_sparse_pull").pull_rows(key, ids, priority=self._behind([key], 0))
-        return Future(lambda: SparseRows(ids, found.wait()), found.done)
+        pulled = self._servers("row_sparse_pull").pull_rows(key, ids, priority=self._behind([key], 0))
+        return Future(lambda: SparseRows(ids, pulled.wait()), pulled.done)
 
     # --- meetings and clocks ---------------------------------------------------------------------------------------
 
@@ -207,19 +207,19 @@ class ParameterServerBackend:
         pull is exact, as it is for a worker that loads the state."""
         servers = self._servers("state_dict")
         self._settle()
-        found = servers.state()
-        state = {name if name.startswith("optim/") else f"value/{name}": tensor for name, tensor in found.items()}
+        tensors = servers.state()
+        state = {name if name.startswith("optim/") else f"value/{name}": tensor for name, tensor in tensors.items()}
         state = self._template().state_dict() | state  # servers have no optimizer state for what was never pushed
-        return dict(sorted(state.items())) | {f"{_HELD}{name}": each for name, each in servers.residuals().items()}
+        return dict(sorted(state.items())) | {f"{_HELD}{name}": tensor for name, tensor in servers.residuals().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load values and optimizer of one state on all workers; residuals are each worker's own."""
         servers = self._servers("load_state_dict")
-        held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
-        whole = {name: each for name, each in state.items() if self._codec is None or not name.startswith(_HELD)}
+        residuals = {name.removeprefix(_HELD): tensor for name, tensor in state.items() if name.startswith(_HELD)}
+        whole = {name: tensor for name, tensor in state.items() if self._codec is None or not name.startswith(_HELD)}
         template = self._template()
         template.load_state_dict(whole)
-        servers.load_residuals(held)
+        servers.load_residuals(residuals)
         self.barrier()
         # all load the same: no worker is needed for it
         servers.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
@@ -241,7 +241,7 @@ class ParameterServerBackend:
         return self._connected
 
     def _recipe(self, options: OptimOptions) -> ServerOptimizerSpec:
-        roles = {key: role_of(key, each.shape, options) for key, each in self._facts.items()}
+        roles = {key: role_of(key, spec.shape, options) for key, spec in self._facts.items()}
         return ServerOptimizerSpec(options=options, roles=roles, staleness_lr_decay=self._staleness_lr_decay)
 
     def _meet(self, servers: ServerClient) -> None:
@@ -250,12 +250,15 @@ class ParameterServerBackend:
         deadline = time.monotonic() + _MEETING_S
         while True:
             stats = servers.stats()
-            here, chunks = int(stats[0].get("workers_ever", 0)), sum(int(each.get("chunks", 0)) for each in stats)
-            if here >= self._world.world_size and chunks == len(servers.placement.chunks):
+            num_workers, chunks = (
+                int(stats[0].get("workers_ever", 0)),
+                sum(int(counts.get("chunks", 0)) for counts in stats),
+            )
+            if num_workers >= self._world.world_size and chunks == len(servers.placement.chunks):
                 return
             if time.monotonic() > deadline:
                 raise CommError(
-                    given=f"{here} of {self._world.world_size} workers, and values for {chunks} of "
+                    given=f"{num_workers} of {self._world.world_size} workers, and values for {chunks} of "
                     f"{len(servers.placement.chunks)} chunks, after {_MEETING_S:.0f} s",
                     rule="at the first start all workers come, and rank 0 gives the values",
                     consequence="no step was made",
@@ -266,7 +269,7 @@ class ParameterServerBackend:
     def _behind(self, keys: Mapping[str, object] | Sequence[str], priority: int) -> int:
         """A priority with which a request does not overtake pushes of the same keys."""
         pushes = [self._last[key] for key in keys if key in self._last]
-        return min([priority, *(each for push, each in pushes if not push.done())])
+        return min([priority, *(earlier for push, earlier in pushes if not push.done())])
 
     def _remember(
         self, futures: list[Future[None]], keys: Sequence[str], sent: Future[PushResult], priority: int
@@ -296,11 +299,11 @@ class ParameterServerBackend:
 
     def _template(self) -> ValueStore:
         """Values and optimizer state of one process, all zeros."""
-        made = ValueStore()
-        made.init({key: torch.zeros(each.shape, dtype=each.dtype) for key, each in self._facts.items()})
+        template = ValueStore()
+        template.init({key: torch.zeros(spec.shape, dtype=spec.dtype) for key, spec in self._facts.items()})
         if self._options is not None:
-            made.set_optimizer(self._options)
-        return made
+            template.set_optimizer(self._options)
+        return template
 
 
 _HELD = "compression/"

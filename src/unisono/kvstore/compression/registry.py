@@ -99,12 +99,12 @@ def _power_sgd(text: str, argument: str) -> PowerSGD:
 
 
 def _plain(codec: Codec) -> Callable[[str, str], Codec]:
-    def made(text: str, argument: str) -> Codec:
+    def build(text: str, argument: str) -> Codec:
         if text != codec.name:
             raise _wrong(text, f"{codec.name} takes no argument", codec.name)
         return codec
 
-    return made
+    return build
 
 
 _BUILT_IN: dict[str, Callable[[str, str], Codec | PowerSGD]] = {

@@ -53,15 +53,17 @@ def child_servers(
     common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
     with ExitStack() as stack:
         listeners = {server: stack.enter_context(listen(_address(world), tls=bool(tls))) for server in mine}
-        told = world.gather_json({server: each.getsockname()[:2] for server, each in listeners.items()})
-        everyone = {int(server): (str(host), int(port)) for each in told for server, (host, port) in each.items()}
+        answers = world.gather_json({server: listener.getsockname()[:2] for server, listener in listeners.items()})
+        everyone = {
+            int(server): (str(host), int(port)) for answer in answers for server, (host, port) in answer.items()
+        }
         addresses = [everyone[server] for server in range(count)]
         common["UNISONO_SERVER_ADDRESSES"] = ",".join(f"{host}:{port}" for host, port in addresses)
         for server, listener in listeners.items():
             children.append(_Child(server, listener, secret, restarts, common))
             stack.callback(children[-1].end)
         ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
-        if wrong := [f"server {server} with exit code {code}" for each in ended for server, code in each.items()]:
+        if wrong := [f"server {server} with exit code {code}" for codes in ended for server, code in codes.items()]:
             raise _not_there(", ".join(wrong))
         yield addresses, secret
         for child in children:
@@ -73,11 +75,11 @@ def child_servers(
 def child_environ() -> dict[str, str]:
     """This process's environment without its rank variables, with its module path and the launcher's defaults."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
     }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**TUNED_ALLOCATOR, **kept, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**TUNED_ALLOCATOR, **inherited, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def exit_with_parent() -> None:
@@ -153,10 +155,10 @@ class _Child:
                         self._known.set()
                     return
                 self._epoch += 1
-                told = (
+                message = (
                     f"server {self.server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
                 )
-                print(told, file=sys.stderr, flush=True)
+                print(message, file=sys.stderr, flush=True)
                 kill_process(self._process)
                 self._process = self._start()
 

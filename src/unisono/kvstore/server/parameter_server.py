@@ -112,13 +112,13 @@ class ParameterServer:
         self._largest_lag = 0
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
-        found = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
-        if found is not None:
-            for reason in found.set_aside:
+        newest = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
+        if newest is not None:
+            for reason in newest.set_aside:
                 say(f"server {server}: a snapshot does not hold and was set aside: {reason}")
-            self._saved = found.number
-            self._restore(found.facts, found.tensors)
-            say(f"server {server}: goes on from snapshot {found.number}; pushes since then are lost without a replica")
+            self._saved = newest.number
+            self._restore(newest.facts, newest.tensors)
+            say(f"server {server}: goes on from snapshot {newest.number}; pushes since then are lost without a replica")
         self._keeper = threading.Thread(target=self._keep, name="unisono-server-keeper", daemon=True)
         self._keeper.start()
 
@@ -266,10 +266,10 @@ class ParameterServer:
     def _init(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
         table, (parts, _, _) = run.tables[peer.role], read_chunks(frame, prefix=False)
         given = [(chunk, chunk_tensor(replace(frame, codec=0), data, table.chunk(chunk), {})) for chunk, data in parts]
-        kept = sum(table.init(chunk, value) for chunk, value in given)
+        num_new = sum(table.init(chunk, value) for chunk, value in given)
         if peer.role == "worker":
             self._mirror(run, frame, [chunk for chunk, _ in given])
-        return Frame(Op.ACK, entries=kept)
+        return Frame(Op.ACK, entries=num_new)
 
     def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
         table, (parts, lr, base_version) = run.tables[peer.role], read_chunks(frame, prefix=True)
@@ -303,11 +303,11 @@ class ParameterServer:
 
     def _lacking(self, shadows: PullEncoder, table: ChunkStore, peer: Peer, asked: list[tuple[int, int]]) -> Frame:
         """The compressed deltas of a worker that names bases, or exact values."""
-        found = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
-        pulled = [RequestedChunk(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in found]
+        current = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
+        pulled = [RequestedChunk(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in current]
         answer = shadows.answer(peer.index, pulled)
         parts = [(chunk, raw_bytes(data)) for (chunk, _), data in zip(asked, answer.data, strict=True)]
-        frame = write_chunks(Op.DATA, parts, dtype=common_dtype(each.value for each in pulled), based=answer.numbers)
+        frame = write_chunks(Op.DATA, parts, dtype=common_dtype(chunk.value for chunk in pulled), based=answer.numbers)
         return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
 
     def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
@@ -519,32 +519,32 @@ def _decoders(codec: str) -> dict[int, Decoder]:
     """The decoder of the run's codec. Raises ConfigError for a codec that servers cannot add."""
     if codec == "none":
         return {}
-    found = server_codec(codec)
+    parsed = server_codec(codec)
 
     def decoder(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
         code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
-        return found.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
+        return parsed.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
 
     return {CODED: decoder}
 
 
 def _shadows(codec: str) -> PullEncoder | None:
     """The encoder of compressed pulls, None where the codec cannot compress values."""
-    found = server_codec(codec) if codec != "none" else None
-    return PullEncoder(found) if found is not None and can_compress_values(found) else None
+    parsed = server_codec(codec) if codec != "none" else None
+    return PullEncoder(parsed) if parsed is not None and can_compress_values(parsed) else None
 
 
 def server_codec(text: str) -> Codec:
     """The codec for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
-    found = find_codec(text)
-    if isinstance(found, PowerSGD):
+    parsed = find_codec(text)
+    if isinstance(parsed, PowerSGD):
         raise ConfigError(
             given=f"compression {text!r} with 'dist_async'",
             rule="its factors are summed over all workers at once, and servers see one worker at a time",
             consequence="no server could tell what a push means",
             nearest="int8, topk:0.01 or 2bit:0.5, or dist_sync",
         )
-    return found
+    return parsed
 
 
 def _whole(frame: Frame, name: str) -> int:

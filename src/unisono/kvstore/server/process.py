@@ -95,7 +95,7 @@ def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     text = environ.get("UNISONO_SERVER_ADDRESSES", "")
     if not text:
         raise _wrong("UNISONO_SERVER_ADDRESSES", "unset", "it names the servers, host:port with commas between")
-    return tuple(_address(each) for each in text.split(","))
+    return tuple(_address(address) for address in text.split(","))
 
 
 def run_until_stopped(

@@ -95,16 +95,18 @@ class PullEncoder:
         with self._lock:
             held, number = self._workers.setdefault(worker, _Worker()), next(self._numbers)
         with held.lock:
-            after = [self._after(worker, held.chunks.get(each.chunk), each, number) for each in asked]
+            after = [self._after(worker, held.chunks.get(request.chunk), request, number) for request in asked]
             codes = [shadow.code for shadow in after if shadow is not None and shadow.code is not None]
             if len(codes) < len(asked):
-                after = [_Shadow(value=_wide(each.value), number=number, version=each.version) for each in asked]
+                after = [
+                    _Shadow(value=_wide(request.value), number=number, version=request.version) for request in asked
+                ]
             shadows = [shadow for shadow in after if shadow is not None]
-            held.chunks |= {each.chunk: shadow for each, shadow in zip(asked, shadows, strict=True)}
+            held.chunks |= {request.chunk: shadow for request, shadow in zip(asked, shadows, strict=True)}
         coded = len(codes) == len(asked)
         return PullAnswer(
             coded=coded,
-            data=tuple(codes if coded else (each.value for each in asked)),
+            data=tuple(codes if coded else (request.value for request in asked)),
             numbers=tuple(shadow.number for shadow in shadows),
             version=min((shadow.version for shadow in shadows), default=0),
         )
@@ -175,12 +177,12 @@ class PullDecoder:
     def bases(self, chunks: Sequence[Chunk]) -> list[int]:
         """The bases that a pull of these chunks names; 0 for a chunk with another pull in flight. The pull must follow."""
         with self._lock:
-            found: list[int] = []
+            numbers: list[int] = []
             for chunk in chunks:
                 copy = self._copies.setdefault(chunk.number, _Copy(chunk))
-                found.append(copy.number if copy.free else 0)
+                numbers.append(copy.number if copy.free else 0)
                 copy.free = False
-            return found
+            return numbers
 
     def forget(self) -> None:
         """Make the next pulls exact."""
@@ -192,20 +194,20 @@ class PullDecoder:
         self, reply: Reply[Frame], chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]
     ) -> Reply[Frame]:
         """The reply to a pull that named ``based``, done once its values are in ``places``, the chunks' memory."""
-        told: Reply[Frame] = Reply()
+        decoded: Reply[Frame] = Reply()
 
         def came(reply: Reply[Frame]) -> None:
             try:
                 answer = reply.result()
                 if answer.op is Op.DATA:
                     self.decode(answer, chunks, based, places)
-            except Exception as error:  # this thread receives for others too: who waits is told
-                told.set_exception(error)
+            except Exception as error:  # the receiving thread goes on; the waiting caller gets the error
+                decoded.set_exception(error)
             else:
-                told.set_result(answer)
+                decoded.set_result(answer)
 
         reply.add_done_callback(came)
-        return told
+        return decoded
 
     @torch.no_grad()
     def decode(
@@ -232,13 +234,13 @@ class PullDecoder:
 
     def stats(self) -> dict[str, tuple[int, int]]:
         """By key the bytes of its values, and the bytes received for them last."""
-        found: dict[str, tuple[int, int]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
         with self._lock:
             for copy in self._copies.values():
                 if copy.value is not None:
-                    whole, came = found.get(copy.chunk.key, (0, 0))
-                    found[copy.chunk.key] = whole + copy.chunk.nbytes, came + copy.nbytes
-        return found
+                    whole, came = sizes.get(copy.chunk.key, (0, 0))
+                    sizes[copy.chunk.key] = whole + copy.chunk.nbytes, came + copy.nbytes
+        return sizes
 
 
 def _unlike(answer: Frame, given: str, rule: str) -> CommError:

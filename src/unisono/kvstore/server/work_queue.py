@@ -108,13 +108,13 @@ class WorkQueue:
     def give_back(self, worker: int) -> list[WorkItem]:
         """Return a lost worker's items to the queue."""
         with self._change:
-            found = sorted(work for work, holder in self._held.items() if holder == worker)
-            for work in found:
+            items = sorted(work for work, holder in self._held.items() if holder == worker)
+            for work in items:
                 del self._held[work]
                 if work.kind == "unit":
                     heapq.heappush(self._back, work.number)
             self._change.notify_all()
-            return found
+            return items
 
     def close(self) -> None:
         """Wake all waiting claims."""

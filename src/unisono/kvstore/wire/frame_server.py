@@ -296,8 +296,8 @@ class FrameServer:
         self._wake.close()
         for loop in self._loops:
             loop.join()
-        for each in (*self._listeners, self._woken):
-            each.close()
+        for sock in (*self._listeners, self._woken):
+            sock.close()
         with self._lock:
             threads = list(self._threads.items())
         for sock, _ in threads:
