@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from itertools import takewhile
 from pathlib import Path
 
 from .cases import CASES, Case
@@ -32,7 +33,7 @@ def main() -> int:
         print("\n".join(case.name for case in chosen))
         return 0
     work = Path(tempfile.mkdtemp(prefix="equality-", dir=options.work))
-    began, unequal = time.monotonic(), 0
+    began, compared, unequal = time.monotonic(), 0, 0
     without = frozenset(options.without)
     before, after = (
         Side(getattr(options, name), work, options.cache.absolute(), name=name, without=without)
@@ -43,11 +44,12 @@ def main() -> int:
             comparison = Comparison(before, after, options.cache, fresh=options.fresh)
             for lines in pool.map(comparison.lines, chosen):
                 for verdict, name, words in lines:
+                    compared += 1
                     unequal += verdict != "equal"
                     print(f"{verdict:<9} {name:<28} {words}", flush=True)
         wall = time.monotonic() - began
         print(
-            f"{len(chosen)} cases, {unequal} unequal, {wall:.0f} s; CPU: before {before.cpu_s:.0f} s, "
+            f"{len(chosen)} cases, {compared} comparisons, {unequal} unequal, {wall:.0f} s; CPU: before {before.cpu_s:.0f} s, "
             f"after {after.cpu_s:.0f} s"
         )
     finally:
@@ -138,12 +140,15 @@ def differences(before: Results, after: Results) -> Iterator[str]:
         if name not in after:
             yield f"{name} is missing"
         elif after[name] != value:
-            yield f"{name}: {_short(value)} != {_short(after[name])}"
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(value, after[name], strict=False)))
+            yield f"{name}: {_short(value, common)} != {_short(after[name], common)}"
     yield from (f"{name} is new" for name in after if name not in before)
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _short(text: str, common: int) -> str:
+    """At most 60 characters, from shortly before the first that differs."""
+    begin = max(0, common - 30) if len(text) > 60 else 0
+    return f"{'...' if begin else ''}{text[begin : begin + 60]}{'...' if len(text) > begin + 60 else ''}"
 
 
 def _options() -> argparse.Namespace:

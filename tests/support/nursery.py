@@ -71,12 +71,11 @@ class Nursery:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
         environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), warm],
+            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), warm],
             env=environ,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
         )
-        self.pid = self._process.pid
         theirs.close()
         self._end.settimeout(170)  # of which the first answer takes most: it comes when all is imported
 
@@ -118,12 +117,21 @@ class Nursery:
         self._process.wait(30)
 
 
+def _die_with(parent: int) -> None:
+    """A killed parent leaves no child behind, not even one that is blocked in C."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
 def _nurse(end: socket.socket, warm: str) -> None:
     _named(warm)()
     assert len(os.listdir("/proc/self/task")) == 1
     # what is here by now is no garbage, and children look at it no more
     gc.collect()
     gc.freeze()
+    me = os.getpid()
     alive: set[int] = set()
     codes: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,6 +150,7 @@ def _nurse(end: socket.socket, warm: str) -> None:
         pid = os.fork()
         if pid == 0:
             end.close()
+            _die_with(me)
             _live(order, fds)
         alive.add(pid)
         for fd in fds:
@@ -199,4 +208,5 @@ def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    _nurse(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    _die_with(int(sys.argv[2]))
+    _nurse(socket.socket(fileno=int(sys.argv[1])), sys.argv[3])

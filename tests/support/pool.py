@@ -22,7 +22,6 @@ children of two nurseries in turn, so that ranks 0 and 1 hash strings differentl
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import importlib.util
@@ -154,7 +153,7 @@ class Pool:
             self._nurseries = [Nursery("pool:warm"), Nursery("pool:warm")]
         nursery = self._nurseries[self._started % 2]
         ours, theirs = socket.socketpair()
-        process = nursery.start("pool:serve", nursery.pid, log=log, fds=[theirs.fileno()])
+        process = nursery.start("pool:serve", log=log, fds=[theirs.fileno()])
         theirs.close()
         return _Worker(process, Connection(ours.detach()), log)
 
@@ -195,14 +194,10 @@ def warm() -> None:
     torch.optim.AdamW([value]).step()
 
 
-def serve(nursery: int) -> None:
-    """A worker. A killed pytest or nursery leaves none behind, not even one that is blocked in a collective."""
+def serve() -> None:
+    """A worker, until the pool closes its end of the pipe."""
     import torch
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != nursery:
-            os._exit(1)
     os.setsid()
     pipe = Connection(FIRST_FD)
     environ, folder = dict(os.environ), Path.cwd()

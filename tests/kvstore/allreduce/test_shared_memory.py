@@ -68,7 +68,7 @@ def compared_by_a_slow_worker(world) -> list[bool]:
 
     if world.rank == 0:
         shared._meet = meet_and_sleep
-    alike = [shared.same(7), shared.same(8), shared.same(9 + world.rank), shared.same(11)]
+    alike = [shared.all_equal(7), shared.all_equal(8), shared.all_equal(9 + world.rank), shared.all_equal(11)]
     shared.close()
     return alike
 

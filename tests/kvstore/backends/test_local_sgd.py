@@ -162,7 +162,9 @@ def through_a_store(world, kind: str, rounds: LocalSGDConfig | None) -> dict[str
     store: Any = create_kvstore(kind, world, local_sgd=rounds)  # type: ignore[arg-type]
     store.init(start())
     # dist_sync adds what dist_local averages
-    store.set_optimizer("sgd", lr=RATE / (world.world if kind == "dist_sync" else 1), momentum=0.0, weight_decay=0.0)
+    store.set_optimizer(
+        "sgd", lr=RATE / (world.world_size if kind == "dist_sync" else 1), momentum=0.0, weight_decay=0.0
+    )
     for step in range(STEPS):
         pulled = {key: store.pull(key).wait() for key in SHAPES}
         store.push({key: value * (1 + world.rank) - 0.1 * step for key, value in pulled.items()})

@@ -88,11 +88,11 @@ def test_a_slow_line_is_no_reason_to_reconnect(wires: Any, counting: Any) -> Non
 
 def test_a_replaced_server_learns_it_and_takes_nothing_more(wires: Any, counting: Any, another_counting: Any) -> None:
     stale: list[int] = []
-    old = wires.serve(counting, epoch=1, on_stale=stale.append)
+    old = wires.serve(counting, restart_count=1, on_stale=stale.append)
     loyal = wires.connect(old.addresses[0])
     loyal.request(Frame(Op.PUSH, seq=1)).result(10)
     # somebody who has met the new one comes to the old one
-    new = wires.serve(another_counting(), epoch=2)
+    new = wires.serve(another_counting(), restart_count=2)
     with Chaos(new.addresses[0], seed=1) as proxy:
         wanderer = wires.connect(proxy.address, me=Peer("worker", 4, 1, 77, ""), deadline_s=1.0)
         proxy.target = old.addresses[0]

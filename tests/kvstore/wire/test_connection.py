@@ -146,7 +146,7 @@ def test_nobody_there_is_said_with_the_address_and_the_time(wires: Any, counting
 def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
     wires: Any, counting: Any, another_counting: Any
 ) -> None:
-    server = wires.serve(counting, epoch=1)
+    server = wires.serve(counting, restart_count=1)
     (host, port), *_ = server.addresses
     hellos: list[dict[str, Any]] = []
     connection = wires.connect((host, port), on_reconnect=hellos.append)
@@ -162,7 +162,7 @@ def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
         server.close(timeout_s=0.2)
     counting.gate.set()
     second = another_counting()
-    wires.serve(second, port=port, epoch=2)
+    wires.serve(second, port=port, restart_count=2)
     assert [future.result(20).op for future in futures] == [Op.ACK] * 31
     assert counting.arrived == []
     assert second.arrived == list(range(30))

@@ -26,7 +26,7 @@ from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, js
 
 ME = Peer("worker", 3, 1, 77, "")
 SLOT = 10_000
-FIELDS = {"worker": 3, "incarnation": 1, "job": 77}
+FIELDS = {"worker": 3, "worker_restart_count": 1, "job": 77}
 
 
 @pytest.fixture(autouse=True)

@@ -99,20 +99,20 @@ def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
 
 
 def run_until_stopped(
-    seat: ServerSettings, service: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
+    settings: ServerSettings, server: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
 ) -> None:
     """Serve until a stop signal, then write a snapshot, so that nothing acknowledged is lost. Call it on the main
     thread."""
     with StopNotice() as notice:
-        serving = serve(seat, service)
+        serving = serve(settings, server)
         while not notice.wait(_LOOK_S):
             pass
-        while seat.drain and service.num_live_workers:
+        while settings.drain and server.num_live_workers:
             time.sleep(_DRAIN_LOOK_S)
-        service.close()  # who waits is let go
+        server.close()  # who waits is let go
         serving.close()  # from here on nothing more is acknowledged
-        if seat.snapshots is not None and service.run_spec is not None:
-            service.save()
+        if settings.snapshots is not None and server.run_spec is not None:
+            server.save()
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

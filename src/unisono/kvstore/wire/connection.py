@@ -117,7 +117,7 @@ class Connection:
         self._again: deque[tuple[int, _Request]] = deque()
         self._flying: dict[int, _Request] = {}
         self._tickets = itertools.count(1)
-        self._epoch = self._credits = self._reconnects = self._strays = 0
+        self._server_restart_count = self._credits = self._reconnects = self._strays = 0
         self._sent = self._received = self._shared = self._taken = 0
         self._apart = ""
         self._free: list[Slot] = []
@@ -221,11 +221,15 @@ class Connection:
             if self._tls:
                 sock = self._tls.client.wrap_socket(sock, server_hostname=self._address[0])
             channel = Channel(sock, preauth_limits(self._limits), until=time.monotonic() + self._limits.handshake_s)
-            epoch = client_handshake(channel, self._secret, self._me, self._epoch, self._limits)
+            restart_count = client_handshake(channel, self._secret, self._me, self._server_restart_count, self._limits)
             channel.limits, channel.deadline = self._limits, None
-            channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, epoch))
+            channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, restart_count))
             content = read_json(self._reply(channel))
-            self._epoch, self._credits, self.hello = epoch, int(content["credits"]), dict(content["reply"])
+            self._server_restart_count, self._credits, self.hello = (
+                restart_count,
+                int(content["credits"]),
+                dict(content["reply"]),
+            )
             self._apart = self._share(channel, str(content["host"]))
             self._free = list(channel.shared_slots.slots)
         except BaseException as error:
@@ -259,7 +263,7 @@ class Connection:
         except OSError as error:
             return f"this host gave no memory ({error.strerror})"
         try:
-            channel.send(self._stamped(json_frame(Op.MEMORY, offer), 0, self._epoch))
+            channel.send(self._stamped(json_frame(Op.MEMORY, offer), 0, self._server_restart_count))
             self._reply(channel)
             channel.shared_slots = map_slots(fd, self._credits, self._slot_bytes)
         except (ConnectionLost, AuthError):
@@ -270,10 +274,15 @@ class Connection:
             os.close(fd)
         return ""
 
-    def _stamped(self, frame: Frame, ticket: int, epoch: int) -> Frame:
+    def _stamped(self, frame: Frame, ticket: int, server_restart_count: int) -> Frame:
         me = self._me
         return replace(
-            frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.index, incarnation=me.worker_restart_count
+            frame,
+            ticket=ticket,
+            server_restart_count=server_restart_count,
+            job=me.job,
+            worker=me.index,
+            worker_restart_count=me.worker_restart_count,
         )
 
     # --- the sending thread
@@ -311,7 +320,9 @@ class Connection:
                 self._flying[ticket] = request
                 request.slot = self._free.pop() if self._free else None
             try:
-                channel.send(replace(self._stamped(request.frame, ticket, self._epoch), slot=request.slot))
+                channel.send(
+                    replace(self._stamped(request.frame, ticket, self._server_restart_count), slot=request.slot)
+                )
             except ConnectionLost as error:
                 self._note(channel, error)
 

@@ -92,19 +92,24 @@ class FrameServer:
         secret: bytes,
         limits: Limits,
         *,
-        epoch: int = 0,
+        restart_count: int = 0,
         admission: Admission | None = None,
-        on_stale: Callable[[int], None] = lambda epoch: None,
+        on_stale: Callable[[int], None] = lambda restart_count: None,
         tls: TLSContexts | None = None,
     ) -> None:
         self._listeners, self._handler, self._secret, self._limits = list(listeners), handler, secret, limits
-        self._epoch, self._admission, self._on_stale, self._tls = epoch, admission or Admission(), on_stale, tls
+        self._restart_count, self._admission, self._on_stale, self._tls = (
+            restart_count,
+            admission or Admission(),
+            on_stale,
+            tls,
+        )
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
         # whose handler is at work
         self._busy: set[Channel] = set()
-        self._newest = epoch
+        self._newest = restart_count
         self._closing = threading.Event()
         self.num_accepted = self.num_refused = 0
         self._wake, self._woken = socket.socketpair()
@@ -169,7 +174,7 @@ class FrameServer:
                 sock = encrypted = self._wrapped(self._tls.server, sock)
                 encrypted.do_handshake()
             channel = Channel(sock, preauth_limits(self._limits), until=time.monotonic() + self._limits.handshake_s)
-            peer, seen = server_handshake(channel, self._secret, self._epoch, address, self._limits)
+            peer, seen = server_handshake(channel, self._secret, self._restart_count, address, self._limits)
             with self._lock:
                 self._strangers.pop(sock, None)
             channel.limits = self._limits
@@ -236,8 +241,15 @@ class FrameServer:
             answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
         except UnisonoError as error:
             answer = error_frame(error)
-        own = {"job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
-        return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
+        return replace(
+            answer,
+            ticket=frame.ticket,
+            server_restart_count=self._restart_count,
+            slot=frame.slot,
+            job=peer.job,
+            worker=peer.index,
+            worker_restart_count=peer.worker_restart_count,
+        )
 
     def _share(self, channel: Channel, frame: Frame) -> Frame:
         """Map the memory that the client offers, with at most a slot per credit."""
@@ -246,16 +258,16 @@ class FrameServer:
         )
         return Frame(Op.ACK)
 
-    def _compare(self, epoch: int) -> None:
+    def _compare(self, restart_count: int) -> None:
         with self._lock:
-            news, self._newest = epoch > self._newest, max(self._newest, epoch)
-        if news:
-            self._on_stale(epoch)
+            is_newer, self._newest = restart_count > self._newest, max(self._newest, restart_count)
+        if is_newer:
+            self._on_stale(restart_count)
 
     def _fence(self) -> None:
-        if self._newest > self._epoch:
+        if self._newest > self._restart_count:
             raise CommError(
-                given=f"this server is of epoch {self._epoch}, and one of epoch {self._newest} has taken its place",
+                given=f"this server is of epoch {self._restart_count}, and one of epoch {self._newest} has taken its place",
                 rule="a server that was replaced takes no more requests",
                 consequence="the request was refused and has changed nothing",
                 nearest="end this old server process",
@@ -268,7 +280,12 @@ class FrameServer:
             "worker": frame.worker,
             "incarnation": frame.worker_restart_count,
         }
-        known = {"epoch": self._epoch, "job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
+        known = {
+            "epoch": self._restart_count,
+            "job": peer.job,
+            "worker": peer.index,
+            "incarnation": peer.worker_restart_count,
+        }
         for name, value in said.items():
             if value != known[name]:
                 raise CommError(
