@@ -342,21 +342,23 @@ class KVStore:
         self,
         parameters: Mapping[str, nn.Parameter],
         group: ProcessGroup | None = None,
-        travels: Mapping[str, torch.dtype] | None = None,
+        reduce_dtypes: Mapping[str, torch.dtype] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientSync:
         """Create the gradient synchronisation of the ``parameters`` that require gradients, over ``group`` or all
         workers.
 
-        ``comm_dtypes``: by name the dtype in which a gradient is sent and added, if not its own. Gradients are sent in
+        ``reduce_dtypes``: by name the dtype in which a gradient is sent and added, if not its own. Gradients are sent in
         buckets of ``bucket_bytes``, through the codec of ``set_compression``. Raises ConfigError for a codec together
-        with ``comm_dtypes``.
+        with ``reduce_dtypes``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.kind != "dist_sync":
             return LocalGradientSync(trained)
         codec = None if self._codec is None else find_codec(self._codec)
-        return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
+        return BucketedAllReduce(
+            trained, self.world, bucket_bytes, group=group, reduce_dtypes=reduce_dtypes, codec=codec
+        )
 
     def close(self) -> None:
         """Release the values. Not a collective; the World stays open."""

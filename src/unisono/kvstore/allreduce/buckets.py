@@ -34,12 +34,12 @@ from unisono.plan.plan import BUCKET_BYTES
 class _Bucket:
     """A flat buffer whose slices are the gradients of some parameters."""
 
-    def __init__(self, members: list[tuple[str, nn.Parameter]], travels: torch.dtype) -> None:
+    def __init__(self, members: list[tuple[str, nn.Parameter]], reduce_dtype: torch.dtype) -> None:
         self.names = [name for name, _ in members]
         first = members[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
         # what is sent: the gradients themselves, or a copy in another dtype
-        self._travels, self.sent = travels, self.flat
+        self._reduce_dtype, self.sent = reduce_dtype, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in members:
@@ -49,7 +49,7 @@ class _Bucket:
 
     def pack(self) -> Tensor:
         """The tensor to sum over ranks, [elements]."""
-        self.sent = self.flat.to(self._travels)
+        self.sent = self.flat.to(self._reduce_dtype)
         return self.sent
 
     def unpack(self) -> None:
@@ -65,13 +65,13 @@ class BucketedAllReduce:
 
     A bucket is sent once its gradients are complete and all buckets before it were sent, so every rank issues the same
     collectives in the same order, whatever its autograd threads do. Gradients are summed over ``group``, or over all
-    ranks. ``comm_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
+    ranks. ``reduce_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
     instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
 
     ``path`` describes the transport: "shared memory", or a torch backend and the reason for it. ``num_workers``: how
     many ranks sum. ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not
     the transport's traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of
-    ``world``. Raises ConfigError for a codec together with ``comm_dtypes``.
+    ``world``. Raises ConfigError for a codec together with ``reduce_dtypes``.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class BucketedAllReduce:
         bucket_bytes: int = BUCKET_BYTES,
         *,
         group: ProcessGroup | None = None,
-        travels: Mapping[str, torch.dtype] | None = None,
+        reduce_dtypes: Mapping[str, torch.dtype] | None = None,
         codec: Codec | PowerSGD | None = None,
     ) -> None:
-        if codec is not None and travels:
-            raise _two_ways(codec, travels)
+        if codec is not None and reduce_dtypes:
+            raise _two_ways(codec, reduce_dtypes)
         self._world, self._group = world, group or world.group
         self.num_workers = self._group.size() if self._group is not None else 1
         self._parameters = dict(parameters)
-        sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
+        sent = {name: (reduce_dtypes or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
             _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, bucket_bytes, sent)
         ]
@@ -238,11 +238,11 @@ class BucketedAllReduce:
             parameter.grad = None
 
 
-def _two_ways(codec: Codec | PowerSGD, travels: Mapping[str, torch.dtype]) -> ConfigError:
-    name = next(iter(travels))
+def _two_ways(codec: Codec | PowerSGD, reduce_dtypes: Mapping[str, torch.dtype]) -> ConfigError:
+    name = next(iter(reduce_dtypes))
     return ConfigError(
-        given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {travels[name]}",
-        rule="one of both says what travels",
+        given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {reduce_dtypes[name]}",
+        rule="a gradient is either compressed or sent in another dtype",
         consequence="the other would act on nothing, so nothing was started",
         nearest="leave compression out, or let gradients be reduced in their own dtype",
     )
@@ -268,7 +268,7 @@ def _dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _partition(
-    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, travels: Mapping[str, torch.dtype]
+    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, reduce_dtypes: Mapping[str, torch.dtype]
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Split the parameters, last first, into runs of one dtype, one communication dtype and one device, of at most
     ``bucket_bytes``."""
@@ -276,7 +276,7 @@ def _partition(
     size, last = 0, None
     for name, parameter in reversed(list(parameters.items())):
         nbytes = parameter.numel() * _dtype(parameter).itemsize
-        kind = (_dtype(parameter), travels[name], parameter.device)
+        kind = (_dtype(parameter), reduce_dtypes[name], parameter.device)
         same = kind == last
         if not same or size + nbytes > bucket_bytes:
             buckets.append([])
