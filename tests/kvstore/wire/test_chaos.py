@@ -48,8 +48,8 @@ def test_each_fault_leaves_every_push_applied_once(wires: Any, counting: Any, fa
     for name, rate in FAULTS[fault].items():
         assert name == "delay_s" or proxy.done[name] > 0, (name, rate, proxy.done)
     again = fault in ("drop", "corrupt", "all")
-    assert connection.traffic().reconnects > 0 or not again
-    assert connection.traffic().strays > 0 or fault != "duplicate"
+    assert connection.traffic().num_reconnects > 0 or not again
+    assert connection.traffic().num_stray_replies > 0 or fault != "duplicate"
 
 
 @pytest.mark.full
@@ -71,7 +71,7 @@ def test_a_half_open_connection_is_given_up_for_another(wires: Any, counting: An
         assert not late.done()
         proxy.half_open.clear()
         assert late.result(20).seq == 2
-        assert connection.traffic().reconnects >= 1
+        assert connection.traffic().num_reconnects >= 1
         connection.close()
 
 
@@ -82,7 +82,7 @@ def test_a_slow_line_is_no_reason_to_reconnect(wires: Any, counting: Any) -> Non
         connection = wires.connect(proxy.address, limits=QUICK, silence_s=1.5)
         futures = [connection.request(Frame(Op.PUSH, seq=seq, payload=bytes(400_000))) for seq in range(2)]
         assert [future.result(20).seq for future in futures] == [0, 1]
-        assert connection.traffic().reconnects == 0
+        assert connection.traffic().num_reconnects == 0
         connection.close()
 
 

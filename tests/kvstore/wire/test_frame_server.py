@@ -184,7 +184,7 @@ def test_a_thousand_connections_do_not_keep_a_worker_out(wires: Any, counting: A
         for sock in crowd:
             sock.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert server.refused >= 900
+    assert server.num_refused >= 900
 
 
 def test_mutated_frames_leave_a_server_that_serves(wires: Any, counting: Any, secret: bytes) -> None:

@@ -51,7 +51,7 @@ def test_values_travel_under_tls(wires: Any, counting: Any, ours: Path, slot_byt
         future.result(30)
     assert all(bytes(each) == data for each in got)
     traffic = connection.traffic()
-    assert traffic.memory_bytes == (20 * len(data) if slot_bytes else 0)
+    assert traffic.shared_sent_bytes == (20 * len(data) if slot_bytes else 0)
     assert (traffic.sent_bytes < len(data)) == bool(slot_bytes)
 
 
