@@ -30,7 +30,7 @@ def start(secret: bytes) -> Iterator[Start]:
         memory = os.memfd_create("secret", 0)
         os.write(memory, secret)
         environ = os.environ | {"UNISONO_SECRET_FD": str(memory), "PYTHONPATH": os.pathsep.join(sys.path)}
-        script = str(Path(__file__).parent / "holding.py")
+        script = str(Path(__file__).parent / "hold_slots.py")
         child = subprocess.Popen(
             [sys.executable, script, str(port), str(epoch), str(answers)],
             env=environ,

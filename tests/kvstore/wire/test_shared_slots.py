@@ -250,7 +250,7 @@ def test_a_killed_worker_leaves_nothing(wires: Any, counting: Any, secret: bytes
     handed = os.memfd_create("secret", 0)
     os.write(handed, secret)
     environ = os.environ | {"UNISONO_SECRET_FD": str(handed), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = [sys.executable, str(Path(__file__).parent / "pushing.py"), str(server.addresses[0][1])]
+    script = [sys.executable, str(Path(__file__).parent / "push_forever.py"), str(server.addresses[0][1])]
     with subprocess.Popen(script, env=environ, pass_fds=[handed]) as child:
         os.close(handed)
         wait_until(lambda: len(counting.applied) > 20, "it pushes")

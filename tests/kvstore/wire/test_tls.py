@@ -193,7 +193,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_the_commands_of_the_manual_make_a_folder(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/kvstore.md").read_text()
-    text = page.partition("## Who can listen, and who can join")[2].partition("\n## ")[0]
+    text = page.partition("## Encryption and admission")[2].partition("\n## ")[0]
     commands = re.findall(r"^    ((?:umask|mkdir|openssl|cp) .*)$", text, re.MULTILINE)
     assert len(commands) == 5
     script = tmp_path / "make.sh"

@@ -26,7 +26,7 @@ from unisono.kvstore.wire.frame import Frame, Limits, Op, error_frame, json_fram
 from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
 from unisono.kvstore.wire.tls import TLSContexts
 
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 _BACKLOG = 1024
 
 
@@ -115,7 +115,7 @@ class FrameServer:
         self._wake, self._woken = socket.socketpair()
         self._loops = [
             threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
-            for loop in (self._accept, self._pulse)
+            for loop in (self._accept, self._send_heartbeats)
         ]
         for loop in self._loops:
             loop.start()
@@ -178,8 +178,8 @@ class FrameServer:
             with self._lock:
                 self._strangers.pop(sock, None)
             channel.limits = self._limits
-            self._compare(seen)
-            self._converse(channel, peer)
+            self._note_restart_count(seen)
+            self._serve_requests(channel, peer)
         except (CommError, OSError):
             # this peer is lost, which its own side notices; there is nobody here to tell
             return
@@ -200,14 +200,14 @@ class FrameServer:
 
     # --- one peer
 
-    def _converse(self, channel: Channel, peer: Peer) -> None:
+    def _serve_requests(self, channel: Channel, peer: Peer) -> None:
         hello = channel.receive(wait_s=self._limits.handshake_s)
         if hello is None or hello.op is not Op.HELLO:
             return
         channel.deadline = None
         self._busy.add(channel)
         try:
-            self._fence()
+            self._refuse_if_replaced()
             reply = self._handler.hello(peer, read_json(hello))
         except UnisonoError as error:
             channel.send(replace(error_frame(error), ticket=hello.ticket))
@@ -235,9 +235,9 @@ class FrameServer:
 
     def _answer(self, channel: Channel, peer: Peer, frame: Frame) -> Frame:
         try:
-            self._compare(frame.server_restart_count)
-            self._fence()
-            self._same(peer, frame)
+            self._note_restart_count(frame.server_restart_count)
+            self._refuse_if_replaced()
+            self._check_identity(peer, frame)
             answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
         except UnisonoError as error:
             answer = error_frame(error)
@@ -258,13 +258,13 @@ class FrameServer:
         )
         return Frame(Op.ACK)
 
-    def _compare(self, restart_count: int) -> None:
+    def _note_restart_count(self, restart_count: int) -> None:
         with self._lock:
             is_newer, self._newest = restart_count > self._newest, max(self._newest, restart_count)
         if is_newer:
             self._on_stale(restart_count)
 
-    def _fence(self) -> None:
+    def _refuse_if_replaced(self) -> None:
         if self._newest > self._restart_count:
             raise CommError(
                 given=f"this server is of epoch {self._restart_count}, and one of epoch {self._newest} has taken its place",
@@ -273,30 +273,30 @@ class FrameServer:
                 nearest="end this old server process",
             )
 
-    def _same(self, peer: Peer, frame: Frame) -> None:
-        said = {
+    def _check_identity(self, peer: Peer, frame: Frame) -> None:
+        given = {
             "epoch": frame.server_restart_count,
             "job": frame.job,
             "worker": frame.worker,
             "incarnation": frame.worker_restart_count,
         }
-        known = {
+        expected = {
             "epoch": self._restart_count,
             "job": peer.job,
             "worker": peer.index,
             "incarnation": peer.worker_restart_count,
         }
-        for name, value in said.items():
-            if value != known[name]:
+        for name, value in given.items():
+            if value != expected[name]:
                 raise CommError(
-                    given=f"{frame.op.name} with {name} {value}, where this connection's is {known[name]}",
+                    given=f"{frame.op.name} with {name} {value}, where this connection's is {expected[name]}",
                     rule="every request carries what its connection was opened with, and the server's epoch",
                     consequence="the request was refused and has changed nothing",
                     nearest="open a new connection: its hello says which epoch the server is of",
                 )
 
-    def _pulse(self) -> None:
-        while not self._closing.wait(PULSE_S):
+    def _send_heartbeats(self) -> None:
+        while not self._closing.wait(HEARTBEAT_S):
             for channel in list(self._busy):
                 # its own thread finds out when the peer is gone
                 with contextlib.suppress(ConnectionLost):
