@@ -265,7 +265,12 @@ class Connection:
     def _stamped(self, frame: Frame, ticket: int, epoch: int) -> Frame:
         me = self._me
         return replace(
-            frame, ticket=ticket, epoch=epoch, job=me.job, worker=me.index, incarnation=me.worker_restart_count
+            frame,
+            ticket=ticket,
+            server_restart_count=epoch,
+            job=me.job,
+            worker=me.index,
+            worker_restart_count=me.worker_restart_count,
         )
 
     # --- the sending thread

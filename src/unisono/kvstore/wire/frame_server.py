@@ -236,8 +236,8 @@ class FrameServer:
             answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
         except UnisonoError as error:
             answer = error_frame(error)
-        own = {"job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
-        return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
+        own = {"job": peer.job, "worker": peer.index, "worker_restart_count": peer.worker_restart_count}
+        return replace(answer, ticket=frame.ticket, server_restart_count=self._epoch, slot=frame.slot, **own)
 
     def _share(self, channel: Channel, frame: Frame) -> Frame:
         """Map the memory that the client offers, with at most a slot per credit."""
