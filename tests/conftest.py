@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from pool import pool as pool
 
 pytest_plugins = ["budget"]
+
+# No timed tests: how long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # Under nohup or & this process ignores these signals, and children would inherit that. What they inherit of a handler is the
 # default action: here nothing happens still, and programs that tests start have signals as from a terminal.

@@ -13,7 +13,7 @@ and the test cases from ``pytest --collect-only``, both run by the checkout's ow
     what_docstrings            docstrings that open with "What"
     fragment_docstrings        docstrings of at most three words
     forward_assignments        assignments to an attribute ``forward``, setattr included
-    public_names               names in ``unisono.__all__``
+    public_names               names that ``unisono`` exports
     empty_packages             packages whose ``__init__`` has nothing but a docstring
     asserts, cases             assert statements under tests; cases that pytest collects
     assertions                 the sum of the two
@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def measure(root: Path, *, quick: bool = False) -> dict[str, Any]:
             f"{place}: {text}" for place, text in docstrings if len(text.split()) <= FRAGMENT_WORDS
         ],
         "forward_assignments": [f"{path}:{line}" for path, line in forward_assignments(library)],
-        "public_names": len(exported(library[Path("src/unisono/__init__.py")])),
+        "public_names": len(exported(root)),
         "empty_packages": [
             str(path.parent) for path, module in library.items() if path.name == "__init__.py" and is_empty(module)
         ],
@@ -148,17 +148,14 @@ def _sets_forward(node: ast.Call) -> bool:
     return name in ("setattr", "__setattr__") and "forward" in constants
 
 
-def exported(module: ast.Module) -> list[str]:
-    """The literal ``__all__`` of a module; empty where it has none."""
-    for node in module.body:
-        targets: Iterable[ast.expr] = ()
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AnnAssign):
-            targets = (node.target,)
-        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
-            assert isinstance(node, ast.Assign | ast.AnnAssign)
-            assert node.value is not None
+def exported(root: Path) -> list[str]:
+    """The names that the package exports: those its stub imports, or its literal ``__all__`` where there is no stub."""
+    stub = root / "src/unisono/__init__.pyi"
+    if stub.exists():
+        imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+        return [alias.asname or alias.name for node in imports for alias in node.names]
+    for node in ast.parse((root / "src/unisono/__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return list(ast.literal_eval(node.value))
     return []
 
