@@ -144,10 +144,10 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def check_kv_caches(plan: Plan, model: nn.Module) -> None:
+def check_kv_caches(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
     backward pass, and what recompute drops would be held by the cache."""
-    for each in models_of_transformers(model) if plan.recompute != "none" else []:
+    for each in models_of_transformers(model):
         # encoders, such as BERT, have the setting and keep nothing
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
         if decodes and getattr(each.config, "use_cache", False):

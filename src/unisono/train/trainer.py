@@ -215,7 +215,8 @@ class Trainer:
             mine = self.plan
         self.plan, layout, context = resolve_for_model(self.plan, model, grid, self._first_micro_batch)
         mine = self.plan if layout is not None else mine
-        model, table, stages = parallelize(mine, model.train(), grid, context, layout)
+        parallel = parallelize(mine, model.train(), grid, context, layout)
+        model, table, stages = parallel.model, parallel.table, parallel.stages
         if self.plan.placements:
             self.events.emit("placements", placed=parameter_placements(model))
         if recipe is not None:
