@@ -28,8 +28,7 @@ Field = Literal["parameters", "compute", "gradients"]
 
 
 class _Dtypes(NamedTuple):
-    """What the rules of a plan say: ``rules`` by module, ``parameters`` and ``gradients`` by (module, own name), and ``compute`` by
-    module."""
+    """The dtypes that a plan's rules set: ``parameters`` and ``gradients`` by (module, own name), ``compute`` by module."""
 
     rules: dict[str, DtypeRule]
     parameters: dict[tuple[str, str], str]

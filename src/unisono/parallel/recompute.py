@@ -58,8 +58,10 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
 
 
 def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
-    """The same of the modules that ``recompute_modules`` names; see ``find_recomputed_modules``. ``pieces`` of the model are here, each
-    the blocks of a stage in a row, or the whole model alone."""
+    """Have the modules in ``named`` (of ``find_recomputed_modules``) computed again in the backward pass.
+
+    ``pieces`` of the model are here: each is the blocks of a stage in a row, or the whole model alone.
+    """
     policy = _policy_of(plan)
     for module in named.values():
         _recompute(module, policy)

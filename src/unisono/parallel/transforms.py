@@ -1,6 +1,6 @@
 """Applies a plan to a model in place, as an ordered list of transforms. Parameter names do not change.
 
-A transform sees the model that the transforms before it in ``TRANSFORMS`` have left; the comments there say why each has its place.
+A transform sees the model that the transforms before it in ``TRANSFORMS`` left; comments there say why each has its place.
 To add one (quantisation-aware training, LoRA, a tap of activations), write its two functions and add an entry.
 """
 

@@ -94,7 +94,7 @@ def resolve_for_model(
             check_called(
                 find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
             )
-    problems += check_transforms(model, plan)
+    problems += check_transforms(model, grid.plan)  # of asynchronous workers each is alone
     if problems:
         raise PlanError(*dict.fromkeys(problems))
     return plan, layout, context
