@@ -91,6 +91,6 @@ def test_the_shards_of_all_ranks_describe_every_tensor_once():
         assert shard.size == shard.pieces[-1].end
         assert shard.total_bytes == 600 * 1024 * 4 + 8 + 3 * 5
         assert shard.fingerprint == shards[0].fingerprint
-    assert [piece.rows for piece in shards[1].pieces] == [slice(200, 400), None]
+    assert [piece.index for piece in shards[1].pieces] == [(slice(200, 400),), ()]
     other = lay_out_shards(shared | {"scalar": ((), torch.int32)}, {}, {}, rank=0, world=3)
     assert other.fingerprint != shards[0].fingerprint

@@ -144,7 +144,8 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     torch.manual_seed(1)
     recipe = deferred_init(factory)
     grid = ParallelDims(plan, world)
-    model, table, _ = parallelize(plan, recipe.model, grid)
+    parallel = parallelize(plan, recipe.model, grid)
+    model, table = parallel.model, parallel.table
     allocate_shards(model, torch.device("cpu"))
     pieces = ShardedParameters(model, grid, table)
     materialize(recipe, model, pieces)

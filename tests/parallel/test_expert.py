@@ -84,7 +84,8 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
     grid = ParallelDims(chosen, world)
-    gpt, table, _ = parallelize(chosen, model(sizes), grid)
+    parallel = parallelize(chosen, model(sizes), grid)
+    gpt, table = parallel.model, parallel.table
     pieces = ShardedParameters(gpt, grid, table)
     sync = FSDPGradients(gpt, pieces, grid)
     rank, share = grid.data_rank, chosen.micro_batch

@@ -41,7 +41,8 @@ def difference(
     )
     plan = replace(plan, rules=rules)
     grid = ParallelDims(plan, world)
-    model, table, _ = parallelize(plan, model, grid)
+    parallel = parallelize(plan, model, grid)
+    model, table = parallel.model, parallel.table
     pieces = ShardedParameters(model, grid, table)
     found = loss(model)
     found.backward()

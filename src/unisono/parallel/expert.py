@@ -34,6 +34,7 @@ from unisono.parallel.hooks import map_output
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ParameterSharder, ShardTable
 from unisono.parallel.tensor import collectives
+from unisono.plan.plan import Plan
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -47,8 +48,7 @@ def expert_parameters(model: nn.Module) -> set[str]:
 
 
 def apply_expert_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-    """Keep this rank's experts of every layer, in place, and record them in ``table``. Raises PlanError before any change."""
-    check_experts(model, mesh.plan.ep)
+    """Keep this rank's experts of every layer, in place, and record them in ``table``."""
     group, rank = mesh.group("ep"), mesh.rank_along("ep")
     for path, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
@@ -94,8 +94,9 @@ def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
             module.sum_over_sequence = summed
 
 
-def check_experts(model: nn.Module, ep: int) -> None:
-    """Raises PlanError where ``ep`` ranks cannot share the experts of ``model``."""
+def check_experts(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError where the ranks of ``ep`` cannot share the experts of ``model``."""
+    ep = plan.ep
     layers = list(expert_layers(model))
     if not layers:
         raise PlanError(

@@ -38,12 +38,8 @@ from unisono.plan.rules import match_modules
 
 
 def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, table: ShardTable) -> None:
-    """Shard the parameters of ``model``, in place: each block is a unit, the rest of the model another.
-
-    Raises PlanError, before anything is changed, where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads.
-    """
+    """Shard the parameters of ``model``, in place: each block is a unit, the rest of the model another."""
     plan, spec = mesh.plan, table.spec
-    _check_unsharded(model, plan)
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
         parameter: plan.shard_degree_of(
@@ -98,7 +94,8 @@ def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
         table.narrow(name, "shard", dim, start, parameter.to_local().shape[dim])
 
 
-def _check_unsharded(model: nn.Module, plan: Plan) -> None:
+def check_unsharded(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads."""
     paths = [path for path, _ in model.named_modules() if path]
     spread = [path for path, _ in expert_layers(model)] if plan.ep > 1 else []
     for pattern in plan.unsharded:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,29 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 Field = Literal["parameters", "compute", "gradients"]
 
 
-def convert_parameters(plan: Plan, model: nn.Module) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
-    """Convert parameters as the rules say, in place. Returns the dtypes that modules compute in, by path, for
-    ``set_compute_dtypes``, and those that gradients are reduced in where it is not their own, by parameter name.
+class _Dtypes(NamedTuple):
+    """The dtypes that a plan's rules set: ``parameters`` and ``gradients`` by (module, own name), ``compute`` by module."""
 
-    Raises PlanError, before anything is changed, for rules that name nothing, one module twice, or act on nothing.
-    """
-    if not plan.dtypes:
-        return {}, {}
-    modules = dict(model.named_modules())
+    rules: dict[str, DtypeRule]
+    parameters: dict[tuple[str, str], str]
+    gradients: dict[tuple[str, str], str]
+    compute: dict[str, str]
+
+
+def _resolve(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[_Dtypes, list[Problem]]:
     rules, problems = _by_path(plan, modules)
-    kept = _of_parameters(rules, modules, "parameters")
-    travels = _of_parameters(rules, modules, "gradients")
-    computes = {path: rule.compute for path, rule in rules.items() if rule.compute}
+    parameters = _of_parameters(rules, modules, "parameters")
+    gradients = _of_parameters(rules, modules, "gradients")
+    return _Dtypes(
+        rules, parameters, gradients, {p: rule.compute for p, rule in rules.items() if rule.compute}
+    ), problems
+
+
+def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError for dtype rules that name nothing, name one module twice, or act on nothing."""
+    modules = dict(model.named_modules())
+    dtypes, problems = _resolve(plan, modules)
+    rules, kept, travels, computes = dtypes
     for rule in dict.fromkeys(rules.values()):
         paths = [path for path, each in rules.items() if each is rule]
         problems += _acts_on_nothing(rule, paths, plan, modules, kept, travels, computes)
@@ -66,11 +76,18 @@ def convert_parameters(plan: Plan, model: nn.Module) -> tuple[dict[str, torch.dt
         )
     if problems:
         raise PlanError(*problems)
-    for (path, name), dtype in kept.items():
+
+
+def convert_parameters(model: nn.Module, plan: Plan) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """Convert parameters as the rules say, in place. Returns the dtypes that modules compute in, by path, for
+    ``set_compute_dtypes``, and those that gradients are reduced in where it is not their own, by parameter name."""
+    modules = dict(model.named_modules())
+    dtypes, _ = _resolve(plan, modules)
+    for (path, name), dtype in dtypes.parameters.items():
         parameter: nn.Parameter = getattr(modules[path], name)
         parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
-    reduced = {f"{path}.{name}".lstrip("."): TORCH_DTYPES[dtype] for (path, name), dtype in travels.items()}
-    return {path: TORCH_DTYPES[dtype] for path, dtype in computes.items()}, reduced
+    reduced = {f"{path}.{name}".lstrip("."): TORCH_DTYPES[dtype] for (path, name), dtype in dtypes.gradients.items()}
+    return {path: TORCH_DTYPES[dtype] for path, dtype in dtypes.compute.items()}, reduced
 
 
 def set_compute_dtypes(model: nn.Module, computes: Mapping[str, torch.dtype], device_type: str) -> None:

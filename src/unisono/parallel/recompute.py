@@ -58,8 +58,10 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
 
 
 def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
-    """The same of the modules that ``recompute_modules`` names; see ``find_recomputed_modules``. ``pieces`` of the model are here, each
-    the blocks of a stage in a row, or the whole model alone."""
+    """Have the modules in ``named`` (of ``find_recomputed_modules``) computed again in the backward pass.
+
+    ``pieces`` of the model are here: each is the blocks of a stage in a row, or the whole model alone.
+    """
     policy = _policy_of(plan)
     for module in named.values():
         _recompute(module, policy)
@@ -144,10 +146,10 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def check_kv_caches(plan: Plan, model: nn.Module) -> None:
+def check_kv_caches(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
     backward pass, and what recompute drops would be held by the cache."""
-    for each in models_of_transformers(model) if plan.recompute != "none" else []:
+    for each in models_of_transformers(model):
         # encoders, such as BERT, have the setting and keep nothing
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
         if decodes and getattr(each.config, "use_cache", False):

@@ -251,9 +251,8 @@ class Trainer:
 
     def _shard_model(self, deferred: DeferredModel | None) -> None:
         """Make of the model what the plan asks for; ``sharded`` are this rank's shards of its parameters."""
-        model, self._shard_table, stages = parallelize(
-            self._worker_plan, self.model.train(), self._dims, self._context, self._partition
-        )
+        parallel = parallelize(self._worker_plan, self.model.train(), self._dims, self._context, self._partition)
+        model, self._shard_table, stages = parallel.model, parallel.table, parallel.stages
         if self.plan.placements:
             self.events.emit("placements", placed=parameter_placements(model))
         if deferred is not None:

@@ -90,6 +90,6 @@ class _Linear(torch.autograd.Function):
         of_x = (gradient @ cast_weight).to(ctx.dtype) if need_x else None
         of_bias = rows.sum(0).to(ctx.bias_dtype) if need_bias else None
         of_weight = None
-        if need_weight and not ctx.store.owe(x.flatten(0, -2), rows, weight):
+        if need_weight and not ctx.store.defer(x.flatten(0, -2), rows, weight):
             of_weight = _product(x.flatten(0, -2), rows, weight)
         return of_x, of_weight, of_bias, None

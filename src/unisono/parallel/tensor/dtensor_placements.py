@@ -29,6 +29,7 @@ from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.sharding import ShardedParameters, ShardTable
 from unisono.plan import rules
+from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
 AXIS = "tp"
@@ -69,14 +70,18 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     _enter_and_leave(model, mesh)
 
 
-def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-    """Shard ``model`` in place as the placements of the plan say, pin the inputs and outputs of modules, and record the shards in
-    ``table``. Raises PlanError, as ``shard_module`` does."""
+def resolve_placements(
+    model: nn.Module, plan: Plan
+) -> tuple[dict[str, dict[str, Dims]], dict[str, rules.ParameterPlacement]]:
+    """By module, the placements of its parameters (dims by pattern), and those of its inputs and outputs.
+
+    Raises PlanError with everything that keeps the placements of ``plan`` from being followed.
+    """
     modules = dict(model.named_modules())
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for each in mesh.plan.placements:
+    for each in plan.placements:
         found = match_modules(each.module, modules)
         if not found:
             problems.append(_no_module(each.module, modules))
@@ -93,6 +98,14 @@ def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) ->
     if problems:
         alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
         raise PlanError(*reversed(alike.values()))  # of repeated blocks those of the first
+    return wanted, moved
+
+
+def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+    """Shard ``model`` in place as the placements of the plan say, pin the inputs and outputs of modules, and record the shards in
+    ``table``."""
+    modules = dict(model.named_modules())
+    wanted, moved = resolve_placements(model, mesh.plan)
     for path, placements in wanted.items():
         shard_module(modules[path], placements, mesh)
         _record(modules[path], path, mesh, table)

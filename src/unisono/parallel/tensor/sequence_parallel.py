@@ -1,9 +1,9 @@
-"""Sequence parallelism (Korthikanti et al. 2022): between pairs of cut layers, activations are cut along the sequence.
+"""Sequence parallelism (Korthikanti et al. 2022): between tensor-parallel layers, activations are split along the sequence.
 
-From the first to the last module that the rule names, each rank has its part of the tokens: x [B, T/tp, D]. A pair gathers its
-input and reduce-scatters its output, which costs what the all-reduces did. Norms and what else is whole in between see a part of
-the tokens, so their gradients are summed over the ranks (``ReplicatedGradients``). Outside everything is as without: whole, and equal
-on all ranks. Attention masks and positions are made outside and stay those of the whole sequence.
+From the first to the last module that the rule names, each rank has T/tp tokens: x [B, T/tp, D]. A column-wise and row-wise pair
+gathers its input and reduce-scatters its output, at the cost of the all-reduces that these replace. Replicated parameters in
+between, such as norms, see a part of the tokens, so their gradients are summed over the ranks (``ReplicatedGradients``).
+Activations outside are replicated. Attention masks and positions are made outside and cover the whole sequence.
 
 Dropout between pairs draws the mask of the whole sequence on every rank and uses its own part: the generators of the ranks stay
 equal, and a layer drops what it would without sequence parallelism. (Draws cost tp times as much, and one mask of memory.)

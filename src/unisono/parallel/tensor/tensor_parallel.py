@@ -8,10 +8,10 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
     column      y_r = x W_rᵀ + b_r
     row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
 
-Experts are cut likewise, by the hidden units of each. Where a layer has fewer key/value heads than there are ranks, several
-ranks hold the same one, and their gradients are summed (``ReplicatedGradients``); so are those of whole parameters that lie between
-the layers of a pair, such as norms of single heads. What no rule names stays whole on every rank and is computed by each. Dropout
-outside of pairs drops the same everywhere; between the layers of a pair each rank draws for its own part (``draws``).
+Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
+same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
+layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops the same
+elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
 """
 
 from __future__ import annotations
