@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import Desk, events_of
 
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 
@@ -17,7 +17,7 @@ from unisono.plan.plan import Plan
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
     options = PlanOptions(dp_shard=2, global_batch=8, micro_batch=1)
-    derive_plan(options, world=4, device="cpu", native_bf16=False).save(path)
+    derive_plan(options, world_size=4, device="cpu", native_bf16=False).save(path)
     return path
 
 
@@ -79,7 +79,7 @@ def test_everything_wrong_with_a_file_comes_at_once(desk: Desk, file: Path) -> N
 
 
 def changed_numbers(file: Path, **fields: int) -> Path:
-    derive_plan(PlanOptions(global_batch=8, micro_batch=1), world=4, device="cpu", native_bf16=False).save(file)
+    derive_plan(PlanOptions(global_batch=8, micro_batch=1), world_size=4, device="cpu", native_bf16=False).save(file)
     return changed(file, **fields)
 
 
@@ -94,7 +94,7 @@ def test_diff(desk: Desk, file: Path) -> None:
 
 def test_a_run_follows_a_strategy_file_and_keeps_its_own(desk: Desk, file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    plan = derive_plan(PlanOptions(global_batch=4, micro_batch=2), world=1, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(global_batch=4, micro_batch=2), world_size=1, device="cpu", native_bf16=False)
     plan.save(file)
     arguments = [*desk.settings, f"--set=run.dir={run_dir}", "--set=train.steps=2"]
     arguments = [text for text in arguments if not text.startswith("--set=plan.")]

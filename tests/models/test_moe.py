@@ -12,7 +12,7 @@ from unisono.models.loss import cross_entropy_sum
 from unisono.models.moe import BALANCE_LOSS_WEIGHT, BIAS_UPDATE_RATE, MoE, set_balance_loss_scale, update_router_biases
 from unisono.models.options import ModelOptions
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.build import gpt_flops_per_token
 
@@ -173,7 +173,7 @@ def test_balance_counts_each_pass_once(recompute: str, balance: str) -> None:
     """Two micro-batches and an evaluation; with recompute every block runs twice."""
     plain, model = gpt(balance=balance), gpt(balance=balance)
     options = PlanOptions(device="cpu", recompute=recompute)
-    model = parallelize(derive_plan(options, world=1, device="cpu", native_bf16=False), model).model
+    model = parallelize(derive_plan(options, world_size=1, device="cpu", native_bf16=False), model).model
     tokens = torch.randint(0, 32, (4, 11))
     with torch.no_grad():
         model(tokens)

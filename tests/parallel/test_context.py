@@ -26,7 +26,7 @@ from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import masked_token, next_token
 
@@ -35,7 +35,7 @@ B, T, VOCAB = 2, 24, 48
 
 def grid_of(world: World, **axes: Any) -> ParallelDims:
     options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
-    return ParallelDims(derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    return ParallelDims(derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world)
 
 
 def documents() -> Tensor:

@@ -20,7 +20,7 @@ from unisono.parallel.deferred_init import allocate_shards, deferred_init, mater
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import next_token
 
@@ -138,7 +138,7 @@ class Tied(nn.Module):
 
 def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     """Names of parameters that are not the block of the whole that a plain construction has."""
-    plan = derive_plan(PlanOptions(device="cpu", **axes), world=world.world_size, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(device="cpu", **axes), world_size=world.world_size, device="cpu", native_bf16=False)
     torch.manual_seed(1)
     whole = tensors(factory())
     torch.manual_seed(1)

@@ -24,7 +24,7 @@ from unisono.parallel.tensor.dtensor_placements import (
     shard_function,
     shard_module,
 )
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.rules import ParameterPlacement
 
@@ -63,7 +63,7 @@ class Net(nn.Module):
 def grid_of(world: World, **options: object) -> ParallelDims:
     options = {"device": "cpu", "global_batch": world.world_size, **options}
     return ParallelDims(
-        derive_plan(PlanOptions(**options), world=world.world_size, device="cpu", native_bf16=False), world
+        derive_plan(PlanOptions(**options), world_size=world.world_size, device="cpu", native_bf16=False), world
     )
 
 
@@ -268,7 +268,7 @@ def test_a_function_is_told_at_once() -> None:
 )
 def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     """Known before any rank is asked for anything, so one process stands for two."""
-    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     placed = tuple(ParameterPlacement(module=each, parameter=name, dims=("tp", None)) for each, name in modules.items())
     grid: Any = SimpleNamespace(plan=replace(plan, placements=placed))
     net = Net()
@@ -279,7 +279,7 @@ def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
 
 
 def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
-    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     rows, columns = ("tp", None), (None, "tp")
     placed = (
         ParameterPlacement(module="block.*", parameter="up.weight", dims=rows),

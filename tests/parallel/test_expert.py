@@ -23,7 +23,7 @@ from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 48, "experts": 4}
@@ -75,7 +75,7 @@ def biases(gpt: Any) -> dict[str, list[float]]:
 def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict:
     """One step of two micro-batches; the largest relative error of this rank's pieces of the gradients of one process."""
     options = PlanOptions(device="cpu", global_batch=8, **{"micro_batch": 1, **plan})
-    chosen = derive_plan(options, world=world.world_size, device="cpu", native_bf16=False)
+    chosen = derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False)
     count, samples = chosen.accumulation, 8 // chosen.accumulation
     batches = micro_batches(count, samples)
     if empty:  # all tokens alike: some experts, and the ranks that hold them, see none
@@ -180,7 +180,7 @@ def halves(world: World) -> tuple[list, list]:
     whole = layer.router.weight.grad.clone()
     layer.zero_grad()
     options = PlanOptions(device="cpu", cp=2, global_batch=1)
-    grid = ParallelDims(derive_plan(options, world=2, device="cpu", native_bf16=False), world)
+    grid = ParallelDims(derive_plan(options, world_size=2, device="cpu", native_bf16=False), world)
     sum_balance_counts(layer, grid)
     layer(x.chunk(2, dim=1)[world.rank]).sum().backward()
     return grid.sum(layer.router.weight.grad, "cp").tolist(), whole.tolist()
@@ -193,7 +193,7 @@ def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
 
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
-    grid = ParallelDims(chosen := derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    grid = ParallelDims(chosen := derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world)
     with pytest.raises(PlanError) as caught:
         parallelize(chosen, model(sizes), grid)
     return str(caught.value)

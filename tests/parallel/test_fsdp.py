@@ -13,7 +13,7 @@ from pool import Pool, WorkersFailed
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CommError, DataError, PlanError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 
 
@@ -267,7 +267,7 @@ def test_a_rank_that_dies_ends_the_others_within_seconds_by_name(pool: Pool, tmp
 
 def problem(world: int, **options: object) -> str:
     with pytest.raises(PlanError) as caught:
-        derive_plan(PlanOptions(device="cpu", **options), world=world, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(device="cpu", **options), world_size=world, device="cpu", native_bf16=False)
     return str(caught.value)
 
 
@@ -278,7 +278,7 @@ def test_plans_that_cannot_be() -> None:
     text = problem(4, dp_shard=2, global_batch=10)
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text
-    whole = derive_plan(PlanOptions(device="cpu", dp_shard=0, global_batch=6), world=6, device="cpu", native_bf16=False)
+    whole = derive_plan(PlanOptions(device="cpu", dp_shard=0, global_batch=6), world_size=6, device="cpu", native_bf16=False)
     assert (whole.dp_replicate, whole.dp_shard, whole.world_size) == (1, 6, 6)
 
 

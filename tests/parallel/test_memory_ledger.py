@@ -16,7 +16,7 @@ from unisono.parallel import fsdp
 from unisono.parallel.global_spec import GlobalParameterSpec
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger, coordinates_of
 from unisono.parallel.shard_notes import TensorParallelBlock
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 

@@ -20,8 +20,8 @@ from unisono.errors import PlanError
 from unisono.models.loss import LazyLogits
 from unisono.parallel.sharding import TensorShard
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
-from unisono.plan.dtype_rules import DtypeRule
+from unisono.plan.resolve import derive_plan
+from unisono.plan.rules import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.train.load import tensor_reader
@@ -31,7 +31,7 @@ STEPS = 4
 
 def plan_of(rules: list[dict[str, str]], ranks: int = 1, **options: Any) -> Plan:
     asked = PlanOptions(**{"device": "cpu", "precision": "bf16", "global_batch": 8, **options})
-    made = derive_plan(asked, world=ranks, device="cpu", native_bf16=False)
+    made = derive_plan(asked, world_size=ranks, device="cpu", native_bf16=False)
     return replace(made, dtypes=tuple(msgspec.convert(rule, DtypeRule) for rule in rules))
 
 

@@ -13,7 +13,7 @@ from unisono.errors import PlanError
 from unisono.models.loss import cross_entropy_sum
 from unisono.parallel import offload as module
 from unisono.parallel.offload import offload_activations
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 
 
@@ -49,7 +49,7 @@ def test_gradients_stay_bit_equal_and_parameters_where_they_are(monkeypatch: pyt
 
 def test_refused_where_it_moves_nothing() -> None:
     with pytest.raises(PlanError) as caught:
-        derive_plan(PlanOptions(offload=True, recompute="full"), world=1, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(offload=True, recompute="full"), world_size=1, device="cpu", native_bf16=False)
     text = str(caught.value)
     assert "offload on the device 'cpu'" in text
     assert "they would be copied to where they are" in text

@@ -27,7 +27,7 @@ from unisono.parallel.pipeline.partition import partition_model
 from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize, repeated_blocks
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
@@ -78,7 +78,7 @@ def plan_of(micros: int, **options: Any) -> Plan:
     splits = options.pop("splits", ())
     ranks = options.get("pp", 1) * (options.get("dp_shard") or 1) * options.get("tp", 1)
     options["global_batch"] = micros * MICRO * (options.get("dp_shard") or 1)
-    plan = derive_plan(PlanOptions(micro_batch=MICRO, **options), world=ranks, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(micro_batch=MICRO, **options), world_size=ranks, device="cpu", native_bf16=False)
     return dataclasses.replace(plan, splits=splits)
 
 

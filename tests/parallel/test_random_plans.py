@@ -12,7 +12,7 @@ from plans import like_one_process
 from pool import Pool
 
 from unisono.errors import PlanError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 
 LAYERS = 6  # two for each rank of three that take turns

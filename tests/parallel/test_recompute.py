@@ -20,8 +20,8 @@ from unisono.errors import PlanError
 from unisono.parallel import recompute
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
-from unisono.plan.dtype_rules import DtypeRule
+from unisono.plan.resolve import derive_plan
+from unisono.plan.rules import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.validate import validate_plan

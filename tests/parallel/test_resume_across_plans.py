@@ -16,7 +16,7 @@ from pool import Pool
 from unisono import PlanOptions, Trainer
 from unisono.dist import JobSpec, World
 from unisono.errors import CommError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import EmbeddingRule
 from unisono.train.objectives import next_token
 

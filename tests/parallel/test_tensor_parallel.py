@@ -14,7 +14,7 @@ from pool import Pool
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.resnet import ResNet, ResNetOptions
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 
 WIDE = {"heads": 4, "kv_heads": 2}
@@ -203,6 +203,6 @@ def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None
     text = pool.run(refused_experts, str(tmp_path / "five"), ranks=2)[0]
     assert "plan.tp=2 for blocks.0.ffn.experts, whose number of hidden units of an expert is 15" in text
     with pytest.raises(PlanError, match="the graph would break"):
-        derive_plan(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(tp=2, compile="model"), world_size=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):
-        derive_plan(PlanOptions(tp=2), world=3, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(tp=2), world_size=3, device="cpu", native_bf16=False)

@@ -21,7 +21,7 @@ from unisono.errors import PlanError
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, OutputRule, Rule
@@ -183,7 +183,7 @@ class Odd(nn.Module):
 
 
 OWN: tuple[Rule, ...] = (
-    ColwiseRowwise(module="steps.*", column=("one",), row="two", enter="one"),
+    ColwiseRowwise(module="steps.*", colwise=("one",), rowwise="two", input_module="one"),
     EmbeddingRule(module="words"),
     OutputRule(module="last"),
 )
@@ -219,14 +219,14 @@ def problem(rules: tuple[Rule, ...], model: nn.Module | None = None, **options: 
 
 
 def test_rules_that_cannot_be_followed() -> None:
-    text = problem((EmbeddingRule(module="wrds"), ColwiseRowwise(module="steps.*", column=("onne",), row="two")))
+    text = problem((EmbeddingRule(module="wrds"), ColwiseRowwise(module="steps.*", colwise=("onne",), rowwise="two")))
     assert "a rule for 'wrds'" in text
     assert "did you mean 'words'?" in text
     assert "a rule for 'steps.*' with onne" in text
     assert "did you mean 'one'?" in text
-    text = problem((ColwiseRowwise(module="steps.*", column=("one",), row="two", units="heads"),))
+    text = problem((ColwiseRowwise(module="steps.*", colwise=("one",), rowwise="two", num_heads_attr="heads"),))
     assert "a rule for 'steps.*' with heads" in text
-    text = problem((*OWN, ColwiseRowwise(module="steps.0", column=("one",), row="two")))
+    text = problem((*OWN, ColwiseRowwise(module="steps.0", colwise=("one",), rowwise="two")))
     assert "steps.0.one, which is named by the pair rule for 'steps.*' and by the pair rule for 'steps.0'" in text
     assert "a layer is cut in one way" in text
     tied = Odd()
@@ -242,8 +242,8 @@ def test_rules_that_cannot_be_followed() -> None:
     assert "words, a Embedding, as vocabulary" in problem(OWN, bounded)
     text = problem(
         (
-            ColwiseRowwise(module="steps.*", row="two"),
-            ColwiseRowwise(module="steps.*", column=("one",), row="two", ratio="n"),
+            ColwiseRowwise(module="steps.*", rowwise="two"),
+            ColwiseRowwise(module="steps.*", colwise=("one",), rowwise="two", kv_group_size_attr="n"),
         )
     )
     assert "1. a pair for 'steps.*' with row 'two' alone\n" in text

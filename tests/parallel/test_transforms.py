@@ -15,14 +15,14 @@ from unisono.models.loss import cross_entropy_sum
 from unisono.models.options import ModelOptions
 from unisono.parallel.device import find_device
 from unisono.parallel.transforms import parallelize, repeated_blocks
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.validate import validate_plan
 
 
 def plan(**options: object) -> Plan:
-    return derive_plan(PlanOptions(device="cpu", **options), world=1, device="cpu", native_bf16=False)
+    return derive_plan(PlanOptions(device="cpu", **options), world_size=1, device="cpu", native_bf16=False)
 
 
 def gpt(dropout: float = 0.0) -> GPT:

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import PlanError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.validate import validate_plan
 
 
 def plan(world: int = 1, *, native_bf16: bool = False, **options: object) -> Plan:
-    return derive_plan(PlanOptions(**options), world=world, device="cpu", native_bf16=native_bf16)
+    return derive_plan(PlanOptions(**options), world_size=world, device="cpu", native_bf16=native_bf16)
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(0, 200))

@@ -9,7 +9,7 @@ import pytest
 
 from unisono import PlanOptions
 from unisono.errors import PlanError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.plan import Plan
 from unisono.plan.rules import ColwiseRowwise, ParameterPlacement
 from unisono.plan.validate import validate_plan
@@ -19,7 +19,7 @@ PLACED = (ParameterPlacement(module="ffn", parameter="up.weight", dims=("tp", No
 
 def plan(ranks: int, **options: Any) -> Plan:
     made = PlanOptions(**{"device": "cpu", "global_batch": 8, "micro_batch": 2, "precision": "fp32", **options})
-    return derive_plan(made, world=ranks, device="cpu", native_bf16=False)
+    return derive_plan(made, world_size=ranks, device="cpu", native_bf16=False)
 
 
 PIPELINE = {"pp": 2}
@@ -266,7 +266,7 @@ def test_says_what_would_work(name: str) -> None:
         (4, {"cp": 2}, {}, "cp 2", "attention over shared sequences runs on plain tensors, not on DTensors", ""),
         (4, {"pp": 2}, {}, "pp 2", "stages pass on plain tensors, and each has some of the modules only", ""),
         (2, {}, {"sequence_parallel": True}, "sequence_parallel True", "DTensor decides how activations lie", ""),
-        (2, {}, {"rules": (ColwiseRowwise(module="a", row="b"),)}, "rules 1", "a layer is cut by rules or by placements", "one of the two"),
+        (2, {}, {"rules": (ColwiseRowwise(module="a", rowwise="b"),)}, "rules 1", "a layer is cut by rules or by placements", "one of the two"),
     ],
 )  # fmt: skip
 def test_what_is_not_beside_placements(

@@ -16,7 +16,7 @@ from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.shard_notes import replicated_grad_groups
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.rules import Rule
 

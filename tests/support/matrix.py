@@ -22,7 +22,7 @@ from unisono.errors import PlanError
 from unisono.models.bert import BERT, BertOptions
 from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.parallel.sharding import TensorShard
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import cross_entropy, masked_token, next_token
 
@@ -338,7 +338,7 @@ def page() -> str:
 
 def _reason(settings: Mapping[str, Any], ranks: int) -> str:
     try:
-        derive_plan(PlanOptions(**settings), world=ranks, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(**settings), world_size=ranks, device="cpu", native_bf16=False)
     except PlanError as error:
         return "; ".join(problem.rule for problem in error.problems)
     raise AssertionError(f"{settings} is legal")

@@ -28,7 +28,7 @@ from unisono.dist import World
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
 from unisono.parallel.sharding import TensorShard
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.plan import Plan
 from unisono.train.objectives import next_token
 
@@ -83,7 +83,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
     of_plan = {name: changes.pop(name) for name in list(changes) if name in Plan.__dataclass_fields__}
     if of_plan:  # fields that only strategy files have
         ranks = world.world_size if world else 1
-        asked = replace(derive_plan(asked, world=ranks, device="cpu", native_bf16=False), **of_plan)
+        asked = replace(derive_plan(asked, world_size=ranks, device="cpu", native_bf16=False), **of_plan)
     made = Trainer(
         network,
         data,

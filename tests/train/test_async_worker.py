@@ -20,7 +20,7 @@ from unisono.checkpoint import verify
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train import async_worker
 

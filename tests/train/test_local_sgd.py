@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.data.order.permutation import Permutation
 from unisono.errors import ConfigError, PlanError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
 
 STEPS = 9
@@ -111,7 +111,7 @@ def test_goes_on_under_another_kind(tmp_path: Path, pool: Pool, first: dict[str,
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     def plan(**options: Any) -> None:
-        derive_plan(PlanOptions(**{"global_batch": 8, **options}), world=4, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(**{"global_batch": 8, **options}), world_size=4, device="cpu", native_bf16=False)
 
     with pytest.raises(PlanError) as caught:
         plan(sync="dist_local", dp_shard=2, precision="fp16", global_batch=6, fragments=3)

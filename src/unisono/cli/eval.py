@@ -18,8 +18,8 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
     from unisono.dist import job_from_environ, join_world
-    from unisono.plan.derive import load_plan
     from unisono.plan.options import PlanOptions
+    from unisono.plan.resolve import load_plan
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.evaluate import evaluate
     from unisono.train.forward_backward import ForwardBackward
@@ -30,10 +30,10 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     job = job_from_environ(os.environ)
     asked = load_plan(config.plan) if config.plan.file else config.plan
     whole = PlanOptions(  # however it was trained: here every process has the whole model
-        device=asked.device,
-        precision=asked.precision,
-        global_batch=asked.global_batch * job.world_size,
-        micro_batch=asked.micro_batch,
+        device=asked.mesh.device,
+        precision=asked.precision.compute,
+        global_batch=asked.batch.global_batch * job.world_size,
+        micro_batch=asked.batch.micro_batch,
     )
     device, plan = resolve_plan(whole, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)

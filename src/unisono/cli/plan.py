@@ -43,7 +43,7 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
     from unisono.plan.validate import validate_plan
 
     plan = _load(file)
-    world = processes or plan.world_size
+    world = processes or plan.mesh.world_size
     validate_plan(plan, world)
     if as_json:
         print_json({"hash": plan.hash, "processes": world})

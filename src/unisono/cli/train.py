@@ -24,8 +24,8 @@ from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import CommError, ConfigError, LaunchError, Problem, UnisonoError
-from unisono.plan.derive import load_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import load_plan
 from unisono.train.config import RunConfig
 
 USER_ERROR = 2
@@ -116,7 +116,7 @@ def _no_room_for_replicas(servers: int) -> Problem:
 
 
 def _sync(options: PlanOptions) -> str:
-    return load_plan(options).sync if options.file else options.sync
+    return load_plan(options).sync.kind if options.file else options.sync
 
 
 def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:

@@ -48,7 +48,7 @@ def expert_dims(model: nn.Module) -> dict[str, int]:
 
 def apply_expert_parallel(model: nn.Module, grid: ParallelDims) -> None:
     """Keep this rank's experts of every layer, in place. Raises PlanError before anything is changed."""
-    ep, group = grid.plan.ep, grid.group("ep")
+    ep, group = grid.plan.mesh.ep, grid.group("ep")
     check_experts(model, ep)
     for _, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
@@ -85,7 +85,7 @@ def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
 
     def summed(counts: Tensor) -> Tensor:
         counts = grid.sum(counts, "cp")
-        return grid.sum(counts, "tp") if grid.plan.sequence_parallel else counts
+        return grid.sum(counts, "tp") if grid.plan.tensor_parallel.sequence_parallel else counts
 
     for module in model.modules():
         if isinstance(module, Router):

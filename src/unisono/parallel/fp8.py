@@ -23,9 +23,9 @@ def use_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
 
     Raises PlanError, before anything is changed, where the device or the package lacks, and where no layer fits.
     """
-    if plan.precision != "fp8":
+    if plan.precision.compute != "fp8":
         return
-    lacking = [] if computes_fp8(plan.device) else [f"a {plan.device} without fp8 products"]
+    lacking = [] if computes_fp8(plan.mesh.device) else [f"a {plan.mesh.device} without fp8 products"]
     lacking += [] if find_spec("torchao") else ["no torchao"]
     if lacking:
         raise PlanError(

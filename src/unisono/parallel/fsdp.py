@@ -61,17 +61,17 @@ def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Mod
         return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)
 
     unit_of = partial(_by_kind, left=left, placed=placed)
-    if plan.ep > 1 and plan.shard_degree > plan.ep:
+    if plan.mesh.ep > 1 and plan.mesh.shard_degree > plan.mesh.ep:
         for _, experts in expert_layers(model):
-            unit_of(experts, grid.expert_mesh, reshard=plan.zero == 3)
+            unit_of(experts, grid.expert_mesh, reshard=plan.fsdp.zero == 3)
     for block in blocks:
-        unit_of(block, grid.fsdp_mesh, reshard=plan.zero == 3)
+        unit_of(block, grid.fsdp_mesh, reshard=plan.fsdp.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
     unit_of(model, grid.fsdp_mesh, reshard=False)
     units: Any = blocks
-    for number in range(len(blocks) if plan.prefetch_blocks else 0):
-        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.prefetch_blocks])
-        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.prefetch_blocks) : number][::-1])
+    for number in range(len(blocks) if plan.fsdp.prefetch_blocks else 0):
+        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.fsdp.prefetch_blocks])
+        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.fsdp.prefetch_blocks) : number][::-1])
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
@@ -82,8 +82,8 @@ def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Mod
 
 def _check_unsharded(model: nn.Module, plan: Plan) -> None:
     paths = [path for path, _ in model.named_modules() if path]
-    spread = [path for path, _ in expert_layers(model)] if plan.ep > 1 else []
-    for pattern in plan.unsharded:
+    spread = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
+    for pattern in plan.fsdp.ignored_modules:
         named = match_modules(pattern, paths)
         experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
         if not named or experts:
@@ -159,9 +159,9 @@ class FSDPGradients:
 
     def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
         for unit in units:
-            unit.set_requires_gradient_sync(last or self._plan.zero > 1, recurse=False)
+            unit.set_requires_gradient_sync(last or self._plan.fsdp.zero > 1, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
+            unit.set_reshard_after_backward(last or self._plan.fsdp.zero == 3, recurse=False)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """The next backward pass is the step's last, or the last through a ``part`` of the model."""

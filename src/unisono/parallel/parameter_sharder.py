@@ -20,7 +20,7 @@ class ParameterSharder:
     """``index`` and ``count``: this rank's place among those that share the layers, in their ``group``."""
 
     def __init__(self, model: nn.Module, grid: ParallelDims) -> None:
-        self.rank, self.num_ranks, self.group = grid.rank_along("tp"), grid.plan.tp, grid.group("tp")
+        self.rank, self.num_ranks, self.group = grid.rank_along("tp"), grid.plan.mesh.tp, grid.group("tp")
         self._holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -39,9 +39,9 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
     Raises PlanError: more blocks than there are, an operator that does not exist; and in the first forward pass where an
     operator to keep was not run.
     """
-    if plan.recompute == "none":
+    if plan.recompute.mode == "none":
         return
-    count = plan.recompute_blocks[piece] if plan.recompute_blocks else len(blocks)
+    count = plan.recompute.blocks_per_stage[piece] if plan.recompute.blocks_per_stage else len(blocks)
     if count > len(blocks):
         raise PlanError(
             given=f"recompute_blocks[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
@@ -76,7 +76,7 @@ def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Mo
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, str] = {}
     problems: dict[str, Problem] = {}  # of modules alike one is enough
-    for pattern in plan.recompute_modules:
+    for pattern in plan.recompute.modules:
         given = f"recompute_modules {pattern!r}"
         if not (names := match_modules(pattern, modules)):
             problems[pattern] = Problem(
@@ -146,12 +146,12 @@ def _kind(name: str) -> str:
 def check_kv_caches(plan: Plan, model: nn.Module) -> None:
     """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
     backward pass, and what recompute drops would be held by the cache."""
-    for each in models_of_transformers(model) if plan.recompute != "none" else []:
+    for each in models_of_transformers(model) if plan.recompute.mode != "none" else []:
         # encoders, such as BERT, have the setting and keep nothing
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
         if decodes and getattr(each.config, "use_cache", False):
             raise PlanError(
-                given=f"plan.recompute={plan.recompute!r} for {type(each).__name__} with config.use_cache=True",
+                given=f"plan.recompute={plan.recompute.mode!r} for {type(each).__name__} with config.use_cache=True",
                 rule="a block that is computed again leaves nothing behind; a cache takes its keys and values each time",
                 consequence="the second pass would see another cache than the first, and nothing be saved of keys and values",
                 nearest="model.config.use_cache=False (a cache is of use in generation only)",
@@ -210,7 +210,7 @@ class _Policy:
 
 
 def _policy_of(plan: Plan) -> _Policy | None:
-    return _one_policy(plan.recompute_keep).begin() if plan.recompute == "selective" else None
+    return _one_policy(plan.recompute.saved_ops).begin() if plan.recompute.mode == "selective" else None
 
 
 @functools.cache

@@ -40,11 +40,11 @@ class ShardedParameters:
         self._live = {whole.first_names[name]: parameter for name, parameter in model.named_parameters()}
         noted = {whole.first_names[name]: block for name, block in blocks(model).items()}
         self._blocks = {name: block for name, block in noted.items() if name in self._live}
-        self._experts = expert_dims(model) if grid.plan.ep > 1 else {}
+        self._experts = expert_dims(model) if grid.plan.mesh.ep > 1 else {}
         self.parameters = {name: _piece(parameter) for name, parameter in self._live.items()}
         for piece in self.parameters.values():
             # small gradients pile up, and moments of them are made: more digits than a bf16 parameter's
-            if grid.plan.dtypes and piece.dtype == torch.bfloat16:
+            if grid.plan.precision.dtype_rules and piece.dtype == torch.bfloat16:
                 piece.grad_dtype = torch.float32
         # in what gradients travel between data ranks where it is not their own dtype
         self.grad_reduce_dtypes = {
@@ -110,7 +110,7 @@ class ShardedParameters:
         """The norm of all gradients together, whose pieces here are ``gradients``, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
         pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._repeated]
-        if not self.is_sharded and self._grid.plan.pp == 1:
+        if not self.is_sharded and self._grid.plan.mesh.pp == 1:
             return global_norm([g for _, g in pairs])
         cut = global_norm([g for p, g in pairs if p in self._cut and not self._cut[p].replica]).square()
         rest = global_norm([g for p, g in pairs if p not in self._cut]).square()
@@ -132,7 +132,7 @@ class ShardedParameters:
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """``values`` of this rank's tokens between the cut layers, summed over all tokens of the step, in place."""
         values = self._grid.sum(self._grid.sum(values, "dp_replicate"), "shard")
-        return self._grid.sum(values, "tp") if self._grid.plan.sequence_parallel else values
+        return self._grid.sum(values, "tp") if self._grid.plan.tensor_parallel.sequence_parallel else values
 
     def max_over_shards(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold pieces; NaN where one has it."""
@@ -144,7 +144,7 @@ class ShardedParameters:
 
     def gather_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
-        if self._grid.plan.pp == 1:
+        if self._grid.plan.mesh.pp == 1:
             return dict(values)
         found = {name: value for each in self._grid.world.gather_json(values) for name, value in each.items()}
         return {name: found[name] for name in self._whole.parameters if name in found}

@@ -62,13 +62,13 @@ def parallelize(
     Of several ranks all call it, with equal models and the ``grid`` they are in, with a ``context`` of that model where they
     share sequences, and with its ``layout`` where they are stages of a pipeline.
     """
-    if plan.channels_last:
+    if plan.backend.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     blocks = repeated_blocks(model)
     for choice, acts, near in (
-        ("recompute", plan.recompute != "none" and not plan.recompute_modules, "'none'"),
-        ("offload", plan.offload, "False"),
-        ("compile", plan.compile == "regional", "'model'"),
+        ("recompute", plan.recompute.mode != "none" and not plan.recompute.modules, "'none'"),
+        ("offload", plan.recompute.offload, "False"),
+        ("compile", plan.backend.compile == "regional", "'model'"),
         ("cp", context is not None, "1"),
     ):
         if acts and not blocks:
@@ -78,9 +78,9 @@ def parallelize(
                 consequence="it would change nothing",
                 nearest=f"plan.{choice}={near}, or keep the blocks in a ModuleList",
             )
-    if plan.compile != "off" and any(expert_layers(model)):
+    if plan.backend.compile != "off" and any(expert_layers(model)):
         raise PlanError(
-            given=f"plan.compile={plan.compile!r} for {type(model).__name__} with experts",
+            given=f"plan.compile={plan.backend.compile!r} for {type(model).__name__} with experts",
             rule="how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes",
             consequence="the graph would break in every block",
             nearest="compile='off', or model.experts=0",
@@ -93,17 +93,17 @@ def parallelize(
     whole = GlobalParameterSpec.from_model(model)
     stages = None
     if grid is not None:
-        if plan.dp_world_size > 1 and batch_norms(model):
+        if plan.mesh.dp_world_size > 1 and batch_norms(model):
             apply_sync_batch_norm(model, grid.group("data"))
-        if plan.placements:
+        if plan.tensor_parallel.placements:
             apply_placements(model, grid)
-        elif plan.tp > 1:
+        elif plan.mesh.tp > 1:
             apply_tensor_parallel(model, grid)
-        if plan.ep > 1:
+        if plan.mesh.ep > 1:
             apply_expert_parallel(model, grid)
-        if plan.cp > 1 or plan.sequence_parallel:
+        if plan.mesh.cp > 1 or plan.tensor_parallel.sequence_parallel:
             sum_balance_counts(model, grid)
-    set_compute_dtypes(model, computes, plan.device)
+    set_compute_dtypes(model, computes, plan.mesh.device)
     if context is not None:
         inside = {inner for block in blocks for inner in block.modules()} - set(blocks)
         context.wrap_blocks(blocks, [module for module in named.values() if module in inside])
@@ -112,21 +112,24 @@ def parallelize(
         stages = PipelineStages(
             model,
             layout,
-            [stage_index(plan.schedule, plan.pp, grid.rank_along("pp"), n) for n in range(plan.stages_per_rank)],
+            [
+                stage_index(plan.pipeline.schedule, plan.mesh.pp, grid.rank_along("pp"), n)
+                for n in range(plan.stages_per_rank)
+            ],
         )
         blocks = stages.blocks
     pieces = {each: stages.blocks_of(each) for each in stages.stage_ids} if stages else {0: blocks}
-    if plan.recompute_modules:
+    if plan.recompute.modules:
         recompute_modules(plan, named, list(pieces.values()) if stages else [[model]])
     else:
         for piece, members in pieces.items():
             recompute_blocks(plan, members, piece)
-    if plan.offload:
+    if plan.recompute.offload:
         offload_activations(blocks, pinned=True)
-    if plan.compile == "regional":
+    if plan.backend.compile == "regional":
         for block in blocks:
             block.compile(**_compile_arguments(plan))
-    elif plan.compile == "model":
+    elif plan.backend.compile == "model":
         model.compile(**_compile_arguments(plan))
     if plan.uses_fsdp:
         assert grid is not None
@@ -136,6 +139,6 @@ def parallelize(
 
 def _compile_arguments(plan: Plan) -> dict[str, Any]:
     arguments: dict[str, Any] = {"dynamic": False}
-    if plan.device != "cpu":
-        arguments["mode"] = "max-autotune" if plan.autotune else "reduce-overhead"  # both use device graphs
+    if plan.mesh.device != "cpu":
+        arguments["mode"] = "max-autotune" if plan.backend.autotune else "reduce-overhead"  # both use device graphs
     return arguments

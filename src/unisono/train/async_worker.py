@@ -43,9 +43,9 @@ _BYTE_FIELDS = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
 
 def worker_plan(plan: Plan) -> Plan:
     """What one worker of an asynchronous plan computes by itself: a unit. Other plans stay what they are."""
-    if plan.sync != "dist_async":
+    if plan.sync.kind != "dist_async":
         return plan
-    share = plan.global_batch // plan.dp_replicate
+    share = plan.batch.global_batch // plan.mesh.dp_replicate
     return replace(
         plan, dp_replicate=1, global_batch=share, sync="local", compression="none", staleness=None, damping=False
     )
@@ -137,21 +137,21 @@ class AsyncWorker:
         self._plan, self._state = plan, state
         # each update's rate comes with its push; clipping is done here
         self._recipe = ServerOptimizerSpec(
-            options=replace(options, clip_norm=0.0), roles=dict(roles), staleness_lr_decay=plan.damping
+            options=replace(options, clip_norm=0.0), roles=dict(roles), staleness_lr_decay=plan.sync.staleness_lr_decay
         )
         held = state.local_state()
         self._values = {path[6:]: cast(Tensor, each) for path, each in held.items() if path.startswith("model/")}
         self._parameters = state.sharded.parameters
-        workers = plan.dp_replicate
+        workers = plan.mesh.dp_replicate
         agreed = RunSpec(
             table={name: (tuple(value.shape), value.dtype) for name, value in self._values.items()},
             num_servers=len(job.server_addresses),
             uncut_keys=tuple(self._parameters) if options.kind in LAYERWISE_OPTIMIZERS else (),
-            staleness=plan.staleness,
+            staleness=plan.sync.staleness,
             num_batch_shards=steps * workers,
             batch_shards_per_step=workers,
             batch_shards_per_save=save_every * workers,
-            codec=plan.compression,
+            codec=plan.sync.compression,
             labels={"run": job.run_id, **about},
         )
         self._addresses = job.server_addresses
@@ -161,14 +161,14 @@ class AsyncWorker:
             agreed,
             worker=job.rank,
             incarnation=job.restart_count,
-            codec=None if plan.compression == "none" else server_codec(plan.compression),
+            codec=None if plan.sync.compression == "none" else server_codec(plan.sync.compression),
             tls=read_tls(os.environ),
             say=lambda text: events.emit("servers", message=text),
         )
-        if (codec := plan.compression) != "none":
+        if (codec := plan.sync.compression) != "none":
             events.emit("compression", asked=codec, codec=codec, why=compression_reason(codec, options.kind))
         # under a bound, values are as new as what was dealt
-        self._bounded = plan.staleness is not None
+        self._bounded = plan.sync.staleness is not None
         self._optimizer = RemoteOptimizer(
             local, self._servers, self._parameters, late_pull=self._bounded, timers=timers
         )
@@ -202,7 +202,7 @@ class AsyncWorker:
             self._servers.load_state({**self._values, **moments})
         self.drop_optimizer_state()
         self._servers.snapshot()
-        self._servers.mark_done(WorkItem("begin", state.step * self._plan.dp_replicate), float(state.weight_total))
+        self._servers.mark_done(WorkItem("begin", state.step * self._plan.mesh.dp_replicate), float(state.weight_total))
 
     # --- its course ------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class AsyncWorker:
     @property
     def step(self) -> int:
         """Where the servers stand, at a save or the end."""
-        return self.work_item.number // self._plan.dp_replicate
+        return self.work_item.number // self._plan.mesh.dp_replicate
 
     def finish_save(self) -> None:
         """What was to be done at this step is done."""

@@ -34,22 +34,22 @@ def build_loader(
 
     Raises DataError for an epoch's end that ranks would not reach together, and for settings that a stream does not have.
     """
-    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.pp > 1 else ""
-    if not together and plan.dp_world_size > 1 and batch_statistics:
+    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.mesh.pp > 1 else ""
+    if not together and plan.mesh.dp_world_size > 1 and batch_statistics:
         together = "batch norm"
     if together and options.last_batch == "keep":
         raise DataError(
-            given=f"{together} on {plan.world_size} ranks with loader.last_batch=keep",
+            given=f"{together} on {plan.mesh.world_size} ranks with loader.last_batch=keep",
             rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
             consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
             nearest="loader.last_batch=pad, which fills it up with weight 0",
         )
     common: dict[str, Any] = {
         "seed": seed,
-        "global_batch": plan.global_batch,
-        "micro_batch": plan.micro_batch,
+        "global_batch": plan.batch.global_batch,
+        "micro_batch": plan.batch.micro_batch,
         "rank": data_rank,
-        "world": plan.dp_world_size,
+        "world": plan.mesh.dp_world_size,
         "transform": transform,
         "device": None if device.type == "cpu" else device,
     }

@@ -39,7 +39,7 @@ def evaluate(
             samples = min(limit or len(data), len(data))
             waiting = _passes(data, plan, data_rank, samples)
             # a pipeline is filled with several at a time
-            while group := list(islice(waiting, 2 * plan.pp if plan.pp > 1 else 1)):
+            while group := list(islice(waiting, 2 * plan.mesh.pp if plan.mesh.pp > 1 else 1)):
                 counts = [each for _, each in group]
 
                 def add(
@@ -51,7 +51,7 @@ def evaluate(
                         total.add_(torch.cat(sums))
 
                 passes.evaluate([_copied(host, device) for host, _ in group], add)
-        passes.world.all_reduce(total).div_(plan.tp)  # ranks that share a layer saw the same samples
+        passes.world.all_reduce(total).div_(plan.mesh.tp)  # ranks that share a layer saw the same samples
     finally:
         reshard(model)
         model.train(was_training)
@@ -66,8 +66,8 @@ def _copied(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tens
 def _passes(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """This rank's batches, and True; where ranks hold parts of one model, one more of any sample, and False, for a rank with
     fewer batches: the others need its part once more."""
-    ranks = plan.dp_world_size
-    yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, rank, ranks, samples))
-    own, longest = (-(-len(rank_range(samples, each, ranks)) // plan.micro_batch) for each in (rank, 0))
+    ranks = plan.mesh.dp_world_size
+    yield from ((batch, True) for batch in eval_batches(data, plan.batch.micro_batch, rank, ranks, samples))
+    own, longest = (-(-len(rank_range(samples, each, ranks)) // plan.batch.micro_batch) for each in (rank, 0))
     if plan.uses_fsdp and own < longest:
         yield next(eval_batches(data, 1, 0, 1, 1)), False

@@ -39,9 +39,9 @@ _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 def check_sync_options(plan: Plan, options: TrainOptions) -> None:
     """Raises ConfigError for what ranks that are apart cannot do."""
-    if options.ema_decay and plan.sync in ("dist_async", "dist_local"):
+    if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
-            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync!r}",
+            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
             nearest="train.ema_decay=0, or plan.sync='dist_sync'",
@@ -50,11 +50,11 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
 
 def open_store(plan: Plan, world: World) -> KVStore:
     """The store of the plan's kind; of asynchronous workers each has one of its own, beside the servers."""
-    if plan.sync == "dist_async":
+    if plan.sync.kind == "dist_async":
         return create_kvstore("local", world)
-    if plan.sync == "dist_local":
-        return create_kvstore(plan.sync, world, rounds=local_sgd_config(plan))
-    return create_kvstore(plan.sync, world)
+    if plan.sync.kind == "dist_local":
+        return create_kvstore(plan.sync.kind, world, rounds=local_sgd_config(plan))
+    return create_kvstore(plan.sync.kind, world)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
     the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
     snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
     nothing, or its folder is no good."""
-    if plan.sync != "dist_async":
+    if plan.sync.kind != "dist_async":
         if launch.tls:
             raise _unused_tls_error(plan, launch)
         yield job
@@ -110,7 +110,7 @@ def _tls_variable(launch: LaunchOptions) -> Generator[str]:
 
 def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
     return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync!r}",
+        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
         rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
         consequence="it would act on nothing, and nothing was started",
         nearest="plan.sync='dist_async', or a private network and no launch.tls",
@@ -120,18 +120,20 @@ def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
     """The ranks that keep step with this one: all of the job, or, asynchronously, none (docs/adr/0010)."""
     return (
-        World.alone(job) if plan.sync == "dist_async" else join_world(job, device_type=device_type, timeout_s=timeout_s)
+        World.alone(job)
+        if plan.sync.kind == "dist_async"
+        else join_world(job, device_type=device_type, timeout_s=timeout_s)
     )
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
     """When ``dist_local`` averages."""
     return LocalSGDConfig(
-        local_steps=plan.local_steps,
-        outer_lr=plan.outer_lr,
-        outer_momentum=plan.outer_momentum,
-        num_fragments=plan.fragments,
-        outer_delay_steps=plan.overlap_steps,
+        local_steps=plan.sync.local_steps,
+        outer_lr=plan.sync.outer_lr,
+        outer_momentum=plan.sync.outer_momentum,
+        num_fragments=plan.sync.num_fragments,
+        outer_delay_steps=plan.sync.outer_delay_steps,
     )
 
 
@@ -150,10 +152,10 @@ def build_gradient_sync(
     device = next(iter(pieces.parameters.values())).device
     if plan.uses_fsdp:
         return FSDPGradients(model, pieces, grid), None
-    if plan.placements:
+    if plan.tensor_parallel.placements:
         return DTensorGradients(model, pieces, grid), None
     codec = _choose_codec(plan, grid, device, optimizer, events)
-    if plan.sync == "dist_local":
+    if plan.sync.kind == "dist_local":
         found = None if codec == "none" else cast(Codec, find_codec(codec))  # the plan has no factors here
         rounds = LocalSGDSync(plan, pieces.parameters, grid.world, step, found)
         return rounds, rounds
@@ -161,7 +163,7 @@ def build_gradient_sync(
     if codec != "none":
         store.set_compression(codec)
     travels = pieces.grad_reduce_dtypes if codec == "none" else None
-    sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes)
+    sync = store.gradients(pieces.parameters, group, travels, plan.sync.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
     events.emit("gradients", path=sync.path)
@@ -170,14 +172,14 @@ def build_gradient_sync(
 
 def _choose_codec(plan: Plan, grid: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
     """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
-    chosen = plan.compression
+    chosen = plan.sync.compression
     if chosen == "none":
         return chosen
     why = compression_reason(chosen, optimizer)
     if chosen == "auto":
         choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.is_model_sharded else None)
         chosen, why = choice.codec or "none", choice.reason
-    events.emit("compression", asked=plan.compression, codec=chosen, why=why)
+    events.emit("compression", asked=plan.sync.compression, codec=chosen, why=why)
     return chosen
 
 

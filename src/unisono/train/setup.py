@@ -24,9 +24,9 @@ from unisono.parallel.pipeline.partition import PipelinePartition, partition_mod
 from unisono.parallel.recompute import check_called, find_recomputed_modules
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.parallel.transforms import repeated_blocks
-from unisono.plan.derive import derive_plan, load_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan, load_plan
 from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
@@ -37,9 +37,11 @@ from unisono.train.step import input_selector
 def resolve_plan(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
     """The device of this rank and the plan of the job. Raises PlanError."""
     given = load_plan(options) if options.file else None
-    device = find_device(given.device if given else options.device, job.local_rank)
+    device = find_device(given.mesh.device if given else options.device, job.local_rank)
     if given is None:
-        return device, derive_plan(options, world=job.world_size, device=device.type, native_bf16=computes_bf16(device))
+        return device, derive_plan(
+            options, world_size=job.world_size, device=device.type, native_bf16=computes_bf16(device)
+        )
     validate_plan(given, job.world_size)
     return device, given
 
@@ -59,10 +61,10 @@ def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str
     if known and not pairs_with_extra_parameters(known, model):
         return plan
     inputs = dict(first())
-    if known and runs_with_shards(known, plan.tp, model, inputs):
+    if known and runs_with_shards(known, plan.mesh.tp, model, inputs):
         return plan
     found = infer_rules(model, inputs)
-    plan = replace(plan, rules=require_rules(found, type(model).__name__, plan.tp))
+    plan = replace(plan, rules=require_rules(found, type(model).__name__, plan.mesh.tp))
     events.emit("rules_inferred", rules=plan.to_json()["rules"], left=dict(found.left))
     return plan
 
@@ -70,7 +72,12 @@ def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str
 def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, PipelinePartition]:
     """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then has that as its splits."""
     layout = partition_model(
-        model, repeated_blocks(model), dict(inputs), plan.pp * plan.stages_per_rank, plan.splits, plan.weights
+        model,
+        repeated_blocks(model),
+        dict(inputs),
+        plan.mesh.pp * plan.stages_per_rank,
+        plan.pipeline.layers_per_stage,
+        plan.pipeline.block_costs,
     )
     return replace(plan, splits=layout.layers_per_stage, weights=()), layout
 
@@ -85,24 +92,24 @@ def resolve_for_model(
     """
     problems: list[Problem] = []
     layout = None
-    context = ContextParallel(grid, model) if plan.cp > 1 else None
-    if plan.pp > 1:
+    context = ContextParallel(grid, model) if plan.mesh.cp > 1 else None
+    if plan.mesh.pp > 1:
         with _collect_problems(problems):
             plan, layout = split_stages(plan, model, input_selector(model)(batch()))
     if context is not None:
         with _collect_problems(problems):
             context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
-    if plan.recompute_modules:
+    if plan.recompute.modules:
         with _collect_problems(problems):
             check_called(
                 find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
             )
-    if plan.tp > 1 and not plan.placements:
+    if plan.mesh.tp > 1 and not plan.tensor_parallel.placements:
         with _collect_problems(problems):
             resolve_rules(model, plan)
-    if plan.ep > 1:
+    if plan.mesh.ep > 1:
         with _collect_problems(problems):
-            check_experts(model, plan.ep)
+            check_experts(model, plan.mesh.ep)
     if problems:
         raise PlanError(*problems)
     return plan, layout, context
@@ -119,7 +126,11 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
 def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
     """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
     cache = default_cache_dir(os.environ) / "calibration.json"
-    found = peak_flops(device, COMPUTE_DTYPES[plan.precision], cache=cache, tf32=plan.tf32) if world.rank == 0 else None
+    found = (
+        peak_flops(device, COMPUTE_DTYPES[plan.precision.compute], cache=cache, tf32=plan.backend.tf32)
+        if world.rank == 0
+        else None
+    )
     return PeakFlops(**world.broadcast_json(asdict(found) if found else None))
 
 

@@ -204,7 +204,7 @@ class StageTensors:
 
     def complete(self, mine: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
         """The tensors of all stages as parts: empty where another stage has it, a replica where an earlier rank has it too."""
-        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world_size // self._grid.plan.pp
+        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world_size // self._grid.plan.mesh.pp
         found: dict[str, Tensor | TensorShard] = {}
         for path, (shape, dtype) in sorted(self._table.items()):
             here, first = mine.get(path), self._first[path]

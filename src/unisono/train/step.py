@@ -81,7 +81,7 @@ class TrainStep:
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; returns with ``state.step`` one higher."""
         state, timers = self.state, self.timers
-        set_balance_loss_scale(self.forward_backward.model, state.loss_scale.scale / self.plan.global_batch)
+        set_balance_loss_scale(self.forward_backward.model, state.loss_scale.scale / self.plan.batch.global_batch)
         totals = torch.zeros(3, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
 
         def copied(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ class TrainStep:
             loss_sum, weight = self.objective(outputs, micro)
             totals[0] += loss_sum.detach()
             totals[1] += weight
-            return loss_sum * (state.loss_scale.scale / self.plan.global_batch)
+            return loss_sum * (state.loss_scale.scale / self.plan.batch.global_batch)
 
         self.forward_backward.train(
             batch.micro_batches, copied, loss, self.sync.prepare_last_backward, timers, state.step
@@ -111,11 +111,11 @@ class TrainStep:
     @torch.no_grad()
     def _update(self, totals: Tensor) -> tuple[float, Tensor]:
         state = self.state
-        loss, weight = totals[0] / totals[1], totals[1] / self.plan.tp  # the ranks of a layer saw the same samples
+        loss, weight = totals[0] / totals[1], totals[1] / self.plan.mesh.tp  # the ranks of a layer saw the same samples
         gradients = self.sync.gradients()
         # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
-        share = weight if self.plan.gradients == "mean" else torch.ones_like(weight)
-        divisor = (state.loss_scale.scale * share / self.plan.global_batch).float()
+        share = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
+        divisor = (state.loss_scale.scale * share / self.plan.batch.global_batch).float()
         norm = self.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
@@ -133,7 +133,7 @@ class TrainStep:
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
         if state.sync_state is not None and state.sync_state.params_diverge:
             counted = (
-                counted * self.plan.dp_world_size
+                counted * self.plan.mesh.dp_world_size
             )  # the others have as many samples, and have not told their weight
         state.weight_total += counted
         self.sync.zero_grad()

@@ -167,7 +167,7 @@ class Trainer:
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
         if isinstance(self._asked_plan, Plan):
             validate_plan(self._asked_plan, job.world_size)
-            self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
+            self.plan, self.device = self._asked_plan, find_device(self._asked_plan.mesh.device, job.local_rank)
         else:
             self.device, self.plan = resolve_plan(self._asked_plan, job)
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
@@ -209,7 +209,7 @@ class Trainer:
             shuffle_block=self._shuffle_block,
             batch_statistics=bool(batch_norms(model)),
         )
-        if self.plan.tp > 1 and not (self.plan.rules or self.plan.placements):
+        if self.plan.mesh.tp > 1 and not (self.plan.tensor_parallel.rules or self.plan.tensor_parallel.placements):
             self.plan = grid.plan = infer_tp_rules(
                 self.plan, model, lambda: inputs(self._first_micro_batch()), self.events
             )
@@ -218,7 +218,7 @@ class Trainer:
         self.plan, layout, context = resolve_for_model(self.plan, model, grid, self._first_micro_batch)
         mine = self.plan if layout is not None else mine
         model, whole, stages = parallelize(mine, model.train(), grid, context, layout)
-        if self.plan.placements:
+        if self.plan.tensor_parallel.placements:
             self.events.emit("placements", placed=parameter_placements(model))
         if recipe is not None:
             allocate_shards(model, self.device)
@@ -251,7 +251,7 @@ class Trainer:
             sharded=pieces,
             optimizer=optimizer,
             loss_scale=LossScale.create(self.device, initial=options.loss_scale)
-            if self.plan.uses_loss_scale
+            if self.plan.precision.uses_loss_scale
             else LossScale.off(self.device),
             guard=StepGuard(self.device, sigmas=options.spike_sigmas),
             average=WeightAverage(pieces.parameters, options.ema_decay) if options.ema_decay else None,
@@ -259,7 +259,7 @@ class Trainer:
                 (), dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device
             ),
         )
-        if self.plan.pp > 1:
+        if self.plan.mesh.pp > 1:
             self.state.stage_tensors = StageTensors(self.state.local_state(), grid)
         self._sync, self.state.sync_state = build_gradient_sync(
             mine,
@@ -284,14 +284,14 @@ class Trainer:
             "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
             "samples": len(self.data) if isinstance(self.data, Dataset) else 0,
             "seed": self._seed,
-            "global_batch": self.plan.global_batch,
+            "global_batch": self.plan.batch.global_batch,
             "shuffle_block": self._shuffle_block,
             "last_batch": self._loading.last_batch,
         }
         self._environment = resuming.run_environment(self.world, self.plan)
         self._emit_start()
         self._timers = StepTimers()
-        self._dealt = self._connect(optimizer, named_roles) if self.plan.sync == "dist_async" else None
+        self._dealt = self._connect(optimizer, named_roles) if self.plan.sync.kind == "dist_async" else None
         if self._dealt is None:
             self._restore()
         elif self._dealt.claim_start():
@@ -335,7 +335,7 @@ class Trainer:
             peak=find_peak(self.device, self.plan, self.world) if flops else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
-            compiling=self.plan.compile != "off",
+            compiling=self.plan.backend.compile != "off",
         )
 
     def _restore(self) -> bool:
@@ -399,7 +399,9 @@ class Trainer:
             held_bytes={
                 "parameters": self._ledger.parameter_bytes,
                 "gradients": self._ledger.gradient_bytes,
-                "optimizer": 0 if self.plan.sync == "dist_async" else self._ledger.state_bytes,  # the servers have it
+                "optimizer": 0
+                if self.plan.sync.kind == "dist_async"
+                else self._ledger.state_bytes,  # the servers have it
             },
             steps_total=self.options.steps,
             epoch=self.world.job.restart_count,

@@ -44,7 +44,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     """
     names = _names(model)
     chosen, problems = _match(names, placements)
-    if grid.plan.tp == 1:
+    if grid.plan.mesh.tp == 1:
         problems.append(_inert())
     if problems:
         raise PlanError(*problems)
@@ -79,7 +79,7 @@ def apply_placements(model: nn.Module, grid: ParallelDims) -> None:
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for each in grid.plan.placements:
+    for each in grid.plan.tensor_parallel.placements:
         found = match_modules(each.module, modules)
         if not found:
             problems.append(_no_module(each.module, modules))
@@ -162,7 +162,7 @@ def _within(name: str, path: str) -> bool:
 
 def _block(dims: Dims, shape: tuple[int, ...], grid: ParallelDims) -> TensorParallelBlock:
     """Where this rank's part lies."""
-    layout = Layout((grid.plan.tp,), (AXIS,))(*(dim or UNSHARDED for dim in dims))
+    layout = Layout((grid.plan.mesh.tp,), (AXIS,))(*(dim or UNSHARDED for dim in dims))
     at = dims.index(AXIS)
     held = layout.slices(shape)[grid.rank_along(AXIS)][at]
     return TensorParallelBlock(dim=at, size=shape[at], runs=((held.start, held.stop - held.start),))
@@ -256,7 +256,7 @@ def _sum_at_once(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> An
 
 def _mesh(grid: ParallelDims) -> DeviceMesh:
     line = torch.tensor(grid.ranks_along(AXIS))
-    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.device, mesh=line, mesh_dim_names=(AXIS,))
+    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
 
 
 def _torch_placements(dims: Dims) -> list[Placement]:
