@@ -48,7 +48,7 @@ def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) ->
     assert (tmp_path / "exported/model.safetensors").read_bytes() == (run_dir / "export/model.safetensors").read_bytes()
     # the plan that the run has kept
     plan = json.loads((run_dir / "plan.json").read_text())
-    assert plan["splits"] == {"pp": [1, 1], "interleaved": [1, 1, 1, 1]}.get(axis, [])
+    assert plan["pipeline"]["layers_per_stage"] == {"pp": [1, 1], "interleaved": [1, 1, 1, 1]}.get(axis, [])
     assert desk.here("plan", "show", str(run_dir)).code == 0
     checked = desk.here("plan", "check", str(run_dir), "--processes=2")
     assert checked.out.startswith("a legal plan for 2 processes"), checked.err

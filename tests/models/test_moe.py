@@ -12,8 +12,8 @@ from unisono.models.loss import cross_entropy_sum
 from unisono.models.moe import BALANCE_LOSS_WEIGHT, BIAS_UPDATE_RATE, MoE, set_balance_loss_scale, update_router_biases
 from unisono.models.options import ModelOptions
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.build import gpt_flops_per_token
 
 SMALL = {"layers": 2, "dim": 12, "heads": 2, "kv_heads": 1, "ffn_dim": 20, "vocab_size": 32, "experts": 5}

@@ -12,8 +12,8 @@ from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.parallel.batch_norm import apply_sync_batch_norm, check_batch_norm
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 SIZES = (5, 1, 3)  # samples of each rank
 

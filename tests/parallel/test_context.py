@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +26,8 @@ from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import masked_token, next_token
 
 B, T, VOCAB = 2, 24, 48
@@ -301,7 +301,7 @@ def in_transformers(world: World, recompute: str) -> int:
             alone.config.use_cache = model.config.use_cache = False
         grid = grid_of(world, cp=world.world_size, recompute=recompute)
         context = ContextParallel(grid, model)
-        parallelize(replace(grid.plan, cp=1), model, grid, context)
+        parallelize(changed(grid.plan, cp=1), model, grid, context)
         loss = grid.sum(loss_of_logits(model, batch, context), "cp")
         assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
         for parameter, mine in alone.named_parameters():

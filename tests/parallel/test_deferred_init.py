@@ -20,8 +20,8 @@ from unisono.parallel.deferred_init import allocate_shards, deferred_init, mater
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
 
 SIZES = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": 49}
@@ -311,7 +311,7 @@ def through_the_trainer(world: World, folder: str, name: str, changes: dict) -> 
                 ("gpt", 4, {"dp_shard": 2, "tp": 2}),
                 ("gpt", 2, {"dp_shard": 2, "zero": 1}),
                 ("gpt", 2, {"tp": 2, "sequence_parallel": True}),
-                ("gpt", 2, {"cp": 2, "shard_threshold_numel": 100}),
+                ("gpt", 2, {"cp": 2, "fsdp.shard_threshold_numel": 100}),
                 ("tied", 2, {"tp": 2}),
                 ("tied", 4, {"pp": 2, "dp_shard": 2, "schedule": "interleaved"}),
                 ("gpt", 8, {"pp": 2, "dp_shard": 2, "tp": 2}),

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from plan_edit import changed
 from plans import on_ranks, save_at
 from pool import Pool
 from torch import Tensor, nn
@@ -21,8 +22,8 @@ from unisono.dist import World
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ColwiseRowwise
 
 T, HEADS = 8, 4
@@ -77,14 +78,15 @@ def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     """Which probabilities each layer's attention kept, what dropout between the pairs kept, and gradients."""
     options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world_size, recompute=recompute, **axes)
     plan = replace(
-        derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), rules=(RULE,) * ("tp" in axes)
+        derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False),
+        rules=(RULE,) * ("tp" in axes),
     )
     grid = ParallelDims(plan, world)
     net = Net()
-    context = ContextParallel(grid, net) if plan.cp > 1 else None
+    context = ContextParallel(grid, net) if plan.mesh.cp > 1 else None
     whole = torch.eye(T)[None]
     batch = {"inputs": whole}
-    parallelize(replace(plan, cp=1), net, grid, context)
+    parallelize(changed(plan, cp=1), net, grid, context)
     torch.manual_seed(grid.rng_rank)
     if context:
         with context.micro_batch(batch):

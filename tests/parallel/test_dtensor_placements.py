@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -24,8 +24,8 @@ from unisono.parallel.tensor.dtensor_placements import (
     shard_function,
     shard_module,
 )
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ParameterPlacement
 
 PINS = {"blocks.*.up.*": ("tp", None), "blocks.*.down.weight": (None, "tp"), "table.weight": (None, "tp")}
@@ -270,7 +270,7 @@ def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     """Known before any rank is asked for anything, so one process stands for two."""
     plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     placed = tuple(ParameterPlacement(module=each, parameter=name, dims=("tp", None)) for each, name in modules.items())
-    grid: Any = SimpleNamespace(plan=replace(plan, placements=placed))
+    grid: Any = SimpleNamespace(plan=changed(plan, placements=placed))
     net = Net()
     with pytest.raises(PlanError) as caught:
         apply_placements(net, grid)
@@ -290,7 +290,7 @@ def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
         ParameterPlacement(module="blocks.1.down", outputs=(None, None, None)),
         ParameterPlacement(module="head", outputs=(None, None, None)),
     )
-    net, grid = Net(), SimpleNamespace(plan=replace(plan, placements=placed))
+    net, grid = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
     with pytest.raises(PlanError) as caught:
         apply_placements(net, grid)  # type: ignore[arg-type]
     assert [problem.given for problem in caught.value.problems] == [

@@ -23,8 +23,8 @@ from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 48, "experts": 4}
 TOKENS = 13
@@ -193,7 +193,9 @@ def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
 
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
-    grid = ParallelDims(chosen := derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world)
+    grid = ParallelDims(
+        chosen := derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world
+    )
     with pytest.raises(PlanError) as caught:
         parallelize(chosen, model(sizes), grid)
     return str(caught.value)

@@ -12,8 +12,8 @@ from torch import nn
 from unisono.errors import PlanError
 from unisono.parallel.device import computes_fp8
 from unisono.parallel.fp8 import fits
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 
 def test_refused_on_a_device_without_it(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 import tiny
 import torch
+from plan_edit import changed
 from pool import Pool
 
 from unisono.checkpoint import open_checkpoint
@@ -20,10 +20,10 @@ from unisono.errors import PlanError
 from unisono.models.loss import LazyLogits
 from unisono.parallel.sharding import TensorShard
 from unisono.parallel.transforms import parallelize
-from unisono.plan.resolve import derive_plan
-from unisono.plan.rules import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
+from unisono.plan.rules import DtypeRule
 from unisono.train.load import tensor_reader
 
 STEPS = 4
@@ -32,7 +32,7 @@ STEPS = 4
 def plan_of(rules: list[dict[str, str]], ranks: int = 1, **options: Any) -> Plan:
     asked = PlanOptions(**{"device": "cpu", "precision": "bf16", "global_batch": 8, **options})
     made = derive_plan(asked, world_size=ranks, device="cpu", native_bf16=False)
-    return replace(made, dtypes=tuple(msgspec.convert(rule, DtypeRule) for rule in rules))
+    return changed(made, dtype_rules=tuple(msgspec.convert(rule, DtypeRule) for rule in rules))
 
 
 def train(

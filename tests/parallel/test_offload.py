@@ -13,8 +13,8 @@ from unisono.errors import PlanError
 from unisono.models.loss import cross_entropy_sum
 from unisono.parallel import offload as module
 from unisono.parallel.offload import offload_activations
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

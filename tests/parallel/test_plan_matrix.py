@@ -13,8 +13,8 @@ from pool import Pool
 
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.validate import validate_plan
 
 # also in the short tier

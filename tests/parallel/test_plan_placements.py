@@ -13,8 +13,8 @@ from unisono import PlanOptions
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.observe.formatting import event_message
-from unisono.plan.resolve import derive_plan
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ColwiseRowwise, ParameterPlacement
 from unisono.plan.validate import validate_plan
 

@@ -14,8 +14,8 @@ from pool import Pool
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.resnet import ResNet, ResNetOptions
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 WIDE = {"heads": 4, "kv_heads": 2}
 

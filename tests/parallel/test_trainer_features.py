@@ -39,7 +39,7 @@ PLANS = {
     "pp-ep": (4, {"pp": 2, "dp_shard": 2, "ep": 2}),
     "tp": (4, {"tp": 4}),  # two ranks have the same head of keys
     "tp-ep": (4, {"dp_shard": 2, "tp": 2, "ep": 2}),
-    "hybrid-ep": (4, {"dp_shard": 2, "ep": 2, "shard_threshold_numel": 300}),
+    "hybrid-ep": (4, {"dp_shard": 2, "ep": 2, "fsdp.shard_threshold_numel": 300}),
 }
 
 

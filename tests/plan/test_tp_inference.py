@@ -12,8 +12,8 @@ from stacks import TOKENS, VOCAB, Stack
 from torch import Tensor, nn
 
 from unisono.models.bert import BERT, BertOptions
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import BUILT_IN_RULES, ColwiseRowwise, EmbeddingRule, OutputRule
 from unisono.plan.rules import built_in_rules as built_in_rules
 from unisono.plan.tp_inference import infer_rules
@@ -77,7 +77,7 @@ def test_models_of_transformers_get_the_rules_of_their_set(kind: str) -> None:
     built_in = [rule for rule in built_in_rules(names) if isinstance(rule, (ColwiseRowwise, EmbeddingRule, OutputRule))]
     root = "bert." if kind == "bert" else "model."
     # sizes that older versions of transformers read in a forward pass
-    built_in = [replace(rule, divided=()) if isinstance(rule, ColwiseRowwise) else rule for rule in built_in]
+    built_in = [replace(rule, size_attrs=()) if isinstance(rule, ColwiseRowwise) else rule for rule in built_in]
     assert [replace(r, module=r.module.removeprefix(root)) for r in found] == [
         replace(r, module=r.module.removeprefix("**.")) for r in built_in
     ]
@@ -86,7 +86,12 @@ def test_models_of_transformers_get_the_rules_of_their_set(kind: str) -> None:
 def test_layers_are_entered_one_by_one_where_no_module_holds_them() -> None:
     attention, wide, *_ = infer_rules(Stack("parallel"), {"tokens": BATCH}).rules
     assert attention == ColwiseRowwise(
-        module="blocks.*", colwise=("q", "k", "v"), rowwise="proj", num_heads_attr="n_head", size_attrs=("n_embd",), input_module="*"
+        module="blocks.*",
+        colwise=("q", "k", "v"),
+        rowwise="proj",
+        num_heads_attr="n_head",
+        size_attrs=("n_embd",),
+        input_module="*",
     )
     assert wide == ColwiseRowwise(module="blocks.*", colwise=("wide",), rowwise="narrow", input_module="wide")
     (fused, *_) = infer_rules(Stack("decoder"), {"tokens": BATCH}).rules
@@ -173,7 +178,7 @@ def test_a_built_in_set_must_run_on_parts(kind: str, looked: int, pairs_found: l
     if pairs_found is None:
         assert (made, events.emitted) == (plan, [])
         return
-    assert [pair.module for pair in pairs(made.rules)] == pairs_found
+    assert [pair.module for pair in pairs(made.tensor_parallel.rules)] == pairs_found
     ((said, fields),) = events.emitted
     assert said == "rules_inferred"
     why = fields["left"]["model.layers.*.self_attn.q_proj"]

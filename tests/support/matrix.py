@@ -22,8 +22,8 @@ from unisono.errors import PlanError
 from unisono.models.bert import BERT, BertOptions
 from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.parallel.sharding import TensorShard
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import cross_entropy, masked_token, next_token
 
 STEPS = 20
@@ -228,8 +228,8 @@ _GPT_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp_shard2", {"zero": 1}),
     ("dp_shard2", {"zero": 2}),
     ("dp_shard2", {"recompute": "full"}),
-    ("dp_shard2", {"shard_threshold_numel": 600, "prefetch_blocks": 2}),
-    ("pp2 dp_replicate2 dp_shard2", {"shard_threshold_numel": 600, "zero": 1}),
+    ("dp_shard2", {"fsdp.shard_threshold_numel": 600, "fsdp.prefetch_blocks": 2}),
+    ("pp2 dp_replicate2 dp_shard2", {"fsdp.shard_threshold_numel": 600, "zero": 1}),
     ("tp2", {"sequence_parallel": True}),
     ("dp_shard2 tp2", {"sequence_parallel": True}),
     ("pp2", {"schedule": "gpipe"}),
@@ -248,7 +248,7 @@ _MOE = (
 )
 _MOE_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tp2", {"sequence_parallel": True}),
-    ("dp_replicate2 dp_shard2 tp2 ep2", {"shard_threshold_numel": 600}),
+    ("dp_replicate2 dp_shard2 tp2 ep2", {"fsdp.shard_threshold_numel": 600}),
     ("pp2", {"schedule": "zbv"}),
     ("pp2 dp_shard2 ep2", {"schedule": "interleaved"}),
 )

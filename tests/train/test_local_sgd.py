@@ -15,8 +15,8 @@ from torch import Tensor
 
 from unisono.data.order.permutation import Permutation
 from unisono.errors import ConfigError, PlanError
-from unisono.plan.resolve import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 STEPS = 9
 PLAN = {"sync": "dist_local", "local_steps": 4}

@@ -28,7 +28,7 @@ def show(file: str, as_json: bool) -> None:
         print_json({"hash": plan.hash, "plan": plan.to_json()})
         return
     click.echo(f"{plan.describe()}\n")
-    values = plan.to_json()
+    values = plan.decisions() | {"pins": list(plan.pins), "provenance": plan.provenance}
     width = max(map(len, values)) + 1
     for name, value in values.items():
         click.echo(f"{name:<{width}}{value}")

@@ -34,14 +34,15 @@ def check_batch_norm(model: nn.Module, plan: Plan) -> None:
     norms, problems = batch_norms(model), list[Problem]()
     if not norms or plan.mesh.dp_world_size == 1:
         return
-    given = f"{len(norms)} batch norms in {type(model).__name__} on {plan.mesh.dp_world_size} data ranks with"
-    if plan.batch.global_batch % plan.mesh.dp_world_size:
+    ranks, samples = plan.mesh.dp_world_size, plan.batch.global_batch
+    given = f"{len(norms)} batch norms in {type(model).__name__} on {ranks} data ranks with"
+    if samples % ranks:
         problems.append(
             Problem(
-                given=f"{given} global_batch {plan.batch.global_batch}",
+                given=f"{given} global_batch {samples}",
                 rule="their statistics are of all ranks, which run the same passes: global_batch is a multiple of the ranks",
                 consequence="a rank that is done would keep the others waiting",
-                nearest=f"plan.global_batch={max(1, plan.batch.global_batch // plan.mesh.dp_world_size) * plan.mesh.dp_world_size}, or group norms",
+                nearest=f"plan.global_batch={max(1, samples // ranks) * ranks}, or group norms",
             )
         )
     if plan.backend.compile != "off":

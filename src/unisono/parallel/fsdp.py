@@ -42,10 +42,10 @@ from unisono.plan.rules import match_modules
 def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Module], grid: ParallelDims) -> None:
     """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another.
 
-    Raises PlanError, before anything is changed, where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads.
+    Raises PlanError, before anything is changed, where ``fsdp.ignored_modules`` names nothing, or experts that ``ep`` spreads.
     """
     plan = grid.plan
-    _check_unsharded(model, plan)
+    _check_ignored_modules(model, plan)
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
         parameter: plan.shard_degree_of(
@@ -80,7 +80,7 @@ def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Mod
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def _check_unsharded(model: nn.Module, plan: Plan) -> None:
+def _check_ignored_modules(model: nn.Module, plan: Plan) -> None:
     paths = [path for path, _ in model.named_modules() if path]
     spread = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
     for pattern in plan.fsdp.ignored_modules:
@@ -88,7 +88,7 @@ def _check_unsharded(model: nn.Module, plan: Plan) -> None:
         experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
         if not named or experts:
             raise PlanError(
-                given=f"unsharded {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
+                given=f"fsdp.ignored_modules {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
                 rule="it names modules of the model, without experts that ep spreads",
                 consequence="experts would not be where tokens are sent" if experts else "it would change nothing",
                 nearest="modules beside them, or ep=1" if experts else nearest_name(pattern, paths),

@@ -76,7 +76,7 @@ def coordinates_of(plan: Plan, rank: int) -> dict[str, int]:
     """Where ``rank`` is along each axis (see ``grid``), without a process group."""
     place: dict[str, int] = {}
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        rank, place[axis] = divmod(rank, int(getattr(plan, axis)))
+        rank, place[axis] = divmod(rank, int(getattr(plan.mesh, axis)))
     place["shard"] = place["dp_shard"] * plan.mesh.cp + place["cp"]
     place["experts"], place["ep"] = divmod(place["shard"], plan.mesh.ep)
     return place

@@ -31,7 +31,7 @@ class ParallelDims:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        ranks = torch.arange(plan.mesh.world_size).view([int(getattr(plan, axis)) for axis in AXES])
+        ranks = torch.arange(plan.mesh.world_size).view([int(getattr(plan.mesh, axis)) for axis in AXES])
         shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
         experts = shard.unflatten(2, (-1, plan.mesh.ep))  # pp, dp_replicate, experts, ep, tp
         along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}

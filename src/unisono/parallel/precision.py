@@ -1,5 +1,5 @@
-"""Follows the rules of ``plan.dtypes``: parameters in bf16, modules that compute in another precision, gradients that travel
-in another one (mixed precision as in Micikevicius et al. 2018, by module).
+"""Follows the rules of ``precision.dtype_rules``: parameters in bf16, modules that compute in another precision, gradients that
+travel in another one (mixed precision as in Micikevicius et al. 2018, by module).
 
 Parameters are converted, and notes made of how their gradients travel, before a model is cut; modules are told how to compute
 after that, as cutting replaces what they do. The loss reads a head's weight itself: there the precision goes with the ``Head``.

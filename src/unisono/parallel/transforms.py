@@ -65,18 +65,19 @@ def parallelize(
     if plan.backend.channels_last:
         model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     blocks = repeated_blocks(model)
+    mode, compiles = plan.recompute.mode, plan.backend.compile
     for choice, acts, near in (
-        ("recompute", plan.recompute.mode != "none" and not plan.recompute.modules, "'none'"),
-        ("offload", plan.recompute.offload, "False"),
-        ("compile", plan.backend.compile == "regional", "'model'"),
-        ("cp", context is not None, "1"),
+        (f"recompute={mode!r}", mode != "none" and not plan.recompute.modules, "recompute='none'"),
+        ("offload=True", plan.recompute.offload, "offload=False"),
+        (f"compile={compiles!r}", compiles == "regional", "compile='model'"),
+        (f"cp={plan.mesh.cp}", context is not None, "cp=1"),
     ):
         if acts and not blocks:
             raise PlanError(
-                given=f"plan.{choice}={getattr(plan, choice)!r} for {type(model).__name__}",
+                given=f"plan.{choice} for {type(model).__name__}",
                 rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
                 consequence="it would change nothing",
-                nearest=f"plan.{choice}={near}, or keep the blocks in a ModuleList",
+                nearest=f"plan.{near}, or keep the blocks in a ModuleList",
             )
     if plan.backend.compile != "off" and any(expert_layers(model)):
         raise PlanError(

@@ -221,7 +221,8 @@ class Plan:
         given = _flat(migrate_plan(data).values)
         rule = f"a plan has the fields {', '.join(types)}, all of them"
         problems = [
-            _not_loaded(f"there is no field {name!r}", rule, nearest_name(name, types)) for name in given.keys() - types
+            _not_loaded(f"there is no field {name!r}", rule, nearest_name(_in_group(name, types), [*types, *_GROUPS]))
+            for name in given.keys() - types
         ]
         problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in types.keys() - given.keys()]
         groups: dict[str, dict[str, Any]] = {}
@@ -342,6 +343,11 @@ def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = value
     return flat
+
+
+def _in_group(name: str, types: Mapping[str, Any]) -> str:
+    """``tp`` → ``mesh.tp``, where there is such a field."""
+    return next((dotted for dotted in types if dotted.endswith(f".{name}")), name)
 
 
 def _not_loaded(given: str, rule: str, nearest: str) -> Problem:

@@ -210,7 +210,9 @@ def _fillings(
                 continue
             free = [name for name in dict.fromkeys(numbers) if name not in (one, other, ratio)]
             for divided in itertools.combinations(free, length):
-                yield replace(plain, units=one, shared_units=other, ratio=ratio, divided=divided)
+                yield replace(
+                    plain, num_heads_attr=one, num_kv_heads_attr=other, kv_group_size_attr=ratio, size_attrs=divided
+                )
 
 
 def _belongs(name: str) -> bool:

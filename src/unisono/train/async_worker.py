@@ -46,8 +46,10 @@ def worker_plan(plan: Plan) -> Plan:
     if plan.sync.kind != "dist_async":
         return plan
     share = plan.batch.global_batch // plan.mesh.dp_replicate
-    return replace(
-        plan, dp_replicate=1, global_batch=share, sync="local", compression="none", staleness=None, damping=False
+    return plan.updated(
+        mesh={"dp_replicate": 1},
+        batch={"global_batch": share},
+        sync={"kind": "local", "compression": "none", "staleness": None, "staleness_lr_decay": False},
     )
 
 

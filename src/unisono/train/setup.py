@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -64,8 +64,9 @@ def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str
     if known and runs_with_shards(known, plan.mesh.tp, model, inputs):
         return plan
     found = infer_rules(model, inputs)
-    plan = replace(plan, rules=require_rules(found, type(model).__name__, plan.mesh.tp))
-    events.emit("rules_inferred", rules=plan.to_json()["rules"], left=dict(found.left))
+    rules = require_rules(found, type(model).__name__, plan.mesh.tp)
+    plan = plan.updated(tensor_parallel={"rules": rules})
+    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(found.left))
     return plan
 
 
@@ -79,7 +80,7 @@ def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> 
         plan.pipeline.layers_per_stage,
         plan.pipeline.block_costs,
     )
-    return replace(plan, splits=layout.layers_per_stage, weights=()), layout
+    return plan.updated(pipeline={"layers_per_stage": layout.layers_per_stage, "block_costs": ()}), layout
 
 
 def resolve_for_model(

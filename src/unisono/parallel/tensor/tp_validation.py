@@ -83,7 +83,7 @@ def _recomputed_in_part(found: list[RuleMatch], plan: Plan, modules: Mapping[str
             if inside and len(inside) < len(layers):
                 (other, *_) = (layer for layer in layers if layer not in inside)
                 yield Problem(
-                    given=f"recompute_modules for {name} with plan.tp={plan.mesh.tp}, which holds {inside[0]} and not {other}",
+                    given=f"recompute.modules for {name} with plan.tp={plan.mesh.tp}, which holds {inside[0]} and not {other}",
                     rule="between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of "
                     "them, or is one of them, or holds none",
                     consequence="dropout would draw other numbers in the backward pass",
@@ -136,14 +136,14 @@ def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
             given=f"a pair for {pair.module!r} with row {pair.rowwise!r} alone",
             rule="in a pair the row takes in what layers cut by output features give",
             consequence="the row would get whole inputs, and have weights for a part of them",
-            nearest='those layers as "column", "shared" or "fused"',
+            nearest='those layers as "colwise", "kv_colwise" or "fused_colwise"',
         )
     if pair.kv_group_size_attr and not (pair.num_heads_attr and pair.num_kv_heads_attr):
         yield Problem(
-            given=f"a pair for {pair.module!r} with ratio {pair.kv_group_size_attr!r}",
-            rule="ratio is units per shared unit",
+            given=f"a pair for {pair.module!r} with kv_group_size_attr {pair.kv_group_size_attr!r}",
+            rule="it is set to the number of heads per key/value head",
             consequence="it would be unclear what it is set to",
-            nearest='"units" and "shared_units" beside it, or no ratio',
+            nearest='"num_heads_attr" and "num_kv_heads_attr" beside it, or no "kv_group_size_attr"',
         )
 
 
@@ -224,7 +224,7 @@ def _fits(layer: nn.Module, cut: str) -> bool:
 
 
 def _said(rule: Rule) -> str:
-    return f"the {type(rule).__name__.lower()} rule for {', '.join(map(repr, module_patterns(rule)))}"
+    return f"the {rule.__struct_config__.tag} rule for {', '.join(map(repr, module_patterns(rule)))}"
 
 
 def _sizes(found: list[RuleMatch], count: int) -> Iterator[Problem]:
@@ -257,9 +257,9 @@ def _widths(found: list[RuleMatch]) -> Iterator[Problem]:
                 said.add((pair, name))
                 yield Problem(
                     given=f"{each.path}.{name}, of {width} output features, before {pair.rowwise}, of {into} input features",
-                    rule="without units, columns give what the row takes in, and fused ones three times that",
+                    rule="without num_heads_attr, columns give what the row takes in, and fused ones three times that",
                     consequence="a rank would compute with features that do not belong together",
-                    nearest="units, the attribute that counts heads; a gate and its values as two layers",
+                    nearest="num_heads_attr, the attribute that counts heads; a gate and its values as two layers",
                 )
 
 
