@@ -28,12 +28,20 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.train.step import input_selector
 
     job = job_from_environ(os.environ)
-    asked = load_plan(config.plan) if config.plan.file else config.plan
+    asked = config.plan
+    if asked.file:
+        given = load_plan(asked)
+        asked = PlanOptions(
+            device=given.mesh.device,
+            precision=given.precision.compute,
+            global_batch=given.batch.global_batch,
+            micro_batch=given.batch.micro_batch,
+        )
     whole = PlanOptions(  # however it was trained: here every process has the whole model
-        device=asked.mesh.device,
-        precision=asked.precision.compute,
-        global_batch=asked.batch.global_batch * job.world_size,
-        micro_batch=asked.batch.micro_batch,
+        device=asked.device,
+        precision=asked.precision,
+        global_batch=asked.global_batch * job.world_size,
+        micro_batch=asked.micro_batch,
     )
     device, plan = resolve_plan(whole, job)
     world = join_world(job, device_type=device.type, timeout_s=config.launch.timeout_s)
