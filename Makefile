@@ -4,8 +4,11 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 # Where the demo keeps its run; start it again and it goes on.
 RUN ?= runs/demo
+TEST_PROCESSES ?= 2
+# Tests start hundreds of processes, which would each compile what is not kept compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-full check bench tables clean
+.PHONY: demo docs test test-full check bench tables clean
 
 $(BIN)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -20,11 +23,13 @@ $(BIN)/.dev: $(BIN)/.base
 demo: $(BIN)/.base
 	@$(BIN)/unisono train --set run.dir=$(RUN) || { code=$$?; test $$code -eq 75 && echo "saved; 'make demo' again goes on" || exit $$code; }
 
+# A file of tests is run by one of the processes; each has warm workers of its own.
 test: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -m "not full and not gpu and not peer"
+	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not full and not gpu and not peer"
 
+# BUDGET_S=1200: starts nothing that cannot end within 1200 s, and says what it did not reach (tests/support/budget.py).
 test-full: $(BIN)/.dev
-	$(BIN)/python -m pytest -q -m "full or peer"
+	$(BIN)/python -m pytest -q -m "full or peer" $(if $(BUDGET_S),--budget-s $(BUDGET_S))
 
 check: $(BIN)/.dev
 	$(BIN)/ruff check .
@@ -33,6 +38,10 @@ check: $(BIN)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell src tests docs benchmarks README.md CONTRIBUTING.md CHANGELOG.md
 	$(BIN)/python tests/support/size.py
+
+# the pages and the reference; no network, every warning is an error
+docs: $(BIN)/.dev
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 bench: $(BIN)/.dev
 	$(BIN)/python -m benchmarks.run

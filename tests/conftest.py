@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -10,10 +11,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from pool import pool as pool
+
+pytest_plugins = ["budget"]
+
+# No timed tests: how long an example takes says how busy the machine is.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
+# Under nohup or & this process ignores these signals, and children would inherit that. What they inherit of a handler is the
+# default action: here nothing happens still, and programs that tests start have signals as from a terminal.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, lambda number, frame: None)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # one thread for each of the processes that share the cores
+    import torch
+
+    torch.set_num_threads(1)
 
 # set by pytest, or by torch's compiler when it is imported
 TORCHS_OWN = {

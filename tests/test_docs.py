@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import script
 from click.testing import CliRunner
+from nursery import Nursery
 
 from unisono.cli.main import cli
 
@@ -31,13 +31,18 @@ def commands() -> list[str]:
     return sorted(set(found))
 
 
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery("pool:warm") as nursery:
+        yield nursery
+
+
 @pytest.mark.parametrize(("page", "code"), python_blocks())
-def test_python_blocks_run(page: str, code: str, tmp_path: Path) -> None:
-    script = tmp_path / "block.py"
-    script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+def test_python_blocks_run(page: str, code: str, tmp_path: Path, nursery: Nursery) -> None:
+    block = tmp_path / "block.py"
+    block.write_text(code)
+    exit_code, output = script.run(nursery, block)
+    assert exit_code == 0, output
 
 
 def test_there_are_blocks_and_commands() -> None:

@@ -27,7 +27,7 @@ class Problem:
 
 
 class UnisonoError(Exception):
-    """Base of unisono's errors: any number of ``Problem``s, or the four parts of one.
+    """Base of unisono's errors: raised with any number of problems, or with the four parts of one.
 
     ``exit_code`` is the status the command line exits with; 2 means the user must change something.
     """

@@ -4,13 +4,15 @@
         child = nursery.start("faults_worker:main", {"units": 3}, log=path)
 
 A child is a real process to be killed, stopped and looked at; it runs ``function(facts)`` and exits with its answer. With
-``namespace`` it lives in that network namespace. All are killed with the nursery, or when the tests die.
+``namespace`` it lives in that network namespace. All are killed with the nursery, or when the tests die. ``warm`` names the
+function that imports what children need; it must start no threads, which a child would not have.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -20,7 +22,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,8 +35,9 @@ FIRST_FD = 10
 class Child:
     """One of them. It has the methods of ``subprocess.Popen`` that tests use."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, nursery: Nursery) -> None:
         self.pid = pid
+        self._nursery = nursery
         self._fd = os.pidfd_open(pid)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -54,19 +57,27 @@ class Child:
         """Until it is gone."""
         assert self.ended(timeout_s), f"process {self.pid} still runs after {timeout_s} s"
 
+    def exit_code(self, timeout_s: float = 30.0) -> int:
+        """As ``subprocess`` has it, once the process is gone: minus the signal that ended it."""
+        self.wait(timeout_s)
+        return self._nursery.exit_code(self.pid)
+
 
 class Nursery:
     """Starts the process that the others are born of."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm: str = "nursery:warm_servers") -> None:
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UNISONO_")}
         environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], env=environ, pass_fds=[theirs.fileno()]
+            [sys.executable, __file__, str(theirs.fileno()), str(os.getpid()), warm],
+            env=environ,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
         )
         theirs.close()
-        self._end.settimeout(60)
+        self._end.settimeout(170)  # of which the first answer takes most: it comes when all is imported
 
     def start(
         self,
@@ -87,42 +98,83 @@ class Nursery:
             "namespace": namespace,
         }
         socket.send_fds(self._end, [json.dumps(order).encode()], list(fds))
-        return Child(int(self._end.recv(32)))
+        return Child(int(self._end.recv(32)), self)
+
+    def exit_code(self, pid: int) -> int:
+        """Of a child that is gone."""
+        self._end.send(json.dumps({"gone": pid}).encode())
+        return int(self._end.recv(32))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the nursery, which kills its children."""
         self._end.close()
         self._process.wait(30)
 
 
-def _nurse(end: socket.socket) -> None:
-    for name in _WARM:
-        importlib.import_module(name)
-    _step()
-    children: list[int] = []
+def _die_with(parent: int) -> None:
+    """A killed parent leaves no child behind, not even one that is blocked in C."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _nurse(end: socket.socket, warm: str) -> None:
+    _named(warm)()
+    assert len(os.listdir("/proc/self/task")) == 1
+    # what is here by now is no garbage, and children look at it no more
+    gc.collect()
+    gc.freeze()
+    me = os.getpid()
+    alive: set[int] = set()
+    codes: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     while True:
-        order, fds, _, _ = socket.recv_fds(end, _MOST_BYTES, 16)
-        if not order:
+        message, fds, _, _ = socket.recv_fds(end, _MOST_BYTES, 16)
+        if not message:
             break
+        order = json.loads(message)
+        if "gone" in order:
+            code = codes.pop(order["gone"], None)
+            if code is None:
+                code = os.waitstatus_to_exitcode(os.waitpid(order["gone"], 0)[1])
+                alive.remove(order["gone"])
+            end.send(str(code).encode())
+            continue
         pid = os.fork()
         if pid == 0:
             end.close()
-            _live(json.loads(order), fds)
-        children.append(pid)
+            _die_with(me)
+            _live(order, fds)
+        alive.add(pid)
         for fd in fds:
             os.close(fd)
         end.send(str(pid).encode())
-        children = [each for each in children if os.waitpid(each, os.WNOHANG) == (0, 0)]
-    for pid in children:
+        for pid in list(alive):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                alive.remove(pid)
+                codes[pid] = os.waitstatus_to_exitcode(status)
+    for pid in alive:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
 
-def _step() -> None:
+def _named(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def warm_servers() -> None:
     """What torch imports only when an optimizer first makes a step takes seconds."""
+    for name in _WARM:
+        importlib.import_module(name)
     import torch
     from parameter_servers import recipe
 
@@ -145,8 +197,7 @@ def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:
             with open(f"/run/netns/{order['namespace']}") as file:
                 if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                     raise OSError(ctypes.get_errno(), "setns")
-        module, _, name = order["function"].partition(":")
-        function = getattr(importlib.import_module(module), name)
+        function = _named(order["function"])
         code = function(order["facts"]) if order["facts"] is not None else function()
     except BaseException:
         traceback.print_exc()
@@ -157,4 +208,5 @@ def _live(order: Mapping[str, Any], fds: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    _nurse(socket.socket(fileno=int(sys.argv[1])))
+    _die_with(int(sys.argv[2]))
+    _nurse(socket.socket(fileno=int(sys.argv[1])), sys.argv[3])

@@ -1,4 +1,4 @@
-"""Warm worker processes for tests that need several ranks: torch is imported once per worker, not once per test.
+"""Warm worker processes for tests that need several ranks: torch is imported once per test session, not once per test.
 
 Use it through the fixture ``pool`` (``tests/conftest.py`` has ``from pool import pool``):
 
@@ -15,20 +15,19 @@ seed 0, and warnings as errors. A rank that raises, dies or hangs makes ``run`` 
 are replaced. ``joined=False`` hands the function its JobSpec in place of a World. ``timeout_s`` bounds the call from
 outside, ``comm_timeout_s`` each collective inside.
 
-A worker imports the test module by its path: keep top-level work there cheap, and send plain data or tensors only.
+A worker imports the test module by its path: keep top-level work there cheap, and send plain data or tensors only. Workers are
+children of two nurseries in turn, so that ranks 0 and 1 hash strings differently, as processes of a real job do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import hashlib
 import importlib.util
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from nursery import FIRST_FD, Child, Nursery
 
 
 class WorkersFailed(AssertionError):
@@ -57,13 +57,14 @@ class WorkersFailed(AssertionError):
 
 @dataclass
 class _Worker:
-    process: subprocess.Popen[bytes]
+    process: Child
     pipe: Connection
     log: Path
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
         self.pipe.close()
 
@@ -73,6 +74,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []
+        self._nurseries: list[Nursery] = []
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-pool-")
         self._started = 0
 
@@ -110,8 +112,8 @@ class Pool:
                 self._idle += workers
             else:
                 for rank, worker in enumerate(workers):
-                    if outcomes[rank] == "no answer" and worker.process.poll() is not None:
-                        outcomes[rank] = f"exit code {worker.process.returncode}"
+                    if outcomes[rank] == "no answer" and worker.process.ended():
+                        outcomes[rank] = f"exit code {worker.process.exit_code()}"
                     worker.kill()
         if any(outcome != "ok" for outcome in outcomes):
             logs = [
@@ -129,13 +131,13 @@ class Pool:
                 try:
                     outcomes[rank], results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    outcomes[rank] = f"exit code {workers[rank].process.wait()}"
+                    outcomes[rank] = f"exit code {workers[rank].process.exit_code()}"
                 if outcomes[rank] != "ok":
                     # the peers notice by themselves; what takes longer than this is a hang, and its rank says so
                     deadline = min(deadline, time.monotonic() + 15)
 
     def _take(self, count: int) -> list[_Worker]:
-        alive = [worker for worker in self._idle if worker.process.poll() is None]
+        alive = [worker for worker in self._idle if not worker.process.ended()]
         for worker in self._idle:
             if worker not in alive:
                 worker.kill()
@@ -146,22 +148,12 @@ class Pool:
     def _start(self) -> _Worker:
         self._started += 1
         log = Path(self._folder.name) / f"worker-{self._started}.log"
+        log.touch()
+        if not self._nurseries:
+            self._nurseries = [Nursery("pool:warm"), Nursery("pool:warm")]
+        nursery = self._nurseries[self._started % 2]
         ours, theirs = socket.socketpair()
-        environ = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "PYTHONUNBUFFERED": "1",
-        }
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=environ,
-                start_new_session=True,
-            )
+        process = nursery.start("pool:serve", log=log, fds=[theirs.fileno()])
         theirs.close()
         return _Worker(process, Connection(ours.detach()), log)
 
@@ -170,6 +162,9 @@ class Pool:
         for worker in self._idle:
             worker.kill()
         self._idle = []
+        for nursery in self._nurseries:
+            nursery.close()
+        self._nurseries = []
         self._folder.cleanup()
 
 
@@ -184,9 +179,27 @@ def pool() -> Iterator[Pool]:
 # --- inside a worker -------------------------------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection) -> None:
+def warm() -> None:
+    """Imports what the ranks of most tests import; some of it torch imports only when an optimizer first makes a step."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor.parallel
+
+    import unisono
+
+    _ = unisono.Trainer
+    value = torch.nn.Parameter(torch.zeros(1))
+    value.grad = torch.zeros(1)
+    torch.optim.AdamW([value]).step()
+
+
+def serve() -> None:
+    """A worker, until the pool closes its end of the pipe."""
     import torch
 
+    os.setsid()
+    pipe = Connection(FIRST_FD)
     environ, folder = dict(os.environ), Path.cwd()
     while True:
         try:
@@ -252,17 +265,5 @@ def _module(path: str) -> ModuleType:
         except BaseException:
             del sys.modules[name]
             raise
+        gc.freeze()  # what was imported stays: collections after each call need not look at it
     return sys.modules[name]
-
-
-def _die_with(parent: int) -> None:
-    """A killed pytest leaves no workers behind, not even one that is blocked in a collective."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-if __name__ == "__main__":
-    _die_with(int(sys.argv[2]))
-    _serve(Connection(int(sys.argv[1])))

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from unisono.data.combined import mapped
+from unisono.data.loading import sample_cache
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.sample_cache import cached
 from unisono.errors import DataError
@@ -49,16 +51,18 @@ def check(samples: list[dict[str, Any]], ids: list[int]) -> None:
         assert sample["label"].dtype == np.float64
 
 
-def files(folder: Path = Path("/dev/shm")) -> set[str]:
-    return {path.name for path in folder.glob("unisono-cache-*")}
+def files(folder: Path | None = None) -> set[str]:
+    return {path.name for path in (folder or sample_cache._MEMORY).glob("unisono-cache-*")}
 
 
 @pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    before = files()
-    yield
-    gc.collect()
-    assert files() <= before
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory of its own for each test, as tests that run at the same time share one /dev/shm."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        monkeypatch.setattr(sample_cache, "_MEMORY", Path(memory))
+        yield
+        gc.collect()
+        assert files() == set()
 
 
 @pytest.mark.parametrize("where", ["memory", "folder"])
@@ -141,8 +145,11 @@ def test_threads_share_it() -> None:
 PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
+from pathlib import Path
 import numpy as np
+from unisono.data.loading import sample_cache
 from unisono.data.loading.sample_cache import cached
+sample_cache._MEMORY = Path({memory!r})
 class Data:
     fingerprint = "shared"
     def __len__(self): return 400
@@ -165,7 +172,7 @@ sys.stdin.readline()
 
 
 def start(number: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM.format(path=sys.path), str(number)]
+    command = [sys.executable, "-c", PROGRAM.format(path=sys.path, memory=str(sample_cache._MEMORY)), str(number)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"

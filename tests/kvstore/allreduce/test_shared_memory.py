@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,26 @@ def test_sums_in_the_order_of_ranks(pool: Pool, ranks: int) -> None:
             want = want + value(rank, dtype, count)
         assert got == want.tolist()  # bit for bit
     assert all(other == first for other in others)
+
+
+def compared_by_a_slow_worker(world) -> list[bool]:
+    shared = SharedMemoryAllReduce(world, SLOT_BYTES)
+    meet = shared._meet
+
+    def meet_and_sleep(num_bytes: int) -> None:
+        meet(num_bytes)
+        time.sleep(0.2)
+
+    if world.rank == 0:
+        shared._meet = meet_and_sleep
+    alike = [shared.all_equal(7), shared.all_equal(8), shared.all_equal(9 + world.rank), shared.all_equal(11)]
+    shared.close()
+    return alike
+
+
+def test_a_worker_that_reads_late_reads_what_was_meant(pool: Pool) -> None:
+    """The others have written their next number by then."""
+    assert pool.run(compared_by_a_slow_worker) == [[True, True, False, True]] * 2
 
 
 def gone_or_late(world, how: str) -> str:

@@ -34,7 +34,8 @@ FIELDS = {"worker": 3, "incarnation": 1, "job": 77}
 def nothing_is_left() -> Iterator[None]:
     yield
     wait_until(lambda: shared_fds() == 0, "mappings and descriptors are gone")
-    assert not [name for name in os.listdir("/dev/shm") if "unisono" in name]  # others come and go
+    # others come and go, such as data sets that a test at the same time keeps in memory
+    assert not [name for name in os.listdir("/dev/shm") if "unisono" in name and not name.startswith("unisono-cache-")]
 
 
 def test_all_sizes_arrive_as_they_were(wires: Any, counting: Any) -> None:

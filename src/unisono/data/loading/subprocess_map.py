@@ -75,12 +75,12 @@ def subprocess_map(
 def serve_requests(answer: Callable[[bytes], bytes]) -> None:
     """The other side: answer requests on standard input until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the process that started us decides
-    # Whatever a package prints goes to stderr, not between the frames.
-    with os.fdopen(os.dup(1), "wb") as answers:
+    # Whatever a package prints goes to stderr, not between the frames. A broken pipe (of a frame, or of what closing the file
+    # flushes) tells that nobody is there.
+    with suppress(BrokenPipeError), os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
         while (request := _receive(sys.stdin.buffer)) is not None:
-            with suppress(BrokenPipeError):  # the next read tells that nobody is there
-                _send(answers, answer(request))
+            _send(answers, answer(request))
 
 
 class _Process:

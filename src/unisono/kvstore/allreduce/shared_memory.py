@@ -27,7 +27,7 @@ from unisono.dist.roll_call import identity, missing_ranks
 from unisono.errors import CommError, ConfigError
 
 SLOT_BYTES = 4 * 2**20
-_LINE = 64  # a cache line for what one worker tells: its turn, and the number it came with
+_LINE = 64  # a cache line for what one worker tells: its turn, and the last two numbers it came with
 _COUNTERS = _LINE // 8
 _YIELDS = 200
 _SLEEP_S = 50e-6
@@ -83,9 +83,11 @@ class SharedMemoryAllReduce:
 
     def all_equal(self, number: int) -> bool:
         """Whether all workers came with the same ``number``, of 63 bits. A collective; slots may be added afterwards."""
-        self._counters[self._world.rank * _COUNTERS + 1] = number
+        # two places in turn: a fast worker may write its next number while a slow one still reads this one
+        place = 1 + self._turn % 2
+        self._counters[self._world.rank * _COUNTERS + place] = number
         self._meet(_LINE)
-        return all(self._counters[rank * _COUNTERS + 1] == number for rank in range(self._world.world_size))
+        return all(self._counters[rank * _COUNTERS + place] == number for rank in range(self._world.world_size))
 
     @torch.no_grad()
     def reduce_slots(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
