@@ -152,7 +152,7 @@ def test_attention_alone(pool: Pool, ranks: int) -> None:
 
 def gpt(dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    sizes = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
     return GPT(ModelOptions(**sizes)).double()
 
 
@@ -497,7 +497,7 @@ class Tokens:
 
 def entered(world: World, folder: str) -> dict[str, str]:
     """What a trainer says on entering, by model; twelve tokens on two ranks are six on each, for a table of eight."""
-    bert = BERT(BertOptions(vocab_size=VOCAB, layers=2, dim=16, heads=4, ffn_dim=32, max_length=8))
+    bert = BERT(BertOptions(vocab_size=VOCAB, num_layers=2, dim=16, num_heads=4, ffn_dim=32, max_length=8))
     cases: dict[str, tuple[nn.Module, Any, Any]] = {
         "resnet": matrix.MODELS["resnet"](4),
         "bert": (bert, Tokens(), masked_token),

@@ -24,7 +24,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
 
-SIZES = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": 49}
+SIZES = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 49}
 
 
 class Mixed(nn.Module):
@@ -236,7 +236,7 @@ def built_before(world: World, folder: str) -> tuple[str, str, str]:
 
 def test_a_model_that_cannot_be_deferred_may_be_built_before(pool: Pool, tmp_path: pathlib.Path) -> None:
     for said, plain, returned in pool.run(built_before, str(tmp_path), ranks=2):
-        assert "  try:  give the trainer (or return from parts.model) a module that was built before" in said
+        assert "  try:  give the trainer (or return from components.model) a module that was built before" in said
         assert plain == returned
 
 
@@ -258,9 +258,11 @@ def test_ranks_agree_on_how_values_are_made(pool: Pool, tmp_path: pathlib.Path) 
 
 
 NETWORKS = {
-    "gpt": lambda: tiny.model(layers=4, heads=4, kv_heads=1, vocab_size=49),
-    "tied": lambda: tiny.model(layers=4, heads=4, kv_heads=2, tied=True),
-    "experts": lambda: tiny.model(layers=2, heads=4, experts=4, experts_per_token=2, ffn_dim=16, balance="bias"),
+    "gpt": lambda: tiny.model(num_layers=4, num_heads=4, num_kv_heads=1, vocab_size=49),
+    "tied": lambda: tiny.model(num_layers=4, num_heads=4, num_kv_heads=2, tied=True),
+    "experts": lambda: tiny.model(
+        num_layers=2, num_heads=4, num_experts=4, num_experts_per_token=2, ffn_dim=16, balance="bias"
+    ),
     "gpt2": lambda: gpt2(),
 }
 

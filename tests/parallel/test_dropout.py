@@ -145,7 +145,7 @@ class _Drops(TorchFunctionMode):
 
 def dropping() -> nn.Module:
     """The tiny GPT with dropout in its attention and behind it."""
-    model = tiny.model(heads=4, kv_heads=2, dropout=0.1)
+    model = tiny.model(num_heads=4, num_kv_heads=2, dropout=0.1)
     for block in model.blocks:
         inner = block.attention.forward
 

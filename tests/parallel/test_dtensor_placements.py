@@ -121,7 +121,7 @@ def test_pinned_parameters_train_like_one_process(pool: Pool, mode: str, ranks: 
 def gradients(world: World) -> dict[str, list]:
     """Loss and gradients of a GPT whose feed-forward layers are pinned, each by itself: what is around them stays plain."""
     torch.manual_seed(0)
-    model = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11, ffn_dim=12))
+    model = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11, ffn_dim=12))
     if world.group is not None:
         columns, rows = ("tp", None), (None, "tp")
         for block in model.blocks:
@@ -168,7 +168,7 @@ def refusals(world: World) -> list[str]:
     with pytest.raises(PlanError) as caught:
         shard_function(torch.relu, inputs=[("tp",)])(net.table.weight)
     found.append(str(caught.value))
-    gpt = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11))
+    gpt = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11))
     shard_module(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, grid)
     with pytest.raises(PlanError) as caught:
         gpt(torch.zeros(1, 4, dtype=torch.int64))

@@ -92,7 +92,7 @@ def test_what_the_plan_leaves_whole(pool: Pool, tmp_path: Path, changes: dict, w
 
 
 def unsharded(world: World, run_dir: str, changes: dict) -> str:
-    sizes = {"heads": 4, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+    sizes = {"num_heads": 4, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
     try:
         with tiny.trainer(run_dir, world=world, dp_shard=2, sizes=sizes, **changes):
             return ""
@@ -277,7 +277,7 @@ def problem(world: int, **options: object) -> str:
 def test_plans_that_cannot_be() -> None:
     text = problem(6, dp_shard=4, global_batch=12)
     assert "dp_replicate 1 x dp_shard 4 on 6 ranks" in text
-    assert "dp_replicate=2, dp_shard=3, or launch.processes=4" in text
+    assert "dp_replicate=2, dp_shard=3, or launch.num_processes=4" in text
     text = problem(4, dp_shard=2, global_batch=10)
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text

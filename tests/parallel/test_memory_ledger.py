@@ -20,7 +20,7 @@ from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
 
-WIDE = {"heads": 4, "kv_heads": 2, "vocab_size": 49}
+WIDE = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 49}
 # the dimension of each matrix of the reference GPT that tp cuts
 DIMS = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "out": 1, "down": 1}
 

@@ -158,8 +158,10 @@ def test_spread_over_ranks(pool: Pool, ranks: int, options: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        pytest.param({"dp_shard": 2, "ep": 2, "micro_batch": 4}, {"experts": 2, "experts_per_token": 1}, id="ep"),
-        pytest.param({"pp": 2, "schedule": "zbv", "micro_batch": 2}, {"layers": 4}, id="zbv"),
+        pytest.param(
+            {"dp_shard": 2, "ep": 2, "micro_batch": 4}, {"num_experts": 2, "num_experts_per_token": 1}, id="ep"
+        ),
+        pytest.param({"pp": 2, "schedule": "zbv", "micro_batch": 2}, {"num_layers": 4}, id="zbv"),
     ],
 )
 def test_spread_over_ranks_from_a_callable(pool: Pool, options: dict[str, Any], sizes: dict[str, Any]) -> None:

@@ -59,7 +59,12 @@ def test_refused_where_it_moves_nothing() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 def test_takes_less_of_the_device(tmp_path: Path) -> None:
-    changes = {"steps": 4, "device": "auto", "precision": "bf16", "sizes": {"dim": 256, "layers": 8, "heads": 4}}
+    changes = {
+        "steps": 4,
+        "device": "auto",
+        "precision": "bf16",
+        "sizes": {"dim": 256, "num_layers": 8, "num_heads": 4},
+    }
     peaks, losses = [], []
     for offloaded in (False, True):
         torch.accelerator.reset_peak_memory_stats()

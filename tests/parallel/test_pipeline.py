@@ -39,9 +39,9 @@ MICRO = 2
 
 def build(kind: str, layers: int) -> nn.Module:
     if kind == "wide tied":
-        return tiny.model(layers=layers, heads=4, kv_heads=2)
+        return tiny.model(num_layers=layers, num_heads=4, num_kv_heads=2)
     if kind in ("tied", "untied"):
-        return tiny.model(layers=layers, tied=kind == "tied")
+        return tiny.model(num_layers=layers, tied=kind == "tied")
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

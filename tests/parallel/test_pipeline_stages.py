@@ -20,7 +20,7 @@ TOKENS = {"tokens": torch.arange(24).view(2, 12)}
 
 
 def test_stages_in_a_row_compute_what_the_whole_does() -> None:
-    whole = tiny.model(layers=4, tied=True)
+    whole = tiny.model(num_layers=4, tied=True)
     names = {name: p.numel() for name, p in whole.named_parameters()}
     layout = partition_model(whole, repeated_blocks(whole), TOKENS, 4)
     assert layout.shared_parameters == {"embedding.weight": (0, 3)}
@@ -30,7 +30,7 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
     # two ranks with two pieces each
     ranks = [
         PipelineStages(model, layout, mine)
-        for model, mine in zip((tiny.model(layers=4), tiny.model(layers=4)), ((0, 2), (1, 3)), strict=True)
+        for model, mine in zip((tiny.model(num_layers=4), tiny.model(num_layers=4)), ((0, 2), (1, 3)), strict=True)
     ]
     for stage in range(4):
         ranks[stage % 2].activate(stage, hidden)

@@ -59,10 +59,10 @@ def draw(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
             "ema_decay": rng.choice([0.0, 0.9]),
             "clip_norm": rng.choice([0.0, 0.5]),
         }
-        sizes = {"layers": LAYERS, "heads": 4, "kv_heads": 2, "tied": rng.choice([True, False])}
+        sizes = {"num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "tied": rng.choice([True, False])}
         if plan["recompute"] != "none" and rng.random() < 0.7:
             others["recompute.modules"] = rng.choice(NAMED)
-        return ranks, plan | others, sizes | ({"experts": experts, "ffn_dim": 16} if experts else {})
+        return ranks, plan | others, sizes | ({"num_experts": experts, "ffn_dim": 16} if experts else {})
 
 
 @pytest.mark.full

@@ -136,7 +136,9 @@ def test_attention_that_drops_on_an_accelerator() -> None:
 def twice_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], str, list[int]]:
     """Losses, digest, and how often the blocks that are here ran for each micro-batch of the last step, by number."""
     runs: Counter[int] = Counter()
-    with tiny.trainer(run_dir, world=world, steps=2, dropout=0.1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+    with tiny.trainer(
+        run_dir, world=world, steps=2, dropout=0.1, micro_batch=2, sizes={"num_layers": 4}, **changes
+    ) as run:
         for number, block in enumerate(run.model.blocks):
             if hasattr(block, "ffn"):
                 block.ffn.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
@@ -264,7 +266,7 @@ def test_a_model_without_repeated_blocks_recomputes_what_is_named() -> None:
 def named_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], str, dict[str, int]]:
     """Losses, digest, and how often kinds of modules ran."""
     runs: Counter[str] = Counter()
-    sizes = {"layers": 4, "heads": 4, "kv_heads": 2, **changes.pop("sizes", {})}
+    sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, **changes.pop("sizes", {})}
     with tiny.trainer(run_dir, world=world, steps=2, dropout=0.1, sizes=sizes, **changes) as run:
         for name, module in run.model.named_modules():
             if name.endswith((".ffn.up", ".ffn.router", ".attention.q")):
@@ -273,7 +275,7 @@ def named_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], s
         return [step.loss for step in run], tiny.digest(run), dict(runs)
 
 
-EXPERTS = {"sizes": {"experts": 4, "ffn_dim": 16}}
+EXPERTS = {"sizes": {"num_experts": 4, "ffn_dim": 16}}
 BF16 = {
     "precision": "bf16",
     "micro_batch": 4,
@@ -335,6 +337,6 @@ def test_weights_say_where_a_pipeline_is_cut(pool: Pool, tmp_path: Path) -> None
 
 
 def weighed(world: World, run_dir: str, changes: dict) -> tuple:
-    with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+    with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"num_layers": 4}, **changes) as run:
         validate_plan(run.plan, 2)
         return run.plan.pipeline.layers_per_stage, run.plan.pipeline.block_costs

@@ -21,8 +21,8 @@ from unisono.plan.rules import EmbeddingRule
 from unisono.train.objectives import next_token
 
 AT = 3
-GPT = {"layers": 4, "heads": 4, "kv_heads": 2}
-MOE = {**GPT, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+GPT = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+MOE = {**GPT, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
 MODELS = {"tied": GPT, "untied": {**GPT, "tied": False}, "moe": MOE}
 
 # name: ranks, what the plan says

@@ -31,7 +31,7 @@ VOCAB, BATCH, TOKENS = 29, 2, 8
 
 def build(kind: str, **changes: Any) -> nn.Module:
     if kind == "gpt":
-        return tiny.model(vocab_size=VOCAB, heads=4, dim=32, **changes).double()
+        return tiny.model(vocab_size=VOCAB, num_heads=4, dim=32, **changes).double()
     import transformers
 
     torch.manual_seed(0)

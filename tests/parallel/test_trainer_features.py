@@ -18,8 +18,8 @@ from unisono.errors import PlanError
 from unisono.train.metrics import METRICS
 
 STEPS, BAD = 4, 3
-SIZES = {"layers": 4, "heads": 4, "kv_heads": 2}
-MOE = {**SIZES, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+SIZES = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+MOE = {**SIZES, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
 FEATURES = {
     "micro_batch": 2,
     "ema_decay": 0.9,

@@ -27,7 +27,7 @@ def plan(**options: object) -> Plan:
 
 def gpt(dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    return GPT(ModelOptions(layers=3, dim=32, heads=4, kv_heads=2, vocab_size=64, dropout=dropout))
+    return GPT(ModelOptions(num_layers=3, dim=32, num_heads=4, num_kv_heads=2, vocab_size=64, dropout=dropout))
 
 
 def gradients(model: nn.Module, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -182,14 +182,14 @@ def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:
 
 
 def test_experts_are_not_compiled() -> None:
-    model = GPT(ModelOptions(layers=2, dim=16, heads=2, kv_heads=1, vocab_size=64, experts=4))
+    model = GPT(ModelOptions(num_layers=2, dim=16, num_heads=2, num_kv_heads=1, vocab_size=64, num_experts=4))
     with pytest.raises(PlanError) as raised:
         parallelize(plan(compile="regional"), model)
     assert str(raised.value) == (
         "plan.compile='regional' for GPT with experts\n"
         "  rule: how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes\n"
         "  so:   the graph would break in every block\n"
-        "  try:  compile='off', or model.experts=0"
+        "  try:  compile='off', or model.num_experts=0"
     )
 
 

@@ -28,7 +28,7 @@ def pairs(rules: Any) -> list[ColwiseRowwise]:
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_gpt_gets_the_pairs_of_its_set(kv_heads: int) -> None:
-    model = tiny.model(heads=4, kv_heads=kv_heads, dim=32)
+    model = tiny.model(num_heads=4, num_kv_heads=kv_heads, dim=32)
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
     found = infer_rules(model, {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono gpt"])
@@ -42,12 +42,12 @@ def test_a_gpt_gets_the_pairs_of_its_set(kv_heads: int) -> None:
 
 def test_heads_that_are_counted_twice_are_told_twice() -> None:
     """With as many key/value heads as query heads nothing tells them apart but what the forward pass does with the numbers."""
-    (attention, _) = pairs(infer_rules(tiny.model(heads=4, kv_heads=4, dim=32), {"tokens": BATCH}).rules)
+    (attention, _) = pairs(infer_rules(tiny.model(num_heads=4, num_kv_heads=4, dim=32), {"tokens": BATCH}).rules)
     assert (attention.num_heads_attr, attention.size_attrs) == ("heads", ("kv_heads",))
 
 
 def test_a_bert_gets_the_pairs_of_its_set() -> None:
-    options = BertOptions(vocab_size=VOCAB, layers=2, dim=32, heads=4, ffn_dim=48, max_length=16)
+    options = BertOptions(vocab_size=VOCAB, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_length=16)
     found = infer_rules(BERT(options), {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono bert"])
     assert found.left["head.dense"] == "its result goes through layer_norm along the dim that is cut"

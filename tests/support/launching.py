@@ -144,7 +144,7 @@ def start_job(
         "worker": str(folder / "worker.py"),
         "server": str(folder / "server.py"),
         "servers": servers,
-        "options": {"threads": 1, "grace_s": 20.0} | options,
+        "options": {"num_threads": 1, "grace_s": 20.0} | options,
         "port": port,
         "environ": {
             "RUN_DIR": str(folder / "run"),

@@ -54,11 +54,18 @@ class Case:
 
 
 def _gpt(layers: int) -> tuple[torch.nn.Module, Any, Any]:
-    return tiny.model(layers=layers, heads=4, kv_heads=2), tiny.RaggedTokens(), next_token
+    return tiny.model(num_layers=layers, num_heads=4, num_kv_heads=2), tiny.RaggedTokens(), next_token
 
 
 def _moe(layers: int) -> tuple[torch.nn.Module, Any, Any]:
-    sizes = {"layers": layers, "heads": 4, "kv_heads": 2, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+    sizes = {
+        "num_layers": layers,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "ffn_dim": 16,
+    }
     return tiny.model(**sizes), tiny.RaggedTokens(), next_token
 
 
@@ -66,7 +73,9 @@ def _bert(layers: int) -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
     return (
         BERT(
-            BertOptions(vocab_size=tiny.VOCAB, layers=layers, dim=16, heads=4, ffn_dim=32, max_length=12, dropout=0.0)
+            BertOptions(
+                vocab_size=tiny.VOCAB, num_layers=layers, dim=16, num_heads=4, ffn_dim=32, max_length=12, dropout=0.0
+            )
         ),
         Masked(),
         masked_token,

@@ -64,7 +64,7 @@ class RaggedTokens:
 
 def model(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    sizes = {"layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "vocab_size": VOCAB}
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "vocab_size": VOCAB}
     return GPT(ModelOptions(**{**sizes, **changes}))
 
 

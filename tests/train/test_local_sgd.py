@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "sync 'dist_local' with fp16",
         "fragments 3 with local_steps 16",
     ]
-    assert "try:  plan.fragments=2, or plan.local_steps=18" in str(caught.value)
+    assert "try:  plan.num_fragments=2, or plan.local_steps=18" in str(caught.value)
     with pytest.raises(
         PlanError, match=r"local_steps 4 with sync 'dist_sync'\n  rule: local_steps is read by dist_local"
     ):

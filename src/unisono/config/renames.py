@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -40,8 +40,6 @@ OPTIONS: Mapping[str, str | None] = {
     "launch.threads": "launch.num_threads",
     "launch.servers": "launch.num_servers",
     "launch.replicas": "launch.num_replicas",
-    "launch.numa": None,
-    "sample": None,
 }
 # new dotted key → old value → new value
 OPTION_VALUES: Mapping[str, Mapping[str, str]] = {"data.packing": {"offsets": "sliding"}}
@@ -91,8 +89,8 @@ _PLAN_VERSION = 2
 class OptionRenames:
     """What ``OPTIONS`` and ``OPTION_VALUES`` hold, for one options class."""
 
-    keys: Mapping[str, str | None]
-    values: Mapping[str, Mapping[str, str]]
+    keys: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    values: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
 
     def apply(self, entries: Sequence[SourceEntry], renamed: list[str]) -> list[SourceEntry]:
         """The entries of one source under today's names; adds to ``renamed``. Raises ConfigError where a key is given in both

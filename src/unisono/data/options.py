@@ -37,7 +37,7 @@ class DataOptions:
 class LoaderOptions:
     """How batches are made ready. Only ``last_batch`` and ``max_bad_frac`` touch what is in them."""
 
-    workers: int = option(
+    num_workers: int = option(
         -1,
         "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.",
         ge=-1,
@@ -50,7 +50,7 @@ class LoaderOptions:
         "An epoch's remainder: rollover = goes into the next epoch, keep = a smaller step, drop (MXNet: discard) = left"
         " out, pad = filled up with weight 0, wrap = filled up with the epoch's first samples.",
     )
-    max_bad_frac: float = option(
+    max_bad_sample_frac: float = option(
         0.0, "Share of samples that may be unreadable and then weigh 0; 0 = the first one ends the run.", ge=0.0, lt=1.0
     )
     timeout_s: float = option(600.0, "How long a step may wait for its data before the sample is named.", gt=0.0)

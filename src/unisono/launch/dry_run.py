@@ -35,7 +35,7 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
         environ = job.variables(seat) | job.place(seat, epoch=0, master=master, servers=addresses).environ()
         if host.here:
             own = {**os.environ, **job.environ}
-            environ |= divide_host(replace(job.options, processes=len(workers)), own).environ()
+            environ |= divide_host(replace(job.options, num_processes=len(workers)), own).environ()
             environ |= (interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)).environ()
         processes.append(
             {"name": seat.name, "host": host.name, "command": job.argv(seat), "environ": dict(sorted(environ.items()))}

@@ -26,17 +26,17 @@ SERVER = (sys.executable, "-m", "unisono.kvstore.server")
 
 def with_servers(command: Sequence[str], options: LaunchOptions, run_dir: Path) -> JobLayout:
     """``command`` as the workers of an asynchronous job on this host, with parameter servers beside them."""
-    processes = options.processes or max(1, count_accelerators())
+    processes = options.num_processes or max(1, count_accelerators())
     hosts = (Host(name="this host", slots=processes, here=True),)
     return JobLayout(
         command=tuple(command),
         server_command=SERVER,
         hosts=hosts,
-        seats=assign_processes(hosts, processes, options.servers),
+        seats=assign_processes(hosts, processes, options.num_servers),
         run_id=run_dir.absolute().name,
         options=options,
         environ={
-            "UNISONO_REPLICAS": str(options.replicas),
+            "UNISONO_REPLICAS": str(options.num_replicas),
             "UNISONO_SNAPSHOT_EVERY_S": str(options.snapshot_every_s),
         },
         snapshots=str(run_dir.absolute() / "servers"),
@@ -53,7 +53,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
     """
     if job.plain:
         way = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
-        options = replace(job.options, processes=len(job.workers))
+        options = replace(job.options, num_processes=len(job.workers))
         return launch_local(
             job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=way
         )

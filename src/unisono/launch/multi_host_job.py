@@ -115,7 +115,7 @@ class MultiHostJob:
             self._links[number].cut()
         link = self._links[number] = HostAgentClient(host, self._logs, sys.stdout, self._say)
         processes = sum(seat.host == number and seat.role == "worker" for seat in self.job.seats)
-        options = asdict(replace(self.job.options, processes=max(1, processes)))
+        options = options_message(replace(self.job.options, num_processes=max(1, processes)))
         try:
             share = link.open(self.job.environ, options, self._secret)
         except LaunchError as error:

@@ -34,7 +34,7 @@ def find_device(asked: str, local_rank: int) -> torch.device:
             given=f"local rank {local_rank}",
             rule=f"one rank per device, and this host shows {count} of type {present.type!r}",
             consequence="two ranks would share a device",
-            nearest=f"launch.processes={count}, or make more devices visible",
+            nearest=f"launch.num_processes={count}, or make more devices visible",
         )
     return torch.device(present.type, local_rank)
 

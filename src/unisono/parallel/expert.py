@@ -100,7 +100,7 @@ def check_experts(model: nn.Module, ep: int) -> None:
             given=f"plan.ep={ep} for {type(model).__name__}, which has no experts",
             rule="ep spreads the experts of models.moe.Experts over ranks",
             consequence="it would change nothing",
-            nearest="plan.ep=1, or model.experts",
+            nearest="plan.ep=1, or model.num_experts",
         )
     for path, layer in layers:
         if layer.num_experts % ep:
@@ -109,7 +109,7 @@ def check_experts(model: nn.Module, ep: int) -> None:
                 given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
                 rule="each rank has equally many experts",
                 consequence="the layer cannot be cut",
-                nearest=f"plan.ep={near}, or model.experts={-(-layer.num_experts // ep) * ep}",
+                nearest=f"plan.ep={near}, or model.num_experts={-(-layer.num_experts // ep) * ep}",
             )
 
 

@@ -84,7 +84,7 @@ def parallelize(
             given=f"plan.compile={plan.backend.compile!r} for {type(model).__name__} with experts",
             rule="how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes",
             consequence="the graph would break in every block",
-            nearest="compile='off', or model.experts=0",
+            nearest="compile='off', or model.num_experts=0",
         )
     check_kv_caches(plan, model)
     named = find_recomputed_modules(plan, model, blocks)

@@ -348,7 +348,7 @@ def _server_addresses(job: JobSpec) -> list[tuple[str, int]]:
             given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
             consequence="there is nobody to push gradients to, so nothing was started",
-            nearest="unisono train (it starts launch.servers of them), or unisono launch --servers 1 -- unisono train",
+            nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",
         )
     found: list[tuple[str, int]] = []
     for text in job.server_addresses:

@@ -55,7 +55,7 @@ def build_loader(
     }
     if isinstance(data, Dataset):
         return Loader(data, options=options, shuffle_block=shuffle_block, pair=pair, finish=finish, **common)
-    defaults = LoaderOptions(workers=min(options.workers, 0))  # 0: no thread, which a stream can do
+    defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
     if (options, pair, finish, shuffle_block) != (defaults, None, None, 0):
         raise DataError(
             given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",
@@ -63,4 +63,4 @@ def build_loader(
             consequence="they would act on nothing",
             nearest="leave them out, or a data set with a length",
         )
-    return StreamLoader(data, prefetch_depth=0 if options.workers == 0 else 2, **common)
+    return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)

@@ -79,11 +79,11 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             if world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             more = {
-                "UNISONO_REPLICAS": str(launch.replicas),
+                "UNISONO_REPLICAS": str(launch.num_replicas),
                 "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
                 "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
             }
-            count = job.servers or launch.servers
+            count = job.servers or launch.num_servers
             with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
                 world.close()
                 file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)

@@ -556,7 +556,7 @@ class Trainer:
                 metrics=self._metrics,
                 device=self.device,
                 data_rank=self._grid.data_rank,
-                limit=self.options.eval_samples,
+                limit=self.options.num_eval_samples,
             )
         self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
         if held_out:

@@ -148,7 +148,7 @@ class Loader:
         self._draws: SampleOrder = draws
         self._prefetch_depth = prefetch_depth
         self._micro_batch, self._rank, self._world = micro_batch, rank, world
-        tolerant = options.max_bad_frac > 0
+        tolerant = options.max_bad_sample_frac > 0
         self._recipe = BatchBuilder(
             dataset=dataset,
             seed=seed,
@@ -195,7 +195,7 @@ class Loader:
         return self._follow(claim, 1)
 
     def _follow(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
-        if self._prefetch_depth == 0 or self.options.workers == 0:
+        if self._prefetch_depth == 0 or self.options.num_workers == 0:
             while (unit := claim(True)) is not None:
                 yield self._built(unit, stride)
             return
@@ -355,13 +355,13 @@ class Loader:
         skipped = [sample for _, ids in made for sample in ids]
         self._delivered += len(sample_ids)
         self._skipped += len(skipped)
-        allowed = self.options.max_bad_frac * max(self._delivered, _JUDGED_FROM)
+        allowed = self.options.max_bad_sample_frac * max(self._delivered, _JUDGED_FROM)
         if self._skipped > allowed:
             raise DataError(
                 given=f"{self._skipped} of {self._delivered} samples could not be read, at last {skipped[:8]}",
-                rule=f"at most {self.options.max_bad_frac:g} of the samples are skipped (loader.max_bad_frac)",
+                rule=f"at most {self.options.max_bad_sample_frac:g} of the samples are skipped (loader.max_bad_sample_frac)",
                 consequence=f"step {step} does not run",
-                nearest="unisono data verify tells what is damaged in a record file; a larger loader.max_bad_frac",
+                nearest="unisono data verify tells what is damaged in a record file; a larger loader.max_bad_sample_frac",
             )
         parts = [tensors for tensors, _ in made]
         return StepBatch(
