@@ -101,7 +101,8 @@ def test_what_cannot_be_built_or_read() -> None:
     with pytest.raises(ConfigError) as caught:
         build(num_heads=5)
     assert str(caught.value) == (
-        "num_heads 5 with dim 24\n  rule: dim is divisible by num_heads\n  so:   the attention cannot be built\n  try:  num_heads=4"
+        "num_heads 5 with dim 24\n  rule: dim is divisible by num_heads\n"
+        "  so:   the attention cannot be built\n  try:  num_heads=4"
     )
     with pytest.raises(DataError, match="texts of 21 tokens for a model of max_length 20"):
         build()(torch.zeros(1, 21, dtype=torch.int64))

@@ -12,6 +12,7 @@ from typing import Any
 from unisono.dist.jobspec import LOOPBACK
 from unisono.errors import CommError, LaunchError
 from unisono.launch.host_agent_client import HostAgentClient, RemoteWorker
+from unisono.launch.options import options_message
 from unisono.launch.process_layout import JobLayout, ProcessSlot
 from unisono.launch.secret import new_secret
 
