@@ -25,9 +25,9 @@ class DataOptions:
     boundaries: Literal["mask", "ignore"] = option(
         "mask", "Several documents in one sample: mask = never predict or attend across them; ignore = one stream."
     )
-    packing: Literal["stream", "offsets", "best_fit"] = option(
+    packing: Literal["stream", "sliding", "best_fit"] = option(
         "stream",
-        "Training samples: stream = windows side by side; offsets = a window begins at each token, so they overlap; best_fit ="
+        "Training samples: stream = windows side by side; sliding = a window begins at each token, so they overlap; best_fit ="
         " whole documents, some padding.",
     )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")

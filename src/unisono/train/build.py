@@ -57,7 +57,7 @@ def build_data(config: RunConfig) -> RunData:
         if config.data.packing == "best_fit":
             train: Dataset = PackedWindows(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train")
         else:
-            stride = 1 if config.data.packing == "offsets" else seq_len
+            stride = 1 if config.data.packing == "sliding" else seq_len
             train = TokenWindows(prepared.train, seq_len=seq_len, stride=stride, boundaries=boundaries, name="train")
         return RunData(
             train=train,

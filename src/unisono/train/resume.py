@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from unisono.checkpoint import find_latest, list_checkpoints, open_checkpoint, quarantine_after, verify
+from unisono.config.renames import migrate_plan
 from unisono.dist import World
 from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
@@ -112,7 +113,7 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     texts: list[str] = []
     for name in here:
         if name == "plan":
-            there = saved["plan"]
+            there = migrate_plan(saved["plan"]).values
             texts += [
                 f"plan.{k} {there.get(k)!r} then, {v!r} now" for k, v in here["plan"].items() if there.get(k) != v
             ]
