@@ -242,7 +242,7 @@ def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShar
     ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(own.global_shape), _dtype(own)
+        shape, dtype = tuple(own.global_shape if isinstance(own, TensorShard) else own.shape), _dtype(own)
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:
