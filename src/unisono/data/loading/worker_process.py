@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import pickle  # noqa: TID251 - only to our own child, see docs/adr/0005
+import pickle
 import signal
 import sys
 import threading
@@ -158,7 +158,7 @@ def _unpickle_builder(raw: bytes) -> BatchBuilder:
     Unpickling runs code of the sender's choosing. Here the sender can only be the parent, which started this process: the other
     end of the socket pair was made by it and given to nobody, and it has no name or address.
     """
-    return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a pipe nobody else has
+    return pickle.loads(raw)
 
 
 def main(memory: int, descriptor: int) -> None:
@@ -262,7 +262,7 @@ def _died(spec: MicroBatchSpec, sample: int, how: str, times: int) -> Problem:
         + (f", {times} times" if times > 1 else ""),
         rule="a worker that dies is started again with the same samples, twice at most",
         consequence=f"step {spec.step} cannot run",
-        nearest="SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen",
+        nearest="SIGKILL often means no memory: fewer loader.num_workers; or loader.worker_kind thread to see it happen",
     )
 
 
