@@ -12,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are no part of what is installed
 
-from benchmarks import figures, record, run, tables
-from benchmarks.figures import Row, at_least, at_most
-from benchmarks.kvstore import convergence_table
-from benchmarks.suite import BENCHMARKS, Benchmark
+from benchmarks import figures, record, run, tables  # noqa: E402
+from benchmarks.figures import Row, at_least, at_most  # noqa: E402
+from benchmarks.kvstore import convergence_table  # noqa: E402
+from benchmarks.suite import BENCHMARKS, Benchmark  # noqa: E402
 
 RATIO = {"ratio": 1.0104, "interval": [0.99, 1.03], "confidence": 0.95, "pairs": 40}
 

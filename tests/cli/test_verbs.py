@@ -66,7 +66,7 @@ def test_the_python_template_trains_and_goes_on_from_its_folder(desk: Desk, tmp_
     assert "generate" not in again.out
     assert [e["step"] for e in events_of(run_dir) if e["kind"] == "step"] == [1, 2, 3, 4, 5]
     with safe_open(run_dir / "export/model.safetensors", "pt") as file:
-        assert {name: file.get_tensor(name).shape for name in file.keys()} == {"weight": (257, 257)}
+        assert {name: file.get_tensor(name).shape for name in file.keys()} == {"weight": (257, 257)}  # noqa: SIM118
     assert not (run_dir / "export/config.json").exists()
     assert desk.here("eval", str(run_dir), "--json").json["step"] == 5
     refused = desk.here("generate", str(run_dir))

@@ -29,4 +29,4 @@ def test_every_public_name_is_there():
     for name in ("Difference", "Resolved", "diff", "explain", "load", "option", "render_origins", "schema", "starter"):
         assert getattr(unisono.config, name).__name__ == name
     with pytest.raises(AttributeError, match=r"^module 'unisono\.config' has no attribute 'lode'$"):
-        unisono.config.lode
+        unisono.config.lode  # noqa: B018

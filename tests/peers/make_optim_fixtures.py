@@ -190,7 +190,7 @@ def mindspore_cases() -> tuple[str, dict[str, tuple[str, dict[str, object], Run]
     cases: dict[str, tuple[str, dict[str, object], Run]] = {}
 
     def case(name: str, kind: str, *, decay: float = 0.0, **settings: object) -> None:
-        make = lambda weights, lr: getattr(nn, kind)(exempt(weights, decay), learning_rate=lr, **settings)
+        make = lambda weights, lr: getattr(nn, kind)(exempt(weights, decay), learning_rate=lr, **settings)  # noqa: E731
         cases[name] = (f"nn.{kind}", {**settings, "weight_decay": decay}, run(make, set_lr=False))
 
     case("sgd_momentum", "SGD", decay=0.125, momentum=0.875)

@@ -161,7 +161,7 @@ def _describe_class(dotted: str, cls: type) -> Iterator[tuple[str, str]]:
 
 
 def _dataclass_traits(cls: type) -> str:
-    traits = getattr(cls, "__dataclass_params__")
+    traits = getattr(cls, "__dataclass_params__")  # noqa: B009 - not declared on type
     positional = [field.name for field in dataclasses.fields(cls) if field.init and not field.kw_only]
     words = [*(["frozen"] if traits.frozen else []), *([f"positional {', '.join(positional)}"] if positional else [])]
     return f" [{'; '.join(words)}]" if words else ""

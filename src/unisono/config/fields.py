@@ -145,7 +145,7 @@ def _leaf(key: str, hint: Any, default: Any, declared: Field[Any]) -> Leaf:
     only = plain[0] if len(plain) == 1 else None
     return Leaf(
         key=key,
-        type=Union[plain],
+        type=Union[plain],  # noqa: UP007 - built from a tuple
         optional=NoneType in arms,
         default=default,
         spec=spec,

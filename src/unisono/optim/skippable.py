@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from unisono.errors import ConfigError, Problem
 from unisono.optim import kernels
 
-O = TypeVar("O", bound=Optimizer)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def make_skippable(optimizer: O) -> O:
@@ -62,9 +62,9 @@ class _SkipHooks:
             self._stateless = [p for p in params if not optimizer.state.get(p)]
         if all(group.get("fused") for group in optimizer.param_groups):
             if found_inf is not None:
-                setattr(optimizer, "found_inf", found_inf.reshape(()).ne(0).float())
+                setattr(optimizer, "found_inf", found_inf.reshape(()).ne(0).float())  # noqa: B010
             if grad_scale is not None:
-                setattr(optimizer, "grad_scale", grad_scale.reshape(()).float())
+                setattr(optimizer, "grad_scale", grad_scale.reshape(()).float())  # noqa: B010
             return
         for name in self._attributes:
             setattr(optimizer, name, None)

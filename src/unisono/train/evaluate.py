@@ -106,7 +106,7 @@ class Evaluator:
                 metrics=self.metrics,
                 device=self.device,
                 data_rank=self.data_rank,
-                limit=self.options.eval_samples,
+                limit=self.options.num_eval_samples,
             )
         self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
         if data is None:

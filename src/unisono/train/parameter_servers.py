@@ -25,7 +25,7 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
             given=f"plan.sync.kind 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
             consequence="there is nobody to push gradients to, so nothing was started",
-            nearest="unisono train (it starts launch.servers of them), or unisono launch --servers 1 -- unisono train",
+            nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",
         )
     pairs = (address.rpartition(":") for address in job.server_addresses)
     return [(host, int(port)) for host, _, port in pairs]
@@ -53,11 +53,11 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             if world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             more = {
-                "UNISONO_REPLICAS": str(launch.replicas),
+                "UNISONO_REPLICAS": str(launch.num_replicas),
                 "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
                 "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
             }
-            count = job.servers or launch.servers
+            count = job.servers or launch.num_servers
             with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
                 world.close()
                 file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)

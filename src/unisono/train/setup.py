@@ -180,7 +180,7 @@ def build_loader(
             batch_transform=pipeline.finish,
             **common,
         )
-    defaults = LoaderOptions(workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
+    defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
     if (options, pipeline.pair, pipeline.finish, pipeline.shuffle_block) != (defaults, None, None, 0):
         raise DataError(
             given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",

@@ -139,7 +139,7 @@ def test_a_dribbled_hello_and_a_dribbled_request_are_cut_off(wires: Any, countin
     # bytes that keep coming buy no more time for the proof
     dribbled = 0
     hello = json_frame(Op.HELLO, {"nonce": "0" * 64})
-    with socket.create_connection(server.addresses[0]) as slow, pytest.raises(OSError, match=r"Broken pipe|reset"):
+    with socket.create_connection(server.addresses[0]) as slow, pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012
         for byte in pack(hello, [memoryview(bytes(4096))]) + bytes(4096):
             time.sleep(0.05)
             slow.send(bytes([byte]))
@@ -147,7 +147,7 @@ def test_a_dribbled_hello_and_a_dribbled_request_are_cut_off(wires: Any, countin
     assert dribbled < 15
     channel = _authenticated(server.addresses[0], secret)
     header = pack(Frame(Op.PUSH, worker=3, worker_restart_count=1, job=77), [memoryview(bytes(100))])
-    with pytest.raises(OSError, match=r"Broken pipe|reset"):
+    with pytest.raises(OSError, match=r"Broken pipe|reset"):  # noqa: PT012
         for byte in header + bytes(100):
             channel._sock.send(bytes([byte]))
             time.sleep(0.05)

@@ -362,7 +362,7 @@ class ParameterServer:
             earlier = self._claims.get(peer.index)
             if earlier is not None and earlier[:2] == (peer.worker_restart_count, frame.seq):
                 return earlier[2]
-            leads = lambda: peer.index == min(run.clocks.live_clocks, default=peer.index)
+            leads = lambda: peer.index == min(run.clocks.live_clocks, default=peer.index)  # noqa: E731
             work = run.work_queue.claim(peer.index, _wait_s(content), leads)
             if work.kind in ("begin", "unit", "save"):
                 try:
