@@ -42,16 +42,10 @@ SAMPLE_BYTES = 1 << 30
 
 
 def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dict[str, Any]:
-    """Train until the end, a stop or an error; rank 0 also writes console, sample, export and report.
-
-    Args:
-        quiet: Turn the console off.
+    """Train until the end, a stop or an error; rank 0 also writes console (unless ``quiet``), sample, export and report.
 
     Returns:
-        The outcome: run folder, step, reason of the end, evaluation and paths, for ``--json``.
-
-    Raises:
-        UnisonoError: The run failed, or its export could not be written after all else was.
+        The outcome for ``--json``: run folder, step, reason of the end, evaluation and paths.
     """
     config = resolved.value
     run_dir = Path(config.run.dir)
