@@ -1,4 +1,4 @@
-"""``unisono eval``: the newest checkpoint of a run on its held-out data."""
+"""``unisono eval``: evaluates a checkpoint of a run on its held-out data."""
 
 from __future__ import annotations
 
