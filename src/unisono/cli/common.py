@@ -1,4 +1,4 @@
-"""What verbs share: the options every verb has, and how a verb finds its configuration."""
+"""Shared by the verbs: the options every verb has, and how a verb finds its configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEVEL = "unisono.log_level"
 
 
 def every_verb(function: F) -> F:
-    """Adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
+    """Add ``--json``, ``-v`` and ``--log-level`` to a verb; the level takes effect while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
     function = click.option(
         "-v", "--verbose", is_flag=True, expose_value=False, callback=_verbose, help="Same as --log-level debug."
@@ -44,7 +44,7 @@ def every_verb(function: F) -> F:
 
 
 def takes_config(function: F) -> F:
-    """Adds the configuration files and ``--set``."""
+    """Add the configuration files and ``--set`` to a verb."""
     function = click.argument("config", nargs=-1, type=click.Path())(function)
     return click.option(
         "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one value; wins over every file."
@@ -52,46 +52,45 @@ def takes_config(function: F) -> F:
 
 
 def log_level() -> str | None:
-    """The level this command line asked for, to be handed to processes it starts; None where it asked for none."""
+    """The log level of this command line, for processes it starts; None if it sets none."""
     return click.get_current_context().meta.get(_LEVEL)
 
 
 def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[RunConfig]:
-    """The run's configuration. Where no file is given and ``run.dir`` holds a run, that run's own file is the base."""
-    kept = None if files else _kept(overrides)
-    resolved = load_config(RunConfig, [kept] if kept else files, overrides=overrides, environ=os.environ)
+    """Load the configuration. Without files, if ``run.dir`` holds a run, that run's own file is the base."""
+    own_file = None if files else _own_file(overrides)
+    resolved = load_config(RunConfig, [own_file] if own_file else files, overrides=overrides, environ=os.environ)
     one_time = resolved.value.run.resume not in ("auto", "strict")
-    if kept is not None and one_time and resolved.origins["run.resume"].startswith(f"{kept}:"):
-        # "never" and a path were about that one start; asking again for the folder means: go on
-        resolved = load_config(RunConfig, [kept], overrides=["run.resume=auto", *overrides], environ=os.environ)
+    if own_file is not None and one_time and resolved.origins["run.resume"].startswith(f"{own_file}:"):
+        # "never" or a path was meant for that one start; using the folder again resumes the run
+        resolved = load_config(RunConfig, [own_file], overrides=["run.resume=auto", *overrides], environ=os.environ)
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
-    LOG.info("configuration %s from %s", resolved.hash, kept or ", ".join(files) or "defaults")
+    LOG.info("configuration %s from %s", resolved.hash, own_file or ", ".join(files) or "defaults")
     return resolved
 
 
-def _kept(overrides: Sequence[str]) -> Path | None:
-    """The configuration kept in the run's folder. Only ``run.dir`` is looked at: what else is asked for is judged together
-    with what was kept, not with the defaults."""
+def _own_file(overrides: Sequence[str]) -> Path | None:
+    """The configuration file in the run's folder, if any. Only ``run.dir`` is evaluated; other overrides need that file."""
     folder = [text for text in overrides if text.partition("=")[0].strip() == "run.dir"]
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
-    with suppress(ConfigError):  # said when the whole is loaded
-        kept = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
-        return kept if kept.is_file() else None
+    with suppress(ConfigError):  # reported when the whole configuration is loaded
+        path = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
+        return path if path.is_file() else None
     return None
 
 
 def load_run(run_dir: str) -> Resolved[RunConfig]:
-    """The configuration a run was started with, and ``UNISONO__…`` variables over it.
+    """The configuration a run was started with, updated by ``UNISONO__…`` variables.
 
-    Raises CheckpointError when the folder holds no run.
+    Raises CheckpointError if the folder holds no run.
     """
-    kept = require_run(run_dir) / RESOLVED
-    here = [f"run.dir={json.dumps(run_dir)}"]
-    return load_config(RunConfig, [kept], overrides=here, environ=os.environ)
+    own_file = require_run(run_dir) / RESOLVED
+    overrides = [f"run.dir={json.dumps(run_dir)}"]
+    return load_config(RunConfig, [own_file], overrides=overrides, environ=os.environ)
 
 
 def require_run(run_dir: str) -> Path:
-    """The folder of a run. Raises CheckpointError when it holds none."""
+    """The folder of a run. Raises CheckpointError if it holds no run."""
     if (Path(run_dir) / RESOLVED).is_file():
         return Path(run_dir)
     raise CheckpointError(
@@ -103,7 +102,7 @@ def require_run(run_dir: str) -> Path:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on standard output; JSON has no infinity and no NaN, they become null."""
+    """Print one JSON object to standard output; infinities and NaN become null."""
     click.echo(json.dumps(_finite(value), default=str, allow_nan=False))
 
 
@@ -128,7 +127,7 @@ def _set_level(context: click.Context, _option: click.Parameter, value: str | No
 
 
 def _apply_level(context: click.Context, level: str) -> None:
-    """Other packages stay at warning: their debugging is not what was asked for."""
+    """Set the level of our logger; other packages stay at warning."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     LOG.setLevel(level.upper())
     context.meta[_LEVEL] = level

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -40,71 +42,93 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 @click.option("--dry-run", is_flag=True, help="Show what would run where, and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @every_verb
-def command(
-    processes: int | None,
-    servers: int,
-    hostfile: Path | None,
-    ssh_port: int | None,
-    interface: str | None,
-    port: int,
-    settings: tuple[str, ...],
-    tls: str,
-    max_restarts: int,
-    folder: Path | None,
-    by_mpirun: bool,
-    by_srun: bool,
-    dry_run: bool,
-    command: tuple[str, ...],
-    as_json: bool,
-) -> int:
-    """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with torch's env://.
+def command(**flags: Any) -> int:
+    """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with
+    torch's env://.
 
-    Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved, 76 failed and would again.
+    Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved, 76 failed and
+    would again.
     """
-    _refuse_inert(hostfile, servers, ssh_port, port, tls, by_mpirun=by_mpirun, by_srun=by_srun)
-    options = LaunchOptions(max_restarts=max_restarts, tls=tls)
-    extra = parse_settings(settings, os.environ)
-    if by_mpirun or by_srun:
-        travels = forwarded(os.environ, extra)
-        if by_mpirun:
-            handover = mpirun(
-                command, processes=processes, hostfile=hostfile, interface=interface, forwarded=travels, options=options
-            )
-        else:
-            handover = srun(command, processes=processes, interface=interface, forwarded=travels)
-        return _show_handover(handover, as_json=as_json) if dry_run else handover.run()
-    if hostfile is None:
-        if interface:
-            interface_by_name(interface)
-        hosts = [Host(name="this host", slots=processes or 1, here=True)]
+    return _launch(_Flags(**flags))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flags:
+    """The options of the verb, as declared above."""
+
+    command: tuple[str, ...]
+    processes: int | None
+    servers: int
+    hostfile: Path | None
+    ssh_port: int | None
+    interface: str | None
+    port: int
+    settings: tuple[str, ...]
+    tls: str
+    max_restarts: int
+    folder: Path | None
+    by_mpirun: bool
+    by_srun: bool
+    dry_run: bool
+    as_json: bool
+
+
+def _launch(flags: _Flags) -> int:
+    _refuse_inert(flags)
+    options = LaunchOptions(max_restarts=flags.max_restarts, tls=flags.tls)
+    extra = parse_settings(flags.settings, os.environ)
+    if flags.by_mpirun or flags.by_srun:
+        handover = _handover(flags, options, forwarded(os.environ, extra))
+        return _show_handover(handover, as_json=flags.as_json) if flags.dry_run else handover.run()
+    folder = flags.folder or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    job = _layout(flags, options, extra, folder)
+    if not flags.dry_run:
+        return run_job(job, folder)
+    description = describe_launch(job)
+    if flags.as_json:
+        print_json(description)
+    else:
+        click.echo(dry_run_text(description))
+    return 0
+
+
+def _layout(flags: _Flags, options: LaunchOptions, extra: dict[str, str], folder: Path) -> JobLayout:
+    if flags.hostfile is None:
+        if flags.interface:
+            interface_by_name(flags.interface)
+        hosts = [Host(name="this host", slots=flags.processes or 1, here=True)]
         environ = extra
     else:
-        hosts = read_hostfile(hostfile, port=ssh_port)
+        hosts = read_hostfile(flags.hostfile, port=flags.ssh_port)
         environ = forwarded(os.environ, extra)
     for host in hosts:
         if host.role == "scheduler":
             click.echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
-    folder = folder or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
-    job = JobLayout(
-        command=command,
+    return JobLayout(
+        command=flags.command,
         server_command=SERVER,
         hosts=tuple(hosts),
-        slots=assign_processes(hosts, processes, servers),
+        slots=assign_processes(hosts, flags.processes, flags.servers),
         run_id=folder.absolute().name,
         options=options,
         environ=environ,
-        interface=interface,
-        port=port,
+        interface=flags.interface,
+        port=flags.port,
         snapshots=str(folder.absolute() / "servers"),
     )
-    if not dry_run:
-        return run_job(job, folder)
-    shown = describe_launch(job)
-    if as_json:
-        print_json(shown)
-    else:
-        click.echo(dry_run_text(shown))
-    return 0
+
+
+def _handover(flags: _Flags, options: LaunchOptions, variables: dict[str, str]) -> ExecCommand:
+    if flags.by_srun:
+        return srun(flags.command, processes=flags.processes, interface=flags.interface, forwarded=variables)
+    return mpirun(
+        flags.command,
+        processes=flags.processes,
+        hostfile=flags.hostfile,
+        interface=flags.interface,
+        forwarded=variables,
+        options=options,
+    )
 
 
 def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
@@ -116,29 +140,32 @@ def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
     return 0
 
 
-def _refuse_inert(
-    hostfile: Path | None, servers: int, ssh_port: int | None, port: int, tls: str, *, by_mpirun: bool, by_srun: bool
-) -> None:
-    """Options that would act on nothing."""
-    by = "--mpirun" if by_mpirun else "--srun"
+def _refuse_inert(flags: _Flags) -> None:
+    """Raises ConfigError for options that would have no effect."""
+    handed_over = flags.by_mpirun or flags.by_srun
+    by = "--mpirun" if flags.by_mpirun else "--srun"
     wrong = [
-        (by_mpirun and by_srun, "--mpirun and --srun", "one of them starts the processes"),
-        ((by_mpirun or by_srun) and servers > 0, f"{by} with --servers", f"{by} starts workers only"),
+        (flags.by_mpirun and flags.by_srun, "--mpirun and --srun", "one of them starts the processes"),
+        (handed_over and flags.servers > 0, f"{by} with --servers", f"{by} starts workers only"),
+        (handed_over and flags.port > 0, f"{by} with --port", "ranks take MASTER_PORT from --env, or derive it alike"),
+        (flags.by_srun and flags.hostfile is not None, "--srun with --hostfile", "SLURM knows its hosts"),
         (
-            (by_mpirun or by_srun) and port > 0,
-            f"{by} with --port",
-            "ranks take MASTER_PORT from --env, or derive it alike",
-        ),
-        (by_srun and hostfile is not None, "--srun with --hostfile", "SLURM knows its hosts"),
-        (
-            ssh_port is not None and (hostfile is None or by_mpirun),
+            flags.ssh_port is not None and (flags.hostfile is None or flags.by_mpirun),
             "--ssh-port without ssh",
             "it belongs to --hostfile",
         ),
-        (port > 0 and servers > 0, "--port with --servers", "workers of an asynchronous job do not meet"),
-        (bool(tls) and not servers, "--tls without --servers", "Gloo and NCCL, which carry all else, encrypt nothing"),
         (
-            port > 0 and hostfile is None,
+            flags.port > 0 and flags.servers > 0,
+            "--port with --servers",
+            "workers of an asynchronous job do not meet",
+        ),
+        (
+            bool(flags.tls) and not flags.servers,
+            "--tls without --servers",
+            "Gloo and NCCL, which carry all else, encrypt nothing",
+        ),
+        (
+            flags.port > 0 and flags.hostfile is None,
             "--port without --hostfile",
             "ranks of one host meet at a port the launcher holds",
         ),

@@ -1,4 +1,4 @@
-"""The group of verbs. A verb's module is imported when the verb runs or shows its own help; none imports torch at its top.
+"""The group of verbs. A verb's module is imported when the verb runs or shows its help; none imports torch at its top.
 
 Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state committed (start again to go on).
 """
@@ -72,7 +72,7 @@ def cli() -> None:
 
 
 def entry() -> NoReturn:
-    """Run the command line and exit with its code; errors of the family print their four parts and nothing else."""
+    """Run the command line and exit with its code; a UnisonoError prints only its four parts."""
     try:
         result: Any = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -92,7 +92,7 @@ def entry() -> NoReturn:
 
 
 def show_error(error: UnisonoError) -> None:
-    """The error on standard error for people; where ``--json`` was given, as the one JSON object on standard output."""
+    """Print an error to standard error or, with ``--json``, as the one JSON object to standard output."""
     rank = _rank()
     if "--json" in sys.argv and rank == 0:
         _print_error(type(error).__name__, error.problems)
@@ -101,7 +101,7 @@ def show_error(error: UnisonoError) -> None:
 
 
 def show_usage_error(error: click.ClickException) -> None:
-    """A command line that click could not read, in click's own words."""
+    """Print an error of click for a command line it cannot parse."""
     if "--json" not in sys.argv:
         error.show()
         return
@@ -121,7 +121,7 @@ def _print_error(kind: str, problems: tuple[Problem, ...]) -> None:
 
 
 def _rank() -> int:
-    """This process's place in its job; 0 where there is none, or where it is what is wrong."""
+    """The rank of this process; 0 without a job, or if the place itself is the error."""
     from unisono.dist import job_from_environ
     from unisono.errors import LaunchError
 

@@ -37,12 +37,12 @@ from unisono.train.load import empty_model, open_run_checkpoint, read_model, ten
 from unisono.train.setup import open_events, resolve_plan
 from unisono.train.trainer import Trainer
 
-# a model that is spread over ranks is put together for its sample up to this size
+# the largest sharded model, in bytes, that rank 0 assembles to write a sample
 SAMPLE_BYTES = 1 << 30
 
 
 def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dict[str, Any]:
-    """Train to the end, a stop or an error; rank 0 also shows, samples, exports and reports. Returns the outcome."""
+    """Train until the end, a stop or an error; rank 0 also writes the sample, export and report. Returns the outcome."""
     config = resolved.value
     run_dir = Path(config.run.dir)
     device, plan = resolve_plan(config.plan, job)
@@ -70,7 +70,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
         trainer = build_trainer(config, data, world=world, events=events, provenance=provenance)
         with trainer as run:
             if job.rank == 0:
-                # not earlier: from here on the folder holds a run, and asking for the folder again means to go on with it
+                # not earlier: from here on the folder holds a run, and using it again resumes that run
                 write_atomically(run_dir / RESOLVED, resolved.to_toml().encode())
                 run.plan.save(run_dir / PLAN)
             result = run.fit()
@@ -100,7 +100,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
 
 
 def _but_failures(console: Console) -> Callable[[Event], None]:
-    """Hands the console every event but the one that says the run failed: that is said once, in full, at the very end."""
+    """Pass the console every event except a failed ``run_end``: the error is shown once, in full, at the very end."""
 
     def listen(event: Event) -> None:
         if not (event["kind"] == "run_end" and event.get("reason") == "failed"):
@@ -114,7 +114,7 @@ def _log_event(event: Event) -> None:
 
 
 def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
-    """What to try now; ``writes`` says whether the model can write text."""
+    """Commands to try next; ``writes`` if the model can generate text."""
     run_dir = shlex.quote(config.run.dir)
     setting = shlex.quote(f"run.dir={config.run.dir}")
     if reason == "preempted":
@@ -127,14 +127,16 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
 
 
 def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, Any]) -> UnisonoError | None:
-    """Write the export and a text sample. An export that cannot be written is returned as its error: the run is done, and
-    what remains of its end must still happen."""
+    """Write the export and a text sample.
+
+    error of a failed export is returned: the rest of the run's end still follows.
+    """
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
     with run.averaged_weights():
         model, snapshot = run.model, None
         if run.plan.is_model_sharded:
-            # this rank has a part of it; what was just committed is whole, and exported a tensor at a time
+            # this rank has only its shards; the checkpoint just committed is exported, one tensor at a time
             alone = join_world(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
             snapshot, model = open_run_checkpoint(config, alone, None), empty_model(config, tokenizer)
         try:
@@ -169,7 +171,7 @@ def _no_sample(size: int, run_dir: str) -> dict[str, str]:
 def export_run(
     model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None, **how: Any
 ) -> Path:
-    """The Hugging Face folder of a run, by default ``<run.dir>/export``; ``how`` are more arguments of ``export``."""
+    """Export a run's model as a Hugging Face folder, by default ``<run.dir>/export``; ``how`` are arguments of ``export``."""
     from_file = tokenizer is not None and config.data.tokenizer != BYTES
     return export(
         model,
@@ -184,7 +186,7 @@ def export_run(
 def write_sample(
     model: GPT, tokenizer: Tokenizer, sample: SampleOptions, *, context: int, seed: int, temperature: float = 0.8
 ) -> str:
-    """Text that begins with the prompt and goes on as the model likes, seeing at most ``context`` tokens back."""
+    """Generate text that begins with the prompt, with a context of at most ``context`` tokens."""
     device = model.embedding.weight.device
     prompt: list[int] = tokenizer.encode([sample.prompt])[0].ids.tolist() or [tokenizer.end_of_document]
     training = model.training
@@ -198,7 +200,7 @@ def write_sample(
 
 
 def launch_facts() -> dict[str, Any]:
-    """What the launcher set for this process, and what torch made of it."""
+    """The settings the launcher made for this process, with torch's thread count and versions."""
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         **json.loads(os.environ.get("UNISONO_LAUNCH", "{}")),

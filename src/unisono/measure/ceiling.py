@@ -1,7 +1,7 @@
-"""The most a device can multiply: a datasheet's figure where we know the device, a measured matrix product where not.
+"""The peak rate of matrix products on a device: from its datasheet if known, else measured.
 
-A device we do not know is never taken for one we do: its ceiling is measured once per (device, threads, dtype, torch
-version) and kept in a small JSON file. Left out: bandwidth, attention kernels, fp8, several devices at once.
+An unknown device is measured once per (device, threads, dtype, torch version); the result is kept in a small JSON
+file. Not covered: bandwidth, attention kernels, fp8, several devices at once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _ARITHMETIC: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakFlops:
-    """``value`` in FLOP/s, where it comes from, and whose it is, for printing beside any share of it."""
+    """A peak rate: ``value`` in FLOP/s, its source and its device, to be shown with any fraction of it."""
 
     value: float
     kind: Literal["datasheet", "measured"]

@@ -1,4 +1,4 @@
-"""Floating point operations a training step of a transformer asks for, and what share of a device's peak they are.
+"""The floating-point operations of a transformer's training step, and the fraction of a device's peak they are.
 
 Convention, stated wherever a number made with it is shown: model FLOPs per token = 6 N + 12 L h s (Chowdhery et al.
 2022, PaLM, appendix B). N counts parameters that enter a matrix product: no embedding table, but the output head, also
@@ -31,7 +31,8 @@ def transformer_flops_per_token(*, matmul_params: int, layers: int, attention_di
 
 
 def matmul_params(model: nn.Module) -> int:
-    """Number of parameters that enter matrix products: all but embedding tables; a table shared with another layer counts once.
+    """Number of parameters that enter matrix products: all but embedding tables; a table shared with another layer
+    counts once.
 
     All experts of a mixture are in it: which are idle, its module knows. Gains and biases are included; beside the matrices
     they do not matter. Parameters may live on the meta device.

@@ -1,9 +1,8 @@
 """The console of rank 0: a live progress bar on a terminal, ``key=value`` lines elsewhere, the summary at the end.
 
-``Console`` is a listener of the event log. It holds no truth and may die at any time: a closed pipe, a vanished
-terminal or a full disk behind stdout makes it raise once, the event log detaches it, training goes on. Text that the
-stream cannot encode is replaced, control characters never reach the terminal. Left out: colour beyond labels,
-full-screen views.
+``Console`` is a listener of the event log. It may fail at any time without effect on training: after a closed pipe, a lost
+terminal or a full disk behind stdout it raises once, and the event log detaches it. Text that the stream cannot encode is
+replaced; control characters never reach the terminal.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Stream:
         return True
 
     def width(self) -> int:
-        """Columns of the terminal behind the stream, 80 where there is none."""
+        """The width of the terminal in columns; 80 without a terminal."""
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or _FALLBACK_WIDTH
         except (OSError, ValueError):
@@ -89,7 +88,7 @@ class Stream:
 
 
 class _View(Protocol):
-    """How steps and messages reach one kind of stream."""
+    """Interface of the views: how steps and messages are shown on one kind of stream."""
 
     def step(self, event: Event, *, last: bool) -> None: ...
     def say(self, said: Message) -> None: ...
@@ -128,7 +127,7 @@ class Console:
         self._skips_said = 0
 
     def __call__(self, event: Event) -> None:
-        """Show one event. Raises what broke the stream, once, so that the event log detaches this console."""
+        """Show one event. Raises the error of a broken stream once, so that the event log detaches this console."""
         if self._view is None:
             return
         if event["kind"] == "step":
@@ -164,7 +163,7 @@ class Console:
         self.close()
 
     def _first_time(self, event: Event, said: Message) -> bool:
-        """A message with a code is said once; so is a skipped step, later ones are counted in the step line."""
+        """Whether to show a message: each code once, and the first skipped step; later ones are counted in the step line."""
         if event["kind"] == "skipped_step":
             self._skips_said += 1
             return self._skips_said == 1
@@ -268,5 +267,5 @@ class _RichView:
 
 
 def _as_text_io(stream: Stream) -> TextIO:
-    """Rich uses the part of a text file that ``Stream`` has: write, flush, isatty, encoding, fileno."""
+    """``Stream`` as a text file: rich uses only write, flush, isatty, encoding and fileno."""
     return cast(TextIO, stream)

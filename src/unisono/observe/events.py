@@ -1,12 +1,12 @@
-"""The events of a run: one append-only JSONL file per rank, the truth every other view is made from.
+"""The events of a run: one append-only JSONL file per rank, from which all other views are made.
 
 A line is one JSON object ``{"kind", "t", "m", "rank", "run", "attempt", ...}``: ``t`` is wall-clock time in seconds
 since 1970, ``m`` a monotonic clock in seconds (comparable within one boot of one machine), ``attempt`` counts the
 processes that worked on this run, from 1. ``step`` in an event counts finished optimizer updates.
 
 Numbers that JSON lacks are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as protobuf's JSON
-mapping does); ``number`` turns them back. Secrets are redacted before anything is written or handed on. Left out:
-rotation, buffering and locking between processes; one process writes one file. Standard library only.
+mapping does); ``number`` turns them back. Secrets are redacted before anything is written or passed to listeners. There is no
+rotation, buffering or locking between processes; one process writes one file. Standard library only.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.
 
 
 def events_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's events live inside a run folder: ``events/rank00003.jsonl``."""
+    """The events file of a rank inside a run folder, such as ``events/rank00003.jsonl``."""
     return run_dir / EVENTS_FOLDER / f"rank{rank:05d}.jsonl"
 
 
 class EventLog:
-    """Writes one rank's events and hands each to the listeners, in order, on the thread that emits.
+    """Writes one rank's events and passes each to the listeners, in order, on the emitting thread.
 
     Every event is one ``write()`` of one whole line on an append-only descriptor, so a killed process loses at most the
     line it was writing. Neither a full disk nor a failing listener raises into the caller: the listener is detached and
     a ``sink_failed`` event says so; lines that could not be written are counted and reported by an ``events_lost``
     event once writing works again. Safe to call from several threads.
 
-    Raises ConfigError when the file cannot be opened for appending as a regular file.
+    Raises ConfigError if the file cannot be opened for appending as a regular file.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EventLog:
                 "attempt": self.attempt,
             }
             for name, value in fields.items():
-                # numbers under a name seen before cannot hold a secret: the usual case costs one set look-up
+                # numbers under a known name cannot hold a secret: the usual case costs one set look-up
                 if name in self._plain_names and type(value) in (float, int):
                     event[name] = value
                     continue
@@ -104,7 +104,7 @@ class EventLog:
                 self._deliver(entry, event)
 
     def notice(self, code: str, *, what: str, why: str, cost: str, fix: str) -> None:
-        """Say once per process that a slower path was taken: what, why, what it costs, how to avoid it."""
+        """Emit, once per process and ``code``, that a slower path was taken: what, why, its cost, how to avoid it."""
         with self._lock:
             if code in self._noticed:
                 return
@@ -112,7 +112,7 @@ class EventLog:
             self.emit("notice", code=code, what=what, why=why, cost=cost, fix=fix)
 
     def subscribe(self, listener: Listener, name: str | None = None) -> None:
-        """Hand every later event to ``listener``; the first exception it raises detaches it."""
+        """Pass every later event to ``listener``; its first exception detaches it."""
         with self._lock:
             self._listeners.append((name or _name_of(listener), listener))
 
@@ -157,7 +157,7 @@ class EventLog:
                 self._deliver(entry, {**failed, "sink": "events", "error": error, "during": event["kind"]})
 
     def _append(self, line: bytes) -> str | None:
-        """Write a line; returns what went wrong. A line cut short is closed by a newline before the next one."""
+        """Write a line; returns the error, if any. A line cut short is ended by a newline before the next one."""
         data = (b"\n" if self._line_open else b"") + line + b"\n"
         try:
             written = os.write(self._fd, data)
@@ -171,7 +171,7 @@ class EventLog:
 
 
 def _open_for_append(path: Path) -> tuple[int, bool]:
-    """An append descriptor for a regular file of mode 0600, and whether its last line lacks its newline."""
+    """An append descriptor of a regular file of mode 0600, and whether its last line lacks a newline."""
     nofollow = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO must not hang
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -201,7 +201,7 @@ def _unusable(path: Path, reason: str) -> ConfigError:
 
 
 def encode(event: Mapping[str, Any]) -> bytes:
-    """One JSON line without its newline; non-finite numbers by the rule of this module."""
+    """One JSON line without its newline; non-finite numbers become strings, as described above."""
     try:
         text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -222,7 +222,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """``value`` as JSON types; numpy scalars and arrays are accepted, whoever made them has already synchronised."""
+    """``value`` as JSON types. Numpy scalars and arrays are accepted, because they need no device synchronisation."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -250,7 +250,7 @@ def _name_of(listener: Listener) -> str:
 
 
 def number(value: Any) -> float | None:
-    """The float behind a number or behind the strings that stand for NaN and infinities; None for anything else."""
+    """A number, or a string that stands for NaN or an infinity, as a float; None for anything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -260,7 +260,7 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventHistory:
-    """What a file of events holds; ``damaged_lines`` counts from 1, ``torn_tail``: the last line is one of them."""
+    """The content of an events file. ``damaged_lines`` are line numbers from 1; ``torn_tail`` if the last line is damaged."""
 
     path: Path
     events: tuple[Event, ...]
@@ -268,21 +268,21 @@ class EventHistory:
     torn_tail: bool = False
 
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each thing a reader should know about the file."""
-        found: list[str] = []
+        """A sentence for each kind of damage in the file."""
+        notes: list[str] = []
         inner = self.damaged_lines[:-1] if self.torn_tail else self.damaged_lines
         if inner:
             lines = ", ".join(map(str, inner[:5])) + (", ..." if len(inner) > 5 else "")
-            found.append(f"{self.path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short")
+            notes.append(f"{self.path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short")
         if self.torn_tail:
-            found.append(f"{self.path.name}: left out the last line, which is incomplete: its process was killed")
-        return tuple(found)
+            notes.append(f"{self.path.name}: left out the last line, which is incomplete: its process was killed")
+        return tuple(notes)
 
 
 def read_events(path: Path) -> EventHistory:
-    """Read one rank's file. Lines cut short by a kill or a full disk are left out and counted, never guessed.
+    """Read one rank's file. Lines cut short by a kill or a full disk are left out and counted.
 
-    Raises FileNotFoundError when there is no such file.
+    Raises FileNotFoundError if there is no such file.
     """
     events: list[Event] = []
     damaged: list[int] = []
@@ -308,9 +308,9 @@ def _decode(line: bytes) -> Event | None:
 
 
 def next_attempt(path: Path) -> int:
-    """The attempt number of a process that goes on with this file: 1 when there is none, else one more than the last.
+    """The attempt number of the next process that appends to this file: one more than the last, 1 without a file.
 
-    Reads the end of the file only, so it costs the same after a million steps.
+    Reads only the end of the file.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 closed by the with below; only a missing file is expected here
@@ -333,7 +333,7 @@ def next_attempt(path: Path) -> int:
 
 
 class RewindFilter:
-    """Finds, event by event, from which step on earlier attempts are repeated by the current one.
+    """Detects, event by event, the steps of earlier attempts that the current attempt repeats.
 
     Feed events in file order. ``see`` returns the first repeated step when this event moves the run back, else None: a
     ``resumed`` event with ``step`` = k (k updates are in the state) repeats k+1 and later; without one, the first event
@@ -355,7 +355,7 @@ class RewindFilter:
         if event["kind"] == "resumed":
             self._resumed = True
             return step + 1
-        # after a resumed event only a step can say more: an evaluation of the loaded state repeats no update
+        # after a resumed event only a step counts: an evaluation of the loaded state repeats no update
         if self._numbered or event["kind"] not in (("step",) if self._resumed else NUMBERED):
             return None
         self._numbered = True
@@ -363,20 +363,19 @@ class RewindFilter:
 
 
 def collapse_repeated(events: Sequence[Event]) -> list[Event]:
-    """The history as one run without crashes: of steps that were done again after going back, only the later record.
+    """The events of a run without repeated steps: of a step done again after a restart, only the last record is kept.
 
-    Removes events of the kinds in ``NUMBERED``; everything else (checkpoints, failures, restarts) stays,
-    because it happened.
+    Only events of the kinds in ``NUMBERED`` are removed; checkpoints, failures and restarts stay.
     """
     rewind = RewindFilter()
     first_repeated = [rewind.see(event) for event in events]
-    kept: list[Event] = []
+    history: list[Event] = []
     limit = math.inf  # the lowest step any later event went back to
     for event, back_to in zip(reversed(events), reversed(first_repeated), strict=True):
         step = event.get("step")
         if event["kind"] not in NUMBERED or not isinstance(step, int) or step < limit:
-            kept.append(event)
+            history.append(event)
         if back_to is not None:
             limit = min(limit, back_to)
-    kept.reverse()
-    return kept
+    history.reverse()
+    return history

@@ -1,4 +1,4 @@
-"""Events as lines of text: pure functions from an event to what the console prints. Nothing here knows a stream."""
+"""Events as text: pure functions from an event to the lines the console prints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def key_value_line(event: Fields) -> str:
-    """A ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; what the event lacks is left out."""
+    """A ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; missing fields are omitted."""
     parts = [f"step={event['step']}"]
     if "steps_total" in event:
         parts.append(f"steps_total={event['steps_total']}")
@@ -49,16 +49,16 @@ def key_value_line(event: Fields) -> str:
 
 
 def status_lines(event: Fields, width: int, *, max_lines: int = 2, warnings: Sequence[str] = ()) -> list[str]:
-    """A ``step`` event in ``max_lines`` lines of ``width`` characters; what is least needed is dropped first."""
+    """A ``step`` event in ``max_lines`` lines of ``width`` characters; the least important parts are dropped first."""
     parts = [part for part in (make(event) for make in _STATUS_PARTS) if part is not None]
     if warnings:
-        parts.append(_Part(1, "warn " + " ".join(dict.fromkeys(warnings))))
+        parts.append(_StatusPart(1, "warn " + " ".join(dict.fromkeys(warnings))))
     while len(parts) > 1 and not _fits(_fill(parts, width), width, max_lines):
         parts.remove(max(parts, key=lambda part: part.rank))
     return [printable(line)[: max(0, width)] for line in _fill(parts, width)]
 
 
-def _fill(parts: Sequence[_Part], width: int) -> list[str]:
+def _fill(parts: Sequence[_StatusPart], width: int) -> list[str]:
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part.text) <= width:
@@ -73,72 +73,74 @@ def _fits(lines: Sequence[str], width: int, max_lines: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StatusPart:
     rank: int  # the highest rank is dropped first
     text: str
 
 
-def _step_part(event: Fields) -> _Part:
+def _step_part(event: Fields) -> _StatusPart:
     total = event.get("steps_total")
     if not isinstance(total, int) or total <= 0:
-        return _Part(0, f"step {event['step']}")
-    return _Part(0, f"step {event['step']}/{total} {100 * event['step'] / total:.1f}%")
+        return _StatusPart(0, f"step {event['step']}")
+    return _StatusPart(0, f"step {event['step']}/{total} {100 * event['step'] / total:.1f}%")
 
 
-def _loss_part(event: Fields) -> _Part | None:
+def _loss_part(event: Fields) -> _StatusPart | None:
     loss = number(event.get("train/loss"))
     highest = number(event.get("train/loss_max"))
     beside = f" (max {highest:.3g})" if highest is not None else ""
-    return None if loss is None else _Part(2, f"loss {loss:.4g}{beside}")
+    return None if loss is None else _StatusPart(2, f"loss {loss:.4g}{beside}")
 
 
-def _speed_part(event: Fields) -> _Part | None:
+def _speed_part(event: Fields) -> _StatusPart | None:
     total, device = number(event.get("perf/tokens_per_s")), number(event.get("perf/tokens_per_s_device"))
     if total is None:
         return None
     several = device is not None and device < 0.99 * total
-    return _Part(
+    return _StatusPart(
         3, f"{short_number(total)} tok/s" + (f" ({short_number(device)}/dev)" if several and device is not None else "")
     )
 
 
-def _utilization_part(event: Fields) -> _Part | None:
+def _utilization_part(event: Fields) -> _StatusPart | None:
     mfu, measured = number(event.get("perf/mfu")), number(event.get("perf/matmul_ceiling_frac"))
     if mfu is not None:
-        return _Part(5, f"mfu {percent(mfu)}")
-    return None if measured is None else _Part(5, f"{percent(measured)} of matmul ceiling")
+        return _StatusPart(5, f"mfu {percent(mfu)}")
+    return None if measured is None else _StatusPart(5, f"{percent(measured)} of matmul ceiling")
 
 
-def _time_part(event: Fields) -> _Part | None:
+def _time_part(event: Fields) -> _StatusPart | None:
     shown: list[str] = []
     for label, phase in (("data", "data_wait"), ("comm exposed", "comm_exposed"), ("ckpt", "ckpt_stall")):
         frac = number(event.get(f"time/{phase}_frac"))
         if frac is not None and (frac > 0 or phase != "comm_exposed"):
             shown.append(f"{label} {percent(frac)}")
-    return _Part(7, " ".join(shown)) if shown else None
+    return _StatusPart(7, " ".join(shown)) if shown else None
 
 
-def _memory_part(event: Fields) -> _Part | None:
+def _memory_part(event: Fields) -> _StatusPart | None:
     peak, limit = number(event.get("mem/peak_bytes")), number(event.get("mem/limit_bytes"))
     if peak is None:
         return None
-    return _Part(8, f"mem peak {format_gib(peak)}" + (f" of {format_gib(limit)}" if limit is not None else ""))
+    return _StatusPart(8, f"mem peak {format_gib(peak)}" + (f" of {format_gib(limit)}" if limit is not None else ""))
 
 
-def _value_part(rank: int, label: str, field: str, write: Callable[[float], str]) -> Callable[[Fields], _Part | None]:
-    def make(event: Fields) -> _Part | None:
+def _value_part(
+    rank: int, label: str, field: str, write: Callable[[float], str]
+) -> Callable[[Fields], _StatusPart | None]:
+    def make(event: Fields) -> _StatusPart | None:
         value = number(event.get(field))
-        return None if value is None else _Part(rank, f"{label} {write(value)}")
+        return None if value is None else _StatusPart(rank, f"{label} {write(value)}")
 
     return make
 
 
-def _skipped_part(event: Fields) -> _Part | None:
+def _skipped_part(event: Fields) -> _StatusPart | None:
     skipped = number(event.get("train/skipped_steps"))
-    return _Part(4, f"skipped {skipped:.0f}") if skipped else None
+    return _StatusPart(4, f"skipped {skipped:.0f}") if skipped else None
 
 
-_STATUS_PARTS: Final[tuple[Callable[[Fields], _Part | None], ...]] = (
+_STATUS_PARTS: Final[tuple[Callable[[Fields], _StatusPart | None], ...]] = (
     _step_part,
     _loss_part,
     _value_part(6, "lr", "train/lr", lambda value: f"{value:.2e}"),
@@ -153,7 +155,7 @@ _STATUS_PARTS: Final[tuple[Callable[[Fields], _Part | None], ...]] = (
 
 
 def percent(fraction: float) -> str:
-    """``0.034`` as ``3%``; below ten per cent with a decimal only where it would read 0."""
+    """A fraction in per cent, such as ``3%``; values below 0.95 % get a decimal."""
     if not math.isfinite(fraction):
         return "?"
     value = 100 * fraction
@@ -170,10 +172,10 @@ class Message:
 
 
 def event_message(event: Fields) -> Message | None:
-    """What the console says about an event other than ``step``; None for what it keeps quiet about."""
-    make = _MESSAGES.get(event["kind"])
-    made = make(event) if make is not None else None
-    return None if made is None else Message(level=made.level, text=printable(made.text), code=printable(made.code))
+    """The console message for an event other than ``step``; None if it is not shown."""
+    formatter = _MESSAGES.get(event["kind"])
+    message = formatter(event) if formatter is not None else None
+    return message and Message(level=message.level, text=printable(message.text), code=printable(message.code))
 
 
 def _eval(event: Fields) -> Message:
@@ -200,13 +202,13 @@ def _run_start(event: Fields) -> Message | None:
 
 
 def _held(count_bytes: Fields) -> str:
-    """What the plan says that the rank whose events these are must hold."""
+    """The bytes of state that the plan assigns to this rank."""
     held = {name: format_gib(float(count)) for name, count in count_bytes.items()}
     return f"; held here: parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}"
 
 
 def _rules_inferred(event: Fields) -> Message:
-    """Which layers are cut, and what stays whole for which reason."""
+    """The layers that tensor-parallel rules were inferred for, and those that are replicated, with the reason."""
     rules = cast("list[Fields]", event.get("rules") or [])
     left = cast("Fields", event.get("left") or {})
     cut = ", ".join(str(rule["module"]) for rule in rules)
@@ -215,7 +217,7 @@ def _rules_inferred(event: Fields) -> Message:
 
 
 def _placements(event: Fields) -> Message:
-    """Which parameters lie cut over the ranks of tp, along which dim, and which stayed whole."""
+    """The parameters that are sharded over the tp ranks, with their dim, and the replicated ones."""
     placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
     cut = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
     whole = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
@@ -225,7 +227,7 @@ def _placements(event: Fields) -> Message:
 
 
 def _packing(stats: Fields) -> str:
-    """What packing whole documents costs beside what windows of the plain stream would."""
+    """The cost of packing whole documents, compared with windows of the plain stream."""
     return (
         f"; packed: {stats['waste_frac']:.2%} of positions without a target, {stats['cut_documents']} of "
         f"{stats['documents']} documents cut (as a stream {stats['stream_waste_frac']:.2%}, {stats['stream_cut_documents']})"
@@ -248,14 +250,14 @@ def _resumed(event: Fields) -> Message:
 
 
 def _compression(event: Fields) -> Message | None:
-    """What ``auto`` chose, or what is doubtful about what was asked for."""
+    """The codec that ``auto`` chose, or a doubt about the one asked for."""
     if event.get("why") == "as asked":
         return None
     return Message(level="notice", text=f"compression {event.get('asked')}: {event.get('why')}", code="compression")
 
 
 def _servers(event: Fields) -> Message:
-    """What parameter servers lost, in their words."""
+    """A loss that parameter servers report."""
     return Message(level="warning", text=str(event.get("message") or ""))
 
 
@@ -355,7 +357,7 @@ _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEndFacts:
-    """What the end of a run can point at besides its events."""
+    """Results of a run that are shown at its end in addition to its events."""
 
     sample_text: str = ""
     report_path: Path | None = None
@@ -373,7 +375,7 @@ _ENDINGS: Final = {
 
 
 def run_verdict(summary: RunSummary) -> str:
-    """One sentence: how the run ended, what it reached, how fast."""
+    """One sentence: how the run ended, its losses, its speed."""
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     parts = [f"{_ENDINGS[summary.state]} {summary.steps}{total} steps in {duration(summary.wall_s)}"]
     if summary.attempts > 1:
@@ -429,7 +431,7 @@ def _speed(summary: RunSummary) -> str:
 
 
 def _link(link: Fields) -> str:
-    """``127.0.0.1:4711: sent 41.2MB/s, received 41.2MB/s``."""
+    """A line such as ``127.0.0.1:4711: sent 41.2MB/s, received 41.2MB/s``."""
     sent, received = (short_number(link[f"{way}_bytes_per_s"]) for way in ("sent", "received"))
     return f"{printable(str(link['peer']))}: sent {sent}B/s, received {received}B/s"
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and how fast steps pass.
+"""Timers of the phases of a step, and rates of steps and tokens.
 
 ``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` turns finished steps into tokens
 per second and an ETA, leaving out what is not steady training: first steps, compilation, evaluation, checkpoints. Every
@@ -127,7 +127,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Steps that were found finished at one moment; a device that runs ahead is asked only every few steps."""
+    """Steps that finished by one reading; a device that runs ahead is read only every few steps."""
 
     steps: int
     tokens: int
@@ -165,13 +165,13 @@ class RateMeter:
         self._mark_ns = clock()
 
     def start(self) -> None:
-        """The first step begins now; whatever went before belongs to no step. Without it, construction is the start."""
+        """Start the clock of the first step; without it, construction is the start."""
         self._mark_ns = self._clock()
         self._paused_ns = 0
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Time inside (evaluation, a checkpoint's stall) is no step's time. It still counts towards the ETA."""
+        """Exclude the time inside (evaluation, a checkpoint's stall) from the step time; it still counts towards the ETA."""
         begin = self._clock()
         try:
             yield
@@ -179,10 +179,10 @@ class RateMeter:
             self._paused_ns += self._clock() - begin
 
     def step_done(self, steps_done: int, *, tokens: int, steps: int = 1, exclude: bool = False) -> None:
-        """A step ended: ``steps_done`` updates are finished in all, this one consumed ``tokens`` over all devices.
+        """Record a finished step: ``steps_done`` updates in total, ``tokens`` consumed by this one over all devices.
 
-        Where the device is read every few steps only, call this once per reading, with the number of ``steps`` since
-        the last one and the tokens of all of them. ``exclude`` keeps them out of every rate, for steps that compiled or
+        If the device is read only every few steps, call this once per reading, with the number of ``steps`` since the
+        last one and the tokens of all of them. ``exclude`` keeps them out of every rate, for steps that compiled or
         recaptured a graph.
         """
         now = self._clock()

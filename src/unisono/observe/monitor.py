@@ -38,7 +38,7 @@ class Monitor:
 
     def sample(self) -> dict[str, float | int]:
         rss_bytes = self._process.memory_info().rss
-        # the kernel counts in batches, so its own peak may lie below what was seen
+        # the kernel counts in batches, so its own peak may be below an observed value
         self._rss_peak_bytes = max(self._rss_peak_bytes, peak_rss_bytes(), rss_bytes)
         taken: dict[str, float | int] = {
             "sys/cpu_frac": psutil.cpu_percent() / 100.0,
@@ -67,7 +67,7 @@ def peak_rss_bytes() -> int:
 
 
 def host_memory_limit_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may use: the least of physical memory and the limits of its cgroups (v1, v2 or both) and all above."""
+    """The memory limit of this process in bytes: the least of physical memory and the limits of its cgroups (v1 and v2)."""
     limits = [psutil.virtual_memory().total]
     for folder, name in _limit_files(proc, cgroup_root):
         try:

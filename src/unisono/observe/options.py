@@ -1,4 +1,4 @@
-"""Settings of what a run shows and records. Torch-free."""
+"""Settings of the console and the trackers. No torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ObserveOptions:
 
 
 def sink_plugins() -> set[str]:
-    """Names of the sinks other installed packages offer."""
-    from importlib.metadata import entry_points  # slow to import, and seldom needed: every --help passes here
+    """The names of sinks that other installed packages provide."""
+    from importlib.metadata import entry_points  # slow to import, and every --help runs this module
 
     return {entry.name for entry in entry_points(group=SINK_GROUP)}

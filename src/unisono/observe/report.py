@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file that needs nothing else, written from the events in the run folder alone.
+"""The report of a run: one self-contained HTML file, written only from the events in the run folder.
 
-First a sentence with the outcome, then figures, where the time went, curves, a text sample, what happened, where it
-ran, with which settings. Charts by plotly, embedded. It can be written at any time, also for a run that was killed.
+It has a sentence with the outcome, figures, the split of time, curves, a text sample, other events, the machine and
+the settings. Charts are drawn by the embedded plotly. It can be written at any time, also for a run that was killed.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class _Figure:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``report.html`` into ``run_dir`` and return its path; an older one is replaced as a whole.
+    """Write ``report.html`` into ``run_dir`` atomically; returns its path.
 
-    Raises DataError when the folder holds no events of rank 0.
+    Raises DataError if the folder has no events of rank 0.
     """
     path = events_path(run_dir, 0)
     history = read_events(path) if path.exists() else EventHistory(path=path, events=())
@@ -108,7 +108,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
-    """The page for the events of rank 0 and, where they add something, of ``others``."""
+    """The HTML page of the events of rank 0 and, where they add something, of the ``others``."""
     summary = summarise(history.events)
     events = collapse_repeated(history.events)
     start = _last(events, "run_start")
@@ -124,7 +124,7 @@ def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
         title=f"Run {printable(str(history.events[-1]['run']))}",
         verdict=run_verdict(summary) + _time_clause(summary),
         figures=list(_figures(summary)),
-        notes=[note for each in (history, *others) for note in each.notes()],
+        notes=[note for rank_history in (history, *others) for note in rank_history.notes()],
         time_chart=time_chart["id"] if time_chart else None,
         curves=[curve["id"] for curve in curves],
         sample=printable(str(sample.get("text", "")), newlines=True),
@@ -256,11 +256,11 @@ def _curves(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict[s
         title = "Bits per byte (eval)" if name == "bits_per_byte" else f"{line['name']} (eval)"
         yield {"id": f"metric{index}", "data": [line], "layout": _layout(title, "", restarts)}
     for index, (title, unit, series) in enumerate(_STEP_CURVES):
-        found = [(name, points) for name, field in series if (points := _points(steps, field))]
-        if len(found) == 2 and found[0][1] == found[1][1]:  # one device: its rate is the rate of all
-            found = found[:1]
-        if found:
-            data = [_line(name, points) for name, points in found]
+        lines = [(name, points) for name, field in series if (points := _points(steps, field))]
+        if len(lines) == 2 and lines[0][1] == lines[1][1]:  # one device: its rate is the rate of all
+            lines = lines[:1]
+        if lines:
+            data = [_line(name, points) for name, points in lines]
             yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
 
 
@@ -303,23 +303,23 @@ def _caption(sample: Event) -> str:
 
 
 def _happenings(events: Sequence[Event], others: Sequence[EventHistory]) -> Iterator[dict[str, Any]]:
-    """What happened besides steps; of other ranks only what rank 0 cannot know."""
+    """Rows for all events other than steps; of other ranks only warnings, which rank 0 cannot know."""
     foreign = [event for history in others for event in history.events if event["kind"] in _WARNING_KINDS]
     for event in [*(event for event in events if event["kind"] not in _QUIET_KINDS), *foreign]:
-        said = event_message(event)
+        message = event_message(event)
         yield {
             "t": event["t"],
             "time": datetime.fromtimestamp(event["t"], UTC).strftime("%Y-%m-%d %H:%M:%S"),
             "attempt": event["attempt"],
             "rank": event["rank"],
             "kind": printable(event["kind"]),
-            "text": said.text if said is not None else _facts(event),
+            "text": message.text if message is not None else _facts(event),
             "warning": event["kind"] in _WARNING_KINDS,
         }
 
 
 def _facts(event: Event) -> str:
-    """The scalar fields of an event that has no sentence of its own."""
+    """The scalar fields of an event without a message."""
     scalars = {name: value for name, value in event.items() if not isinstance(value, dict | list)}
     shown = [(name, _written(value)) for name, value in scalars.items() if name not in ENVELOPE]
     return ", ".join(f"{name} {text}" for name, text in shown if "\n" not in text)
@@ -346,7 +346,7 @@ def _rank_rows(histories: Sequence[EventHistory]) -> list[list[str]]:
 
 
 def _sections(start: Event) -> Iterator[dict[str, Any]]:
-    """Every mapping in ``run_start`` except the configuration is a table of its own; loose facts come first."""
+    """Tables from ``run_start``: one for its scalar fields, one for each mapping except the configuration."""
     facts = {name: value for name, value in start.items() if name not in ENVELOPE | _OWN_PLACE}
     loose = [(name, _written(value)) for name, value in facts.items() if not isinstance(value, dict)]
     if loose:

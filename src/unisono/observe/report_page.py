@@ -1,4 +1,4 @@
-"""The page of ``report``: markup, style and the few lines of script that hand the charts to plotly. No data, no logic.
+"""The page of ``report``: markup, style, and a few lines of script that pass the charts to plotly. No data, no logic.
 
 Every value is escaped by the template engine; the script hashes in the content policy keep anything else from running,
 and the policy allows no request to anywhere.

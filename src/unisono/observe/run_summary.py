@@ -1,6 +1,6 @@
-"""The facts of a whole run, taken from its events: what the end of the console and the report's first line both state.
+"""The summary of a run, computed from its events, for the end of the console output and the report.
 
-Also the small pictures of numbers the console uses: quantities with a unit, and a curve as one line of text.
+Also formats numbers for the console: quantities with a unit, and a curve as one line of text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ASCII_BLOCKS: Final = "_.-~=+*#"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """A run as its events tell it; None where they do not say.
+    """The summary of a run. A value is None if the events do not have it.
 
     ``losses`` are (step, train loss) of every logged step, without those repeated after a crash. ``time_frac`` is the
     share of each phase in the wall time of the logged steps. Rates are medians over the logged steps. ``links`` are
@@ -49,7 +49,7 @@ class RunSummary:
 
 
 def summarise(events: Sequence[Event]) -> RunSummary:
-    """The summary of one rank's events, in file order, of all attempts so far."""
+    """Summarise one rank's events, in file order, over all attempts."""
     history = collapse_repeated(events)
     steps = [event for event in history if event["kind"] == "step"]
     evals = [event for event in history if event["kind"] == "eval"]
@@ -81,12 +81,12 @@ def summarise(events: Sequence[Event]) -> RunSummary:
 
 def eval_metrics(event: Mapping[str, Any]) -> dict[str, float]:
     """The numbers under ``eval/`` of an eval event, without the prefix."""
-    found = ((name.removeprefix("eval/"), number(value)) for name, value in event.items() if name.startswith("eval/"))
-    return {name: value for name, value in found if value is not None}
+    numbers = ((name.removeprefix("eval/"), number(value)) for name, value in event.items() if name.startswith("eval/"))
+    return {name: value for name, value in numbers if value is not None}
 
 
 def _state(events: Sequence[Event]) -> str:
-    """How the last attempt ended; a process that was killed wrote no end."""
+    """How the last attempt ended. A process that was killed wrote no ``run_end``."""
     last_attempt = events[-1]["attempt"] if events else 0
     kinds = {event["kind"]: event for event in events if event["attempt"] == last_attempt}
     if "preempt" in kinds:
@@ -133,7 +133,7 @@ def _time_frac(steps: Sequence[Event]) -> dict[str, float]:
 
 
 def _wall_s(events: Sequence[Event]) -> float:
-    """Seconds the attempts ran, each from its first to its last event; time between attempts is not counted."""
+    """The run time of all attempts in seconds, each from its first to its last event."""
     spans: dict[int, tuple[float, float]] = {}
     for event in events:
         first, last = spans.get(event["attempt"], (math.inf, -math.inf))
@@ -158,14 +158,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
-    """At most ``limit`` points of a curve: of each stretch its first, lowest and highest, so that no spike disappears.
+    """At most ``limit`` points of a curve: of each stretch the first, lowest, highest and first non-finite point.
 
-    Non-finite values are kept wherever the stretch has one. The last point is always there.
+    So no spike disappears. The last point is always included.
     """
     if len(points) <= limit:
         return list(points)
     stretches = max(1, (limit - 1) // 4)
-    kept: list[tuple[int, float]] = []
+    thinned: list[tuple[int, float]] = []
     for i in range(stretches):
         stretch = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
         finite = [point for point in stretch if math.isfinite(point[1])]
@@ -173,14 +173,14 @@ def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int,
         chosen = {stretch[0], *broken[:1]}
         if finite:
             chosen |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-        kept += [point for point in stretch if point in chosen]
-    if kept[-1] != points[-1]:
-        kept.append(points[-1])
-    return kept
+        thinned += [point for point in stretch if point in chosen]
+    if thinned[-1] != points[-1]:
+        thinned.append(points[-1])
+    return thinned
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """``values`` in at most ``width`` characters, each the mean of its stretch; ``!`` where one is not finite."""
+    """A curve in at most ``width`` characters, each the mean of a stretch; ``!`` for a non-finite mean."""
     if not values or width < 1:
         return ""
     columns = min(width, len(values))
@@ -196,7 +196,7 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def short_number(value: float) -> str:
-    """Three digits and a decimal prefix: 41234 is ``41.2k``."""
+    """A number with three digits and a decimal prefix: 41234 is ``41.2k``."""
     if not math.isfinite(value):
         return str(value)
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -206,7 +206,7 @@ def short_number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42s``, ``3m07``, ``3h12``, ``2d04h``; tenths below ten seconds."""
+    """A time such as ``42s``, ``3m07``, ``3h12``, ``2d04h``; with tenths below ten seconds."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:
@@ -223,7 +223,7 @@ def duration(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Three digits of a short time: ``2.5 s``, ``125 ms``."""
+    """A short time with three digits, such as ``2.5 s`` or ``125 ms``."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
 
 

@@ -1,4 +1,4 @@
-"""What may be stored or shown: secrets are redacted, control characters do not reach a terminal.
+"""Cleans values before they are stored or shown: redacts secrets, removes control characters.
 
 Redaction works on names (``hf_token``, ``AWS_SECRET_ACCESS_KEY``), on ``user:password@`` in URLs, and on
 ``name=value``, ``--name value`` and ``"name": "value"`` inside any text. A secret under an innocent name is not

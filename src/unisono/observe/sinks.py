@@ -1,10 +1,9 @@
-"""Trackers: views of the step and eval numbers in other people's formats, fed from the event log.
+"""Trackers: sinks that write the step and eval numbers in other formats, fed from the event log.
 
-``csv`` and ``tensorboard`` write inside the run folder at once; ``wandb`` (offline unless WANDB_MODE says otherwise)
-and the sinks of other packages (entry-point group ``unisono.sinks``) run behind a queue on a thread of their own,
-because their calls may be slow or hang. A sink that fails is detached by the event log and training goes on. Each
-continues one step axis over restarts: steps that are repeated after a crash appear once. Left out: histograms, images,
-uploading.
+``csv`` and ``tensorboard`` write directly into the run folder. ``wandb`` (offline unless WANDB_MODE says otherwise)
+and the sinks of other packages (entry-point group ``unisono.sinks``) run behind a queue on a separate thread, because
+their calls may be slow or hang. A sink that fails is detached by the event log, and training continues. Each sink has
+one step axis over restarts: steps that are repeated after a crash appear once.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _QUEUE_LIMIT: Final = 10_000
 
 
 class Sink(Protocol):
-    """What receives events. ``write`` may raise: it is then called no more. ``close`` flushes; it is called once."""
+    """Receives events. If ``write`` raises, it is not called again. ``close`` flushes and is called once."""
 
     name: str
 
@@ -46,7 +45,7 @@ SinkFactory = Callable[[Path, str, int], Sink]
 
 
 def numbers(event: Mapping[str, Any]) -> dict[str, float]:
-    """The series in a step or eval event: every numeric field that is neither envelope nor position."""
+    """The series of a step or eval event: every numeric field that is neither envelope nor position."""
     found = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
     return {name: value for name, value in found if value is not None}
 
@@ -243,7 +242,7 @@ class CsvSink:
 
 
 def _cell(value: Any) -> str:
-    """``nan`` and ``inf`` as numpy, pandas and spreadsheets read them; a text field where a number was before is left empty."""
+    """A number as text, with ``nan`` and ``inf`` as numpy and pandas read them; any other value is an empty cell."""
     if value is None:
         return ""
     if type(value) in (float, int):
@@ -295,7 +294,7 @@ class TensorBoardSink:
 
 
 def _later_second(earlier: Sequence[Path]) -> int:
-    """Readers take files in the order of the second in their name; a quick restart must not sort before its past."""
+    """Readers order files by the second in their name; wait so that a quick restart does not sort before its predecessor."""
     seconds = [int(found.group(1)) for path in earlier if (found := re.search(r"tfevents\.(\d+)\.", path.name))]
     return max([int(time.time()), *(second + 1 for second in seconds)])
 
@@ -340,7 +339,7 @@ class WandbSink:
 
 
 class Background:
-    """Runs a sink on a thread of its own behind a bounded queue, so that a slow or hanging one never stops training.
+    """Runs a sink on a separate thread behind a bounded queue, so that a slow or hanging one never stops training.
 
     A failure of the sink, or a full queue, is raised by the next ``write``. ``close`` waits ``close_timeout_s`` for the
     queue to drain and raises TimeoutError after that; the thread is a daemon and does not hold up the end of the

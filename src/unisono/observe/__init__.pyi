@@ -1,0 +1,14 @@
+from .console import Console as Console
+from .events import EventHistory as EventHistory
+from .events import EventLog as EventLog
+from .events import collapse_repeated as collapse_repeated
+from .events import read_events as read_events
+from .meters import RateMeter as RateMeter
+from .meters import StepTimers as StepTimers
+from .monitor import Monitor as Monitor
+from .options import ObserveOptions as ObserveOptions
+from .report import write_report as write_report
+from .run_summary import RunSummary as RunSummary
+from .run_summary import summarise as summarise
+from .sinks import Sink as Sink
+from .sinks import Trackers as Trackers
