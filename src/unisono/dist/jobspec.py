@@ -33,17 +33,18 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 class JobSpec:
     """The place of one process in its job.
 
-    - ``run_id``: the name of the run, equal on all its processes. - ``restart_count``: the attempt, from 0. It is
-    part of every key in the store, so a restarted group reads no old keys. - ``rank``, ``world_size``: among the
-    workers. A worker of a job with servers that joins later has a rank >= ``world_size``. - ``local_rank``,
-    ``local_world``: among the workers of this host. - ``master_addr``, ``master_port``: where rank 0 serves the
-    store; port 0 if nobody meets there. - ``source``: the launcher or allocation these numbers come from. -
-    ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free in
-    between. - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open
-    one. - ``role``: worker or server; scheduler is DMLC's process that keeps the store. - ``servers``: number of
-    parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown. - ``server_index``: the
-    index of this server; None for other roles or if its launcher numbers no servers. - ``interface``: the network
-    interface this process was told to use.
+    - ``run_id``: the name of the run, equal on all its processes.
+    - ``restart_count``: the attempt, from 0. It is part of every key in the store, so a restarted group reads no old keys.
+    - ``rank``, ``world_size``: among the workers. A worker that joins servers later has a rank >= ``world_size``.
+    - ``local_rank``, ``local_world``: among the workers of this host.
+    - ``master_addr``, ``master_port``: where rank 0 serves the store; port 0 if the workers do not meet.
+    - ``source``: the launcher or allocation these numbers come from.
+    - ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free.
+    - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open one.
+    - ``role``: worker or server; scheduler is DMLC's process that keeps the store.
+    - ``servers``: the number of parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown.
+    - ``server_index``: the index of this server; None for other roles or if its launcher numbers no servers.
+    - ``interface``: the network interface that the launcher set for this process.
     """
 
     run_id: str = "single"

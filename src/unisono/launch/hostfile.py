@@ -74,7 +74,7 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
 
 
 def _host(words: list[str], port: int | None) -> Host:
-    """Raises ValueError(given, rule)."""
+    """Parse the words of one line. Raises ValueError(given, rule)."""
     name, separator, number = words[0].rpartition(":")
     if not separator or ":" in name or not number.isdigit():
         name, number = words[0], ""

@@ -46,8 +46,8 @@ SinkFactory = Callable[[Path, str, int], Sink]
 
 def numbers(event: Mapping[str, Any]) -> dict[str, float]:
     """The series of a step or eval event: every numeric field that is neither envelope nor position."""
-    found = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
-    return {name: value for name, value in found if value is not None}
+    fields = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
+    return {name: value for name, value in fields if value is not None}
 
 
 class Trackers:
@@ -247,7 +247,7 @@ def _cell(value: Any) -> str:
         return ""
     if type(value) in (float, int):
         return repr(value)
-    return value if value in ("step", "eval") else repr(found) if (found := number(value)) is not None else ""
+    return value if value in ("step", "eval") else repr(as_float) if (as_float := number(value)) is not None else ""
 
 
 class TensorBoardSink:
@@ -295,7 +295,7 @@ class TensorBoardSink:
 
 def _later_second(earlier: Sequence[Path]) -> int:
     """Readers order files by the second in their name; wait so that a quick restart does not sort before its predecessor."""
-    seconds = [int(found.group(1)) for path in earlier if (found := re.search(r"tfevents\.(\d+)\.", path.name))]
+    seconds = [int(match.group(1)) for path in earlier if (match := re.search(r"tfevents\.(\d+)\.", path.name))]
     return max([int(time.time()), *(second + 1 for second in seconds)])
 
 
