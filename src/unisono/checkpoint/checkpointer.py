@@ -86,7 +86,7 @@ class Checkpointer:
         own: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         *,
-        parts: Mapping[str, TensorShard] | None = None,
+        sharded: Mapping[str, tuple[Tensor, TensorShard]] | None = None,
         score: float | None = None,
     ) -> float:
         """Begin to save ``step``; returns the seconds the caller was blocked. Waits for an unfinished save first.
@@ -94,8 +94,8 @@ class Checkpointer:
         - ``replicated``: tensors equal on all ranks; each rank writes a share of them.
         - ``own``: tensors of this rank only, under names no other rank uses.
         - ``meta``: JSON types; rank 0's is saved.
-        - ``parts``: this rank's blocks of tensors that are sharded over ranks. Every rank passes every name, also for an
-          empty block or a replica. Blocks that do not cover each tensor exactly once fail the save on all ranks.
+        - ``sharded``: this rank's parts of tensors that are split over ranks. Every rank passes every name, also for an
+          empty part or a replica. Parts that do not cover each global tensor exactly once fail the save on all ranks.
         - ``score``: lower is better, for ``keep_best``.
 
         All tensors may change after the return. Raises CheckpointError for tensors that cannot be saved, and after
@@ -104,13 +104,13 @@ class Checkpointer:
         called_s = time.monotonic()
         self.wait()
         began_s = time.monotonic()
-        parts = parts or {}
-        shard = self._shard(replicated, own, parts)
-        blocks = {name: part.tensor for name, part in parts.items()}
+        sharded = sharded or {}
+        shard = self._shard(replicated, own, sharded)
+        parts = {name: tensor for name, (tensor, _) in sharded.items()}
         save = SaveRequest(
             step=step,
             shard=shard,
-            image=HostSnapshot(shard, {**replicated, **own, **blocks}, self._buffer),
+            image=HostSnapshot(shard, {**replicated, **own, **parts}, self._buffer),
             meta=_as_json(meta),
             score=score if score is not None and math.isfinite(score) else None,
             began_s=began_s,
@@ -197,33 +197,27 @@ class Checkpointer:
         )
 
     def _shard(
-        self, replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, TensorShard]
+        self,
+        replicated: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        sharded: Mapping[str, tuple[Tensor, TensorShard]],
     ) -> ShardContents:
         """The layout of this rank's file; recomputed only if a name, shape, dtype or offset has changed since the last save."""
-        wholes = [
-            [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in tensors.items()]
-            for tensors in (replicated, own)
-        ]
-        blocks = [
-            (
-                name,
-                part.global_shape,
-                part.offset,
-                part.replica,
-                part.runs,
-                part.tensor.shape,
-                part.tensor.dtype,
-                part.tensor.layout,
-            )
-            for name, part in parts.items()
-        ]
-        if self._layout is None or self._layout[0] != (wholes, blocks):
-            _check(replicated, own, parts)
-            shared, mine = (
+        described = (
+            [
+                [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in tensors.items()]
+                for tensors in (replicated, own)
+            ],
+            [(name, shard, t.shape, t.dtype, t.layout) for name, (t, shard) in sharded.items()],
+        )
+        if self._layout is None or self._layout[0] != described:
+            _check(replicated, own, sharded)
+            shared_table, own_table = (
                 {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
                 for tensors in (replicated, own)
             )
-            self._layout = (wholes, blocks), lay_out_shards(shared, mine, parts, rank=self._rank, world=self._world)
+            layout = lay_out_shards(shared_table, own_table, sharded, rank=self._rank, world=self._world)
+            self._layout = described, layout
         return self._layout[1]
 
 
@@ -264,8 +258,10 @@ class _Running:
         self.save.ended = True
 
 
-def _check(replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, TensorShard]) -> None:
-    tensors = [*replicated.items(), *own.items(), *((name, part.tensor) for name, part in parts.items())]
+def _check(
+    replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], sharded: Mapping[str, tuple[Tensor, TensorShard]]
+) -> None:
+    tensors = [*replicated.items(), *own.items(), *((name, tensor) for name, (tensor, _) in sharded.items())]
     problems = [
         Problem(
             given=f"tensor {name!r} is passed {'twice' if count == 2 else f'{count} times'}",

@@ -1,4 +1,4 @@
-"""Peak rates of devices, and the FLOPs of a model. Only the functions that measure import torch."""
+"""Peak rates of devices and FLOPs of models. Importing this package alone does not import torch."""
 
 import lazy_loader
 

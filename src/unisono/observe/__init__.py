@@ -1,6 +1,6 @@
-"""Observing a run: events, timers and rates, console, trackers, report.
+"""Observation of a run: events, meters, console, trackers and the report.
 
-The per-rank JSONL files of ``events`` are the record of a run; everything else is computed from them. No torch.
+The events file of each rank is the record of a run; console, trackers and report are views of it.
 """
 
 import lazy_loader

@@ -2,9 +2,14 @@ from .console import Console as Console
 from .events import EventHistory as EventHistory
 from .events import EventLog as EventLog
 from .events import collapse_repeated as collapse_repeated
+from .events import events_path as events_path
+from .events import next_attempt as next_attempt
 from .events import read_events as read_events
+from .formatting import RunEndFacts as RunEndFacts
 from .meters import RateMeter as RateMeter
+from .meters import Rates as Rates
 from .meters import StepTimers as StepTimers
+from .meters import TimeSplit as TimeSplit
 from .monitor import Monitor as Monitor
 from .options import ObserveOptions as ObserveOptions
 from .report import write_report as write_report
@@ -12,3 +17,4 @@ from .run_summary import RunSummary as RunSummary
 from .run_summary import summarise as summarise
 from .sinks import Sink as Sink
 from .sinks import Trackers as Trackers
+from .sinks import event_metrics as event_metrics

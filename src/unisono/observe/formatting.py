@@ -1,4 +1,4 @@
-"""Events as text: pure functions from an event to the lines the console prints."""
+"""Formats events and run summaries as lines of text. Pure functions without a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.observe.sanitize import printable
 
 Fields = Mapping[str, Any]
 
-# plain name, field of a step event, how it is written; every unit is in the name
+# name in the line, field of a step event, format
 _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
     ("loss", "train/loss", ".4f"),
     ("lr", "train/lr", ".3g"),
@@ -37,7 +37,7 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def key_value_line(event: Fields) -> str:
-    """A ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; missing fields are omitted."""
+    """Format a ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; missing fields are left out."""
     parts = [f"step={event['step']}"]
     if "steps_total" in event:
         parts.append(f"steps_total={event['steps_total']}")
@@ -49,16 +49,16 @@ def key_value_line(event: Fields) -> str:
 
 
 def status_lines(event: Fields, width: int, *, max_lines: int = 2, warnings: Sequence[str] = ()) -> list[str]:
-    """A ``step`` event in ``max_lines`` lines of ``width`` characters; the least important parts are dropped first."""
+    """Format a ``step`` event in ``max_lines`` lines of ``width`` characters, dropping the least important parts."""
     parts = [part for part in (make(event) for make in _STATUS_PARTS) if part is not None]
     if warnings:
-        parts.append(_StatusPart(1, "warn " + " ".join(dict.fromkeys(warnings))))
+        parts.append(_Part(1, "warn " + " ".join(dict.fromkeys(warnings))))
     while len(parts) > 1 and not _fits(_fill(parts, width), width, max_lines):
         parts.remove(max(parts, key=lambda part: part.rank))
     return [printable(line)[: max(0, width)] for line in _fill(parts, width)]
 
 
-def _fill(parts: Sequence[_StatusPart], width: int) -> list[str]:
+def _fill(parts: Sequence[_Part], width: int) -> list[str]:
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part.text) <= width:
@@ -73,74 +73,72 @@ def _fits(lines: Sequence[str], width: int, max_lines: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _StatusPart:
+class _Part:
     rank: int  # the highest rank is dropped first
     text: str
 
 
-def _step_part(event: Fields) -> _StatusPart:
+def _step_part(event: Fields) -> _Part:
     total = event.get("steps_total")
     if not isinstance(total, int) or total <= 0:
-        return _StatusPart(0, f"step {event['step']}")
-    return _StatusPart(0, f"step {event['step']}/{total} {100 * event['step'] / total:.1f}%")
+        return _Part(0, f"step {event['step']}")
+    return _Part(0, f"step {event['step']}/{total} {100 * event['step'] / total:.1f}%")
 
 
-def _loss_part(event: Fields) -> _StatusPart | None:
+def _loss_part(event: Fields) -> _Part | None:
     loss = number(event.get("train/loss"))
     highest = number(event.get("train/loss_max"))
     beside = f" (max {highest:.3g})" if highest is not None else ""
-    return None if loss is None else _StatusPart(2, f"loss {loss:.4g}{beside}")
+    return None if loss is None else _Part(2, f"loss {loss:.4g}{beside}")
 
 
-def _speed_part(event: Fields) -> _StatusPart | None:
+def _speed_part(event: Fields) -> _Part | None:
     total, device = number(event.get("perf/tokens_per_s")), number(event.get("perf/tokens_per_s_device"))
     if total is None:
         return None
     several = device is not None and device < 0.99 * total
-    return _StatusPart(
+    return _Part(
         3, f"{short_number(total)} tok/s" + (f" ({short_number(device)}/dev)" if several and device is not None else "")
     )
 
 
-def _utilization_part(event: Fields) -> _StatusPart | None:
+def _utilization_part(event: Fields) -> _Part | None:
     mfu, measured = number(event.get("perf/mfu")), number(event.get("perf/matmul_ceiling_frac"))
     if mfu is not None:
-        return _StatusPart(5, f"mfu {percent(mfu)}")
-    return None if measured is None else _StatusPart(5, f"{percent(measured)} of matmul ceiling")
+        return _Part(5, f"mfu {percent(mfu)}")
+    return None if measured is None else _Part(5, f"{percent(measured)} of matmul ceiling")
 
 
-def _time_part(event: Fields) -> _StatusPart | None:
+def _time_part(event: Fields) -> _Part | None:
     shown: list[str] = []
     for label, phase in (("data", "data_wait"), ("comm exposed", "comm_exposed"), ("ckpt", "ckpt_stall")):
         frac = number(event.get(f"time/{phase}_frac"))
         if frac is not None and (frac > 0 or phase != "comm_exposed"):
             shown.append(f"{label} {percent(frac)}")
-    return _StatusPart(7, " ".join(shown)) if shown else None
+    return _Part(7, " ".join(shown)) if shown else None
 
 
-def _memory_part(event: Fields) -> _StatusPart | None:
+def _memory_part(event: Fields) -> _Part | None:
     peak, limit = number(event.get("mem/peak_bytes")), number(event.get("mem/limit_bytes"))
     if peak is None:
         return None
-    return _StatusPart(8, f"mem peak {format_gib(peak)}" + (f" of {format_gib(limit)}" if limit is not None else ""))
+    return _Part(8, f"mem peak {format_gib(peak)}" + (f" of {format_gib(limit)}" if limit is not None else ""))
 
 
-def _value_part(
-    rank: int, label: str, field: str, write: Callable[[float], str]
-) -> Callable[[Fields], _StatusPart | None]:
-    def make(event: Fields) -> _StatusPart | None:
+def _value_part(rank: int, label: str, field: str, write: Callable[[float], str]) -> Callable[[Fields], _Part | None]:
+    def make(event: Fields) -> _Part | None:
         value = number(event.get(field))
-        return None if value is None else _StatusPart(rank, f"{label} {write(value)}")
+        return None if value is None else _Part(rank, f"{label} {write(value)}")
 
     return make
 
 
-def _skipped_part(event: Fields) -> _StatusPart | None:
+def _skipped_part(event: Fields) -> _Part | None:
     skipped = number(event.get("train/skipped_steps"))
-    return _StatusPart(4, f"skipped {skipped:.0f}") if skipped else None
+    return _Part(4, f"skipped {skipped:.0f}") if skipped else None
 
 
-_STATUS_PARTS: Final[tuple[Callable[[Fields], _StatusPart | None], ...]] = (
+_STATUS_PARTS: Final[tuple[Callable[[Fields], _Part | None], ...]] = (
     _step_part,
     _loss_part,
     _value_part(6, "lr", "train/lr", lambda value: f"{value:.2e}"),
@@ -155,7 +153,7 @@ _STATUS_PARTS: Final[tuple[Callable[[Fields], _StatusPart | None], ...]] = (
 
 
 def percent(fraction: float) -> str:
-    """A fraction in per cent, such as ``3%``; values below 0.95 % get a decimal."""
+    """Format 0.034 as ``3%``; values below 0.95% get one decimal."""
     if not math.isfinite(fraction):
         return "?"
     value = 100 * fraction
@@ -164,7 +162,7 @@ def percent(fraction: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A line that stays on the console. ``level`` is info, notice or warning; ``code`` is shown in the live line."""
+    """A line that stays on the console. ``level`` is info, notice or warning; the status line shows ``code``."""
 
     level: str
     text: str
@@ -172,9 +170,9 @@ class Message:
 
 
 def event_message(event: Fields) -> Message | None:
-    """The console message for an event other than ``step``; None if it is not shown."""
-    formatter = _MESSAGES.get(event["kind"])
-    message = formatter(event) if formatter is not None else None
+    """The console's message for an event other than ``step``, or None if it shows none."""
+    make = _MESSAGES.get(event["kind"])
+    message = make(event) if make is not None else None
     return message and Message(level=message.level, text=printable(message.text), code=printable(message.code))
 
 
@@ -202,13 +200,13 @@ def _run_start(event: Fields) -> Message | None:
 
 
 def _held(count_bytes: Fields) -> str:
-    """The bytes of state that the plan assigns to this rank."""
+    """Memory that the plan predicts for this rank's parameters, gradients and optimizer state."""
     held = {name: format_gib(float(count)) for name, count in count_bytes.items()}
     return f"; held here: parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}"
 
 
 def _rules_inferred(event: Fields) -> Message:
-    """The layers that tensor-parallel rules were inferred for, and those that are replicated, with the reason."""
+    """Layers sharded by inferred rules, and layers that stay whole with the reason."""
     rules = cast("list[Fields]", event.get("rules") or [])
     left = cast("Fields", event.get("left") or {})
     cut = ", ".join(str(rule["module"]) for rule in rules)
@@ -217,7 +215,7 @@ def _rules_inferred(event: Fields) -> Message:
 
 
 def _placements(event: Fields) -> Message:
-    """The parameters that are sharded over the tp ranks, with their dim, and the replicated ones."""
+    """Parameters sharded over tp with their dim, and parameters that stay whole."""
     placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
     cut = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
     whole = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
@@ -227,7 +225,7 @@ def _placements(event: Fields) -> Message:
 
 
 def _packing(stats: Fields) -> str:
-    """The cost of packing whole documents, compared with windows of the plain stream."""
+    """Waste and cut documents of packing, compared with windows of the plain stream."""
     return (
         f"; packed: {stats['waste_frac']:.2%} of positions without a target, {stats['cut_documents']} of "
         f"{stats['documents']} documents cut (as a stream {stats['stream_waste_frac']:.2%}, {stats['stream_cut_documents']})"
@@ -243,21 +241,21 @@ def _resumed(event: Fields) -> Message:
     source = event.get("checkpoint") or event.get("path")
     origin = f" from {source}" if source else ""
     differences = cast("list[object]", event.get("differences") or [])
-    if (more := len(differences) - _DIFFERENCES) > 1:  # under another kind of plan.sync there is one for each parameter
+    if (more := len(differences) - _DIFFERENCES) > 1:  # another kind of plan.sync gives one for each parameter
         differences = [*differences[:_DIFFERENCES], f"{more} more, in the event log"]
     weaker = f"; not bit-exact, because of {'; '.join(map(str, differences))}" if differences else ""
     return Message(level="info", text=f"resumed at step {event.get('step', '?')}{origin}{weaker}")
 
 
 def _compression(event: Fields) -> Message | None:
-    """The codec that ``auto`` chose, or a doubt about the one asked for."""
+    """The codec that ``auto`` chose, or a doubt about the configured one."""
     if event.get("why") == "as asked":
         return None
     return Message(level="notice", text=f"compression {event.get('asked')}: {event.get('why')}", code="compression")
 
 
 def _servers(event: Fields) -> Message:
-    """A loss that parameter servers report."""
+    """A parameter server's message about lost state."""
     return Message(level="warning", text=str(event.get("message") or ""))
 
 
@@ -330,7 +328,7 @@ def _reason(event: Fields) -> str:
     return str(event.get("error") or event.get("reason") or "no reason given")
 
 
-_DIFFERENCES: Final = 5  # of a resumed run, said on the console
+_DIFFERENCES: Final = 5  # differences of a resumed run shown on the console
 
 _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "run_start": _run_start,
@@ -357,7 +355,7 @@ _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEndFacts:
-    """Results of a run that are shown at its end in addition to its events."""
+    """Facts for the summary that the events do not hold: sample, paths of report and export, next commands."""
 
     sample_text: str = ""
     report_path: Path | None = None
@@ -375,7 +373,7 @@ _ENDINGS: Final = {
 
 
 def run_verdict(summary: RunSummary) -> str:
-    """One sentence: how the run ended, its losses, its speed."""
+    """One sentence: how the run ended, its losses and its speed."""
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     parts = [f"{_ENDINGS[summary.state]} {summary.steps}{total} steps in {duration(summary.wall_s)}"]
     if summary.attempts > 1:
@@ -396,7 +394,12 @@ def run_verdict(summary: RunSummary) -> str:
 def summary_lines(
     summary: RunSummary, facts: RunEndFacts, width: int, *, ascii_only: bool = False
 ) -> list[tuple[str, str]]:
-    """The end of a run as (label, text) rows. Only the loss curve is fitted to ``width``; text may wrap."""
+    """Format the summary of a run as (label, text) rows.
+
+    Args:
+        width: Columns of the terminal; only the loss curve is fitted to it.
+        ascii_only: Draw the curve with ASCII characters.
+    """
     rows = [("result", run_verdict(summary)), ("speed", _speed(summary)), ("time", _time(summary.time_frac))]
     rows += [("link", _link(link)) for link in summary.links]
     if summary.losses:
@@ -431,7 +434,7 @@ def _speed(summary: RunSummary) -> str:
 
 
 def _link(link: Fields) -> str:
-    """A line such as ``127.0.0.1:4711: sent 41.2MB/s, received 41.2MB/s``."""
+    """``127.0.0.1:4711: sent 41.2MB/s, received 41.2MB/s``."""
     sent, received = (short_number(link[f"{way}_bytes_per_s"]) for way in ("sent", "received"))
     return f"{printable(str(link['peer']))}: sent {sent}B/s, received {received}B/s"
 
