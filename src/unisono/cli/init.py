@@ -16,7 +16,7 @@ PYTHON_TEMPLATE = '''\
 """Your own model under unisono: `unisono train {name}`."""
 
 import torch
-from unisono import Parts, RunConfig
+from unisono import Components, RunConfig
 
 
 class Bigram(torch.nn.Embedding):  # any torch.nn.Module; forward's parameters name entries of the batch
@@ -30,7 +30,7 @@ def objective(outputs, batch):  # -> (sum of losses, sum of weights): unisono di
 
 
 def config():
-    return RunConfig(parts=Parts(model=lambda run: Bigram(257, 257), objective=objective))
+    return RunConfig(parts=Components(model=lambda run: Bigram(257, 257), objective=objective))
 '''
 
 
