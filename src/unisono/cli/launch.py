@@ -174,7 +174,7 @@ def _refuse_inert(flags: _Flags) -> None:
         Problem(
             given=given,
             rule=rule,
-            consequence="it would act on nothing, so nothing was started",
+            consequence="it would have no effect, so nothing was started",
             nearest="leave one out",
         )
         for holds, given, rule in wrong

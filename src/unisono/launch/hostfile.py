@@ -48,7 +48,7 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(_wrong(path, f"cannot be read: {reason}", "a hosts file is text, one host a line")) from None
     hosts: list[Host] = []
     problems: list[Problem] = []
