@@ -1,4 +1,4 @@
-"""``unisono checkpoint``: what is saved, whether it is whole, and the model out of it."""
+"""``unisono checkpoint``: lists, verifies, converts and exports checkpoints."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Bigram(torch.nn.Embedding):  # any torch.nn.Module; forward's parameters n
         return super().forward(tokens)  # logits [batch, time, 257], one row of the table per last byte
 
 
-def objective(outputs, batch):  # -> (sum of losses, sum of weights): unisono divides, over all micro-batches and ranks
+def objective(outputs, batch):  # -> (sum of losses, sum of weights) of a micro-batch; unisono divides their totals
     losses = torch.nn.functional.cross_entropy(outputs.mT, batch["targets"], reduction="none")
     return (losses * batch["weights"]).sum(), batch["weights"].sum()
 
