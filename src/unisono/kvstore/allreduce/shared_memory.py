@@ -205,7 +205,11 @@ class _Part:
 
 
 class PushStaging:
-    """The tensors staged in this worker's slot of ``memory``."""
+    """Pushes staged in this worker's slot of ``memory``: a push is copied there once, and nowhere else.
+
+    Tensors are laid out one after the other, large ones in parts. When the slot is full, or a caller waits, its content
+    is summed. The layout follows from the calls, so workers that make the same calls have the same layout.
+    """
 
     def __init__(self, memory: SharedMemoryAllReduce) -> None:
         self._memory = memory
