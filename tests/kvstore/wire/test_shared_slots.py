@@ -58,7 +58,11 @@ def test_all_sizes_arrive_as_they_were(wires: Any, counting: Any) -> None:
         whole = connection.request(Frame(Op.PULL, seq=2, entries=1)).result(10)
         assert bytes(whole.payload) == bytes(8) + b"".join(data[2])
     wire, other = shared.traffic(), plain.traffic()
-    assert (wire.no_shared_memory_reason, other.no_shared_memory_reason, other.shared_sent_bytes) == ("", "none was asked for", 0)
+    assert (wire.no_shared_memory_reason, other.no_shared_memory_reason, other.shared_sent_bytes) == (
+        "",
+        "none was asked for",
+        0,
+    )
     through_socket = 3 * (SLOT + 1 + 7 * SLOT)
     assert wire.sent_bytes < through_socket + 20_000
     assert wire.shared_sent_bytes > 3 * 2 * (SLOT - 8)
