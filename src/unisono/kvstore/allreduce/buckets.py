@@ -38,7 +38,7 @@ class _Bucket:
         self.names = [name for name, _ in members]
         first = members[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
-        # what is sent: the gradients themselves, or a copy in another dtype
+        # the gradients themselves, or a copy in another dtype
         self._reduce_dtype, self.sent = reduce_dtype, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0

@@ -29,7 +29,7 @@ from unisono.errors import CommError, ConfigError
 from unisono.kvstore.allreduce.network import CompletedWork
 
 SLOT_BYTES = 4 * 2**20
-_LINE = 64  # a cache line for what one worker tells: its turn, and the last two numbers it came with
+_LINE = 64  # a cache line per worker: its turn, and its last two numbers
 _COUNTERS = _LINE // 8
 _YIELDS = 200
 _SLEEP_S = 50e-6

@@ -149,7 +149,7 @@ class LocalSGD:
         ]
         self._pending: dict[int, list[Any]] = {}
         self.sent_bytes = self.received_bytes = 0
-        # one for each fragment, as several may be under way
+        # one per fragment, as several may be in flight
         self._exchanges = [
             compressed_sum(codec, {part.name: part.delta for part in parts}, world.group)
             for parts in self._fragments

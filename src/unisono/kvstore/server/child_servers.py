@@ -149,7 +149,7 @@ class _Child:
             code = self._process.wait()
             with self._lock:
                 if self._is_leaving or code in (0, USER_ERROR, FATAL) or self._restart_count == self._restarts:
-                    self._listener.close()  # nobody waits there for an answer
+                    self._listener.close()  # so that connecting fails at once
                     if not self._settled.is_set():
                         self._ended = code
                         self._settled.set()

@@ -152,7 +152,7 @@ class Clocks:
                 begun_again = False
             self._members[worker].until_s = self._now() + LEASE_S
             clock = self._members[worker].clock
-        if begun_again:  # what its earlier self held goes back
+        if begun_again:  # the items of its earlier process go back
             self._on_end(worker)
         return clock
 

@@ -122,7 +122,7 @@ class ParameterServer:
         self._maintenance = threading.Thread(target=self._maintain, name="unisono-server-keeper", daemon=True)
         self._maintenance.start()
 
-    # --- what the wire calls
+    # --- called by the wire
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
         """Admit a peer whose run spec equals the others'; returns the dictionary below, in which ``seq`` is the first
@@ -199,7 +199,7 @@ class ParameterServer:
             self._counts["bytes_out"] += sum(part.nbytes for part in payload_views(answer))
         return replace(answer, seq=frame.seq)
 
-    # --- what whoever runs it calls
+    # --- called by the process
 
     def adopt_replica_state(self, image: bytes) -> None:
         """Load chunks that a replica kept for this server (the answer to STATE), before workers connect."""

@@ -135,7 +135,7 @@ class PullEncoder:
         value, turn = _wide(requests.value), copy.turn + 1
         code = self._codec.encode(value - copy.value, _seed(worker, requests.chunk, turn))
         reached = copy.value + self._codec.decode(code, value.numel(), value.dtype, trusted=True)
-        # what is too large for its dtype as well, at the worker
+        # also exact where the value would overflow its dtype at the worker
         if not is_finite(reached.to(requests.value.dtype)):
             return None
         # a codec may find all of a difference too small: it would never get through
@@ -163,7 +163,7 @@ class _WorkerCopy:
     value: Tensor | None = None
     number: int = 0
     free: bool = False
-    nbytes: int = 0  # of what came last
+    nbytes: int = 0  # of the last answer
 
 
 class PullDecoder:

@@ -57,7 +57,7 @@ class WorkQueue:
         self._now = now
         self.goal = units  # where work ends; before that if a stop was asked for
         self._end_kind: WorkKind = "end"
-        self.total_weight = 0.0  # of the units that are done, as their workers told it
+        self.total_weight = 0.0  # of the finished batch shards, as their workers reported it
         self._is_begun = False
         self._saved = 0  # the last point at which a save was made, or the run began
         self._done = RangeSet()

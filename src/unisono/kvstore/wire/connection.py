@@ -40,7 +40,7 @@ from unisono.kvstore.wire.tls import TLSContexts, permanent_tls_error
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CHECK_S = 0.5
-# beside the entries of a DATA payload, eight bytes each
+# besides the entries of a DATA payload, eight bytes each
 _PREFIX_BYTES = 16
 
 
@@ -58,7 +58,7 @@ class _Request:
     frame: Frame
     into: list[memoryview]
     future: Future[Frame]
-    # what came instead of something that fits ``into``
+    # size of an answer that did not fit ``into``
     misfit: int | None = None
     # where it lies, of the memory of the connection it was sent on last
     slot: Slot | None = None
@@ -373,7 +373,7 @@ class Connection:
             return None
         before = announced.nbytes - sum(part.nbytes for part in request.into)
         fits = 0 <= before <= 8 * announced.frame.entries + _PREFIX_BYTES
-        # said anew by every answer: the digest may show that this one is damaged, and then another comes
+        # set again by every answer: this one may prove damaged and be sent again
         request.misfit = None if fits else announced.nbytes
         return [memoryview(bytearray(before)), *request.into] if fits else None
 
@@ -381,7 +381,7 @@ class Connection:
         with self._changed:
             request = self._in_flight.pop(reply.ticket, None)
             if request is None:
-                # a sign of life has no ticket; anything else answers what was answered already
+                # a heartbeat has no ticket; any other reply is a duplicate
                 self._num_stray_replies += reply.ticket != 0
                 return
             if request.slot is not None:

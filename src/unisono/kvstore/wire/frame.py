@@ -35,7 +35,7 @@ from unisono.errors import (
 HEADER_BYTES = 64
 MAGIC = 0x4F53_4E55
 VERSION = 1
-# the index is what travels; new ones go to the end
+# frames carry the index; append new ones
 DTYPES = (
     "float32",
     "float64",

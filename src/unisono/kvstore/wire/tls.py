@@ -55,7 +55,7 @@ def load_tls(folder: Path) -> TLSContexts:
     try:
         contexts = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
         trial = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
-        trial.check_hostname = False  # which of its names somebody will use is not known here
+        trial.check_hostname = False  # the name that peers will use is not known here
         _shake_hands(trial, contexts.server)
     except (OSError, ValueError) as error:
         check = f"openssl verify -CAfile {folder / _AUTHORITY} {folder / _CERTIFICATE}"
