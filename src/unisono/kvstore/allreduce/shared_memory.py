@@ -142,7 +142,7 @@ class SharedMemoryAllReduce:
     def close(self) -> None:
         """Free the memory, which disappears with its last worker. Not a collective."""
         self._counters.release()
-        self._parts.clear()  # the mapping itself goes with the last tensor that looks into it
+        self._parts.clear()  # the mapping is freed with its last view
         self._typed.clear()
         del self._memory
 
@@ -157,7 +157,7 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
         raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
     if world.rank == 0:
         handle = os.memfd_create("unisono-sum", os.MFD_CLOEXEC)
-        os.posix_fallocate(handle, 0, size)  # the memory is there, or an error is
+        os.posix_fallocate(handle, 0, size)  # reserves the memory now, or fails now
         world.broadcast_json(handle)
     else:
         try:
@@ -215,7 +215,7 @@ class PushStaging:
         self._memory = memory
         self._parts: list[_Part] = []
         self._used_bytes = 0
-        # by key the sum of a tensor that came in parts, kept: fresh memory costs more than the copy into it, page by page
+        # by key the sum of a tensor staged in parts, reused: fresh memory costs more than the copy into it, page by page
         self._wholes: dict[str, Tensor] = {}
 
     def put(self, key: str, value: Tensor, flush: Callable[[], None]) -> None:

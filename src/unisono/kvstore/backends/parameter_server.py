@@ -229,7 +229,7 @@ class ParameterServerBackend:
         template.load_state_dict(whole)
         client.load_residuals(residuals)
         self.barrier()
-        # all load the same: no worker is needed for it
+        # all workers load the same state
         client.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
         self.barrier()
 

@@ -43,7 +43,7 @@ from unisono.launch.secret import SECRET_BYTES
 
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
-_WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
+_WAIT_S = 5.0  # of one claim; asking again also detects a lost server
 _GOODBYE_S = 1.0
 
 

@@ -115,7 +115,7 @@ def _or_nan(level: Tensor) -> Tensor:
 
 
 def _fixed(level: float, value: Tensor) -> Tensor:
-    # the sum is finite if all are: a quarter of the time of asking each
+    # the sum is finite if all are: a quarter of the time of checking each element
     return torch.where(value.sum().isfinite(), level, torch.nan).float()
 
 

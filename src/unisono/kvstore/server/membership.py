@@ -63,7 +63,7 @@ class NumberedBarriers:
     def __init__(self, live: Callable[[], Set[int]]) -> None:
         self._live = live
         self._change = threading.Condition()
-        self._at: dict[int, int] = {}  # by worker: the highest it has arrived at
+        self._at: dict[int, int] = {}  # by worker: its highest barrier
         self._passed = -1
         self._closed = False
 
@@ -133,7 +133,7 @@ class Clocks:
         self._members: dict[int, _Member] = {}
         self._change = threading.Condition()
         self._closed = False
-        self._start = 0  # the clock of the first to join
+        self._start = 0  # the clock of the first worker to join
 
     def join(self, worker: int, restart_count: int) -> int:
         """Start or restart a worker's lease; returns its clock, that of the slowest. CommError for an older restart
@@ -205,7 +205,7 @@ class Clocks:
             while True:
                 if worker in self._members:
                     member = self._alive(worker, restart_count)
-                    if member.clock < clock:  # new, or it was away and joined again at the slowest
+                    if member.clock < clock:  # a new clock, or the worker joined again at the slowest
                         member.clock = clock
                         self._change.notify_all()
                 if self._staleness is None or not self._members or self.slowest_clock >= clock - self._staleness:

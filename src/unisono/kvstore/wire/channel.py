@@ -33,7 +33,7 @@ from unisono.kvstore.wire.frame import (
 )
 from unisono.kvstore.wire.shared_slots import SharedSlots, copy_from_slot, copy_into_slot
 
-# a piece is digested while it is still in the cache
+# digested while still in the cache
 _PIECE_BYTES = 1 << 20
 _BUFFERS_PER_CALL = 512
 

@@ -60,7 +60,7 @@ class _Request:
     future: Future[Frame]
     # size of an answer that did not fit ``into``
     misfit: int | None = None
-    # where it lies, of the memory of the connection it was sent on last
+    # its slot of the connection it was sent on last
     slot: Slot | None = None
 
 
@@ -152,7 +152,7 @@ class Connection:
             )
         parts = [into] if isinstance(into, memoryview) else list(into or ())
         request = _Request(frame, [part.cast("B") for part in parts], Future())
-        # it cannot be taken back: the server may have it already
+        # it cannot be cancelled: the server may have it already
         request.future.set_running_or_notify_cancel()
         with self._changed:
             if self._failed:
@@ -234,7 +234,7 @@ class Connection:
             self._free_slots = list(channel.shared_slots.slots)
         except BaseException as error:
             sock.close()
-            # the server's alert about this side's certificate comes in place of its hello
+            # the server sends an alert about this side's certificate instead of its hello
             if refused := permanent_tls_error(
                 error if isinstance(error, ssl.SSLError) else error.__cause__, self._me.address
             ):
@@ -243,7 +243,7 @@ class Connection:
         return channel
 
     def _reply(self, channel: Channel) -> Frame:
-        # a server that takes long over it shows signs of life
+        # a slow server sends heartbeats
         while (reply := channel.receive(wait_s=self._silence_s)) and reply.op is Op.HEARTBEAT:
             pass
         if reply is None:

@@ -131,7 +131,7 @@ class Limits:
     max_payload_bytes: int = 64 << 20
     max_entries: int = 8192
     message_s: float = 20.0
-    min_bytes_per_s: int = 64 << 10  # bytes per second
+    min_bytes_per_s: int = 64 << 10
     stall_s: float = 10.0
     handshake_s: float = 5.0
 
@@ -140,7 +140,7 @@ class Limits:
         return self.message_s + nbytes / self.min_bytes_per_s
 
 
-# between peers that have proved themselves: a key that stays whole is one chunk
+# for authenticated peers: a key that is not cut is one chunk
 PEER_LIMITS = Limits(max_payload_bytes=1 << 30)
 
 

@@ -97,7 +97,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
     """Handshake in memory. Raises ssl.SSLError where either side refuses the other."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
-    for end in ends * 2:  # hello, hello and certificate, certificate, the last look at it
+    for end in ends * 2:  # hello, hello and certificate, certificate, its check
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
 
