@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.image import contact_sheet, decode, probe
 from unisono.data.recordio import RecordFile, unpack_header
-from unisono.data.recordio.side_columns import RaggedColumn
+from unisono.data.recordio.index import RaggedColumn
 from unisono.data.tokens.shards import open_tokens
 from unisono.errors import DataError
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.convert.formats import Row, Table, open_table, write_table
 from unisono.data.convert.formats.table import unreadable_error, unwritable_error
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.pack_job import (
@@ -31,6 +30,7 @@ from unisono.data.convert.pack.pack_job import (
 from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
 from unisono.data.convert.pack.resumable_shards import InputSource, PackedInput, ShardSeries, file_digest
 from unisono.data.convert.pack.worker import find_function, function_maker, given_parts, make_records, worker_count
+from unisono.data.convert.table_files import Row, Table, open_table, write_table
 from unisono.errors import DataError
 
 _TARGETS = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv")
