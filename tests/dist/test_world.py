@@ -318,7 +318,9 @@ def test_an_address_of_another_host() -> None:
 
 def test_workers_of_servers_have_no_meeting_point() -> None:
     job = replace(alone(0), servers=1, server_addresses=("127.0.0.1:4000",))
-    with pytest.raises(LaunchError, match=r"rank 0 of 2 was to meet the others in a job with parameter servers\n  rule: "):
+    with pytest.raises(
+        LaunchError, match=r"rank 0 of 2 was to meet the others in a job with parameter servers\n  rule: "
+    ):
         join_world(job, device_type="cpu", timeout_s=60)
 
 
@@ -326,7 +328,12 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         job = JobSpec(
-            run_id="r", world_size=3, local_world=3, master_port=port, source="unisono", listen_fd=os.dup(server.fileno())
+            run_id="r",
+            world_size=3,
+            local_world=3,
+            master_port=port,
+            source="unisono",
+            listen_fd=os.dup(server.fileno()),
         )
         with pytest.raises(CommError) as caught:
             join_world(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.3)
@@ -362,7 +369,7 @@ def meet(job: JobSpec, port: int) -> tuple[int, float]:
         # the others look first, and find a complete handshake: that of the dead
         time.sleep(0.5)
     world = join_world(
-        replace(job, master_port=port, listen_fd=None, shared_store=True, epoch=job.rank),
+        replace(job, master_port=port, listen_fd=None, shared_store=True, restart_count=job.rank),
         device_type="cpu",
         timeout_s=20,
     )

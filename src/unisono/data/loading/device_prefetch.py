@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from unisono.data.loading.loader import StepBatch
+
+
+def to_device(micro_batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy a micro-batch to ``device``; from pinned memory the copy is asynchronous."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}
 
 
 def prefetch_to_device(
@@ -28,10 +34,7 @@ def prefetch_to_device(
     try:
         for batch in batches:
             with side:
-                parts = [
-                    {name: tensor.to(device, non_blocking=True) for name, tensor in part.items()}
-                    for part in batch.micro_batches
-                ]
+                parts = [to_device(part, device) for part in batch.micro_batches]
             copied = replace(batch, micro_batches=parts), side.record_event()
             if next_batch is not None:
                 yield _after_copy(*next_batch, device)
