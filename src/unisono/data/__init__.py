@@ -1,4 +1,4 @@
-"""Data sets, their order and batches: records to samples to batches. Names are imported on first use, so options need no torch."""
+"""Data sets, sample order and batches. Names are imported on first use, so options need no torch."""
 
 import lazy_loader
 
