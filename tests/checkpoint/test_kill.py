@@ -53,7 +53,7 @@ def drill(job, folder, cases):
         statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         # all ranks use the same port for every case: nobody goes on while a child of the last one may still listen
         (folder / f"done-{number}-{job.rank}").touch()
-        everyone = [folder / f"done-{number}-{rank}" for rank in range(job.world)]
+        everyone = [folder / f"done-{number}-{rank}" for rank in range(job.world_size)]
         wait_until(
             lambda files=everyone: all(file.exists() for file in files), f"all ranks are done with case {number}"
         )

@@ -27,7 +27,7 @@ class ThreadRank:
     """What a Checkpointer asks of its World, among threads of this process."""
 
     def __init__(self, rank, slots, barrier):
-        self.rank, self.world, self._slots, self._barrier = rank, len(slots), slots, barrier
+        self.rank, self.world_size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
     def new_group(self, name):
         return self
@@ -242,7 +242,10 @@ MISFITS = {
         "piece 'w[3:5]' of shard-00001-of-00002.safetensors, from [3, 0] on, lies outside of [4, 3]",
     ),
     "a whole in another place": (
-        [TensorShard(tensor=WHOLE, global_shape=(4, 3), offset=(0, 1)), TensorShard(tensor=WHOLE[:0], global_shape=(4, 3), offset=(4, 0))],
+        [
+            TensorShard(tensor=WHOLE, global_shape=(4, 3), offset=(0, 1)),
+            TensorShard(tensor=WHOLE[:0], global_shape=(4, 3), offset=(4, 0)),
+        ],
         "piece 'w' of shard-00000-of-00002.safetensors, from [0, 1] on, lies outside of [4, 3]",
     ),
     "dims": (
@@ -254,7 +257,10 @@ MISFITS = {
         "its 0 pieces do not make up [4, 3]",
     ),
     "elements of a tensor that has none": (
-        [TensorShard(tensor=WHOLE[:0], global_shape=(0, 3), offset=(0, 0)), TensorShard(tensor=WHOLE[:1], global_shape=(0, 3), offset=(0, 0))],
+        [
+            TensorShard(tensor=WHOLE[:0], global_shape=(0, 3), offset=(0, 0)),
+            TensorShard(tensor=WHOLE[:1], global_shape=(0, 3), offset=(0, 0)),
+        ],
         "piece 'w[0:1]' of shard-00001-of-00002.safetensors, from [0, 0] on, lies outside of [0, 3]",
     ),
 }  # fmt: skip

@@ -47,7 +47,7 @@ def save_rows(world, root, steps):
     checkpointer = make(root, world=world, emit=log, keep_last=100)
     for step in steps:
         tensors = wholes(step)
-        parts = {name: cut_rows(tensor, world.rank, world.world) for name, tensor in tensors.items()}
+        parts = {name: cut_rows(tensor, world.rank, world.world_size) for name, tensor in tensors.items()}
         rng = {f"rng/rank-{world.rank:05d}/torch": torch.full((5,), world.rank, dtype=torch.uint8)}
         checkpointer.save(step, {"step": torch.tensor(step)}, rng, {}, parts=parts)
         for tensor in tensors.values():
@@ -63,7 +63,7 @@ def load_boxes(world, root, dim):
     found = {}
     for name in SHAPES:
         spec = snapshot.spec(name)
-        offset, shape = place(spec.shape, dim % len(spec.shape), world.rank, world.world)
+        offset, shape = place(spec.shape, dim % len(spec.shape), world.rank, world.world_size)
         out = torch.empty(shape, dtype=spec.dtype)
         snapshot.read_part(name, out, offset)
         found[name] = offset, bits(out)
@@ -123,7 +123,7 @@ def save_what_does_not_fit(world, root):
     checkpointer.save(1, {}, {}, {}, parts={"model/w": gap})
     other = TensorShard(tensor=whole[:1], global_shape=(6 + world.rank // 2, 2), offset=(0, 0))
     checkpointer.save(2, {}, {}, {}, parts={"model/w": other})
-    checkpointer.save(3, {}, {}, {}, parts={"model/w": cut_rows(whole, world.rank, world.world)})
+    checkpointer.save(3, {}, {}, {}, parts={"model/w": cut_rows(whole, world.rank, world.world_size)})
     checkpointer.close()
     return [(kind, fields.get("error", "").partition("\n")[0]) for kind, fields in log.events]
 

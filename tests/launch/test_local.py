@@ -24,7 +24,7 @@ from unisono.launch.workers import open_log
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:
     script = """
-assert (job.source, job.world, job.local_world) == ("unisono", 2, 2)
+assert (job.source, job.world_size, job.local_world) == ("unisono", 2, 2)
 assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(job.rank), "2")
 assert sys.stdin.read() == ""
 print("hello from", job.rank)
@@ -102,7 +102,7 @@ def test_requeue_from_all_is_requeue(tmp_path: Path) -> None:
 def test_a_crash_is_explained_and_restarted_at_the_next_epoch(tmp_path: Path) -> None:
     script = """
 seen("start", os.environ.get("UNISONO_FAULT"))
-if job.epoch == 0:
+if job.restart_count == 0:
     if job.rank == 1:
         try:
             raise ValueError("bad sample 7")
@@ -161,7 +161,7 @@ time.sleep(600)
 
 def test_crashes_that_differ_use_up_the_restarts(tmp_path: Path) -> None:
     script = """
-record_failure(run_dir / "logs", job, RuntimeError("again"), step=job.epoch)
+record_failure(run_dir / "logs", job, RuntimeError("again"), step=job.restart_count)
 sys.exit(1)
 """
     code, said, launched = run(script, tmp_path, processes=1, max_restarts=4)
@@ -196,8 +196,8 @@ time.sleep(600)
 
 
 def test_a_second_launch_in_the_same_folder_counts_on(tmp_path: Path) -> None:
-    run("print(job.epoch)", tmp_path)
-    _, _, launched = run("print(job.epoch)", tmp_path)
+    run("print(job.restart_count)", tmp_path)
+    _, _, launched = run("print(job.restart_count)", tmp_path)
     assert launched.record()["attempts"][0]["attempt"] == 1
     assert (launched.run_dir / "logs" / "rank-1.attempt-0.log").read_text() == "0\n"
     assert (launched.run_dir / "logs" / "rank-1.attempt-1.log").read_text() == "1\n"
@@ -392,7 +392,7 @@ def test_secrets_stay_out_of_argument_vectors_and_files(tmp_path: Path) -> None:
     launched = start("seen('ready'); time.sleep(1)", tmp_path, environ={"WANDB_API_KEY": canary})
     launched.wait_for("ready.0.0", "ready.1.0")
     lines = command_lines()
-    assert "guard.py" in lines
+    assert "reaper.py" in lines
     assert "worker.py" in lines
     assert canary not in lines
     launched.finish()

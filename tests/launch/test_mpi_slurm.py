@@ -20,9 +20,9 @@ from unisono.launch.mpi_slurm import mpirun, srun
 
 ALL_REDUCE = """
 import os, torch
-from unisono.dist import job_from_environ, join
+from unisono.dist import job_from_environ, join_world
 job = job_from_environ(os.environ)
-world = join(job, device_type="cpu", timeout_s=60)
+world = join_world(job, device_type="cpu", timeout_s=60)
 total = world.all_reduce(torch.tensor([float(job.rank + 1)])).item()
 print(f"rank {job.rank} by {job.source}: sum {total} {os.environ['CHOSEN']} {os.environ.get('MY_TOKEN')}\\n", end="", flush=True)
 world.close()

@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.launch import LaunchOptions
-from unisono.launch.host_resources import (
+from unisono.launch.resources import (
+    TUNED_ALLOCATOR,
     Core,
     allowed_cores,
     core_shares,
     count_accelerators,
     cpu_quota,
+    divide_host,
     host_busy_frac,
 )
-from unisono.launch.resources import TUNED_ALLOCATOR, divide_host
 
 
 @given(cores=st.integers(1, 200), processes=st.integers(1, 200), hyperthreads=st.integers(1, 2))

@@ -27,7 +27,7 @@ run_dir = Path(os.environ["UNISONO_LOGS"]).parent
 def seen(name, content=""):
     partial = run_dir / f".{name}.{job.rank}"
     partial.write_text(str(content))
-    partial.replace(run_dir / f"{name}.{job.rank}.{job.epoch}")
+    partial.replace(run_dir / f"{name}.{job.rank}.{job.restart_count}")
 """
 
 

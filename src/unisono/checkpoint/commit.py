@@ -1,8 +1,4 @@
-"""The last part of a save, on rank 0: from shards in a temporary directory to one committed checkpoint.
-
-manifest written and synced, directory synced, renamed, parent synced, COMMIT written and synced. Killed anywhere before
-COMMIT, the directory is no checkpoint; where renaming is not atomic, COMMIT alone decides.
-"""
+"""The last part of a save, on rank 0: from shards in a temporary directory to one committed checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.checkpoint.folder import is_committed, os_reason, remove, step_name, sync_folder, write_file
+from unisono.checkpoint.folder import is_committed, remove, step_name
 from unisono.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -29,6 +25,8 @@ from unisono.checkpoint.manifest import (
 from unisono.checkpoint.safetensors_format import dtype_code
 from unisono.checkpoint.shard_assignment import ShardContents, Table
 from unisono.errors import CheckpointError, Problem, UnisonoError
+from unisono.storage.directory import commit_directory
+from unisono.storage.files import os_reason
 
 # Free space asked for, as a multiple of the checkpoint's size.
 _HEADROOM = 1.2
@@ -108,26 +106,11 @@ def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
     temporary.mkdir(mode=0o700)
 
 
-def publish(
-    temporary: Path,
-    final: Path,
-    *,
-    manifest: Manifest,
-    fault: Callable[[str], None],
-) -> None:
-    """Turn the temporary directory with all its shards into the committed checkpoint ``final``."""
+def publish(temporary: Path, final: Path, *, manifest: Manifest, fault: Callable[[str], None]) -> None:
+    """Turn the temporary directory with all its shards into the committed checkpoint ``final``. Raises OSError."""
     data = encode(manifest)
-    fault("before_manifest")
-    write_file(temporary / MANIFEST, data)
-    sync_folder(temporary)
-    fault("before_rename")
-    os.rename(temporary, final)
-    sync_folder(final.parent)
-    fault("before_commit")
-    write_file(final / f"{COMMIT}.tmp", encode_commit_marker(data, manifest.step))
-    os.rename(final / f"{COMMIT}.tmp", final / COMMIT)
-    sync_folder(final)
-    fault("after_commit")
+    marker = encode_commit_marker(data, manifest.step)
+    commit_directory(temporary, final, manifest=(MANIFEST, data), marker=(COMMIT, marker), fault=fault)
 
 
 def problems_of(error: BaseException, what: str) -> list[Problem]:

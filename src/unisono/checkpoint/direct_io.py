@@ -1,4 +1,4 @@
-"""Write the blocks of a file past the page cache, and read a file to digest it.
+"""Write the blocks of a file past the page cache.
 
 Direct writes (O_DIRECT) hand the disk our memory: no copy into the page cache, no eviction of what the data loader
 needs, and almost no processor time. File systems that refuse them get ordinary writes of the same blocks.
@@ -12,13 +12,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
 from unisono.checkpoint.host_snapshot import PAGE_BYTES
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_READ_BYTES = 8 * 2**20
 
 
 def write_blocks(path: Path, blocks: Iterable[memoryview], size: int, *, halfway: Callable[[], None]) -> Iterator[None]:
@@ -73,16 +69,3 @@ def _set_direct(fd: int, on: bool) -> bool:
     except OSError:
         return False
     return True
-
-
-def file_digest(path: Path) -> str:
-    """The xxh3-128 digest of a regular file, which is not followed if it is a link."""
-    running = xxhash.xxh3_128()
-    block = np.empty(_READ_BYTES, dtype=np.uint8)
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        while count := os.readv(fd, [block.data]):
-            running.update(block[:count].data)
-    finally:
-        os.close(fd)
-    return running.hexdigest()

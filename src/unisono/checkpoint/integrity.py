@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from unisono.checkpoint.direct_io import file_digest
-from unisono.checkpoint.folder import list_checkpoints, os_reason, quarantine
+from unisono.checkpoint.folder import list_checkpoints
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.reader import CheckpointDamage, damage_text, read_header, sealed_manifest
 from unisono.checkpoint.safetensors_format import dtype_from_code
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
+from unisono.storage.directory import quarantine_directory
+from unisono.storage.files import file_digest, os_reason
 
 
 def verify(path: Path) -> list[Problem]:
@@ -104,7 +105,7 @@ def _disagreements(path: Path, manifest: Manifest, name: str) -> list[str]:
 
 def _quarantine(path: Path, reason: str) -> str:
     try:
-        return str(quarantine(path, reason))
+        return str(quarantine_directory(path, reason))
     except OSError as error:
         return f"{path} (left in place: {os_reason(error)})"
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from unisono.checkpoint.folder import os_reason, step_of
+from unisono.checkpoint.folder import step_of
 from unisono.checkpoint.host_snapshot import BLOCK_BYTES, Bytes
 from unisono.checkpoint.manifest import (
     COMMIT,
@@ -32,6 +32,7 @@ from unisono.checkpoint.manifest import (
 )
 from unisono.checkpoint.safetensors_format import TensorExtent, dtype_from_code, header_length, num_bytes, parse_header
 from unisono.errors import CheckpointError, nearest_name
+from unisono.storage.files import os_reason
 
 
 class CheckpointDamage(ValueError):

@@ -1,4 +1,4 @@
-"""Which checkpoints may go. A pure function; deleting is ``folder.remove``."""
+"""Which checkpoints may go. A pure function."""
 
 from __future__ import annotations
 

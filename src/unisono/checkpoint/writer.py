@@ -18,15 +18,7 @@ import xxhash
 
 from unisono.checkpoint.commit import describe, prepare, problems_of, publish, shard_entries, tensor_table
 from unisono.checkpoint.direct_io import write_blocks
-from unisono.checkpoint.folder import (
-    is_committed,
-    list_checkpoints,
-    open_root,
-    os_reason,
-    remove,
-    remove_leftovers,
-    step_name,
-)
+from unisono.checkpoint.folder import is_committed, list_checkpoints, open_root, remove, remove_leftovers, step_name
 from unisono.checkpoint.host_snapshot import HostSnapshot
 from unisono.checkpoint.manifest import Manifest, shard_name, versions
 from unisono.checkpoint.options import CheckpointOptions
@@ -35,6 +27,7 @@ from unisono.checkpoint.retention import expired_checkpoints
 from unisono.checkpoint.shard_assignment import ShardContents
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem, UnisonoError
+from unisono.storage.files import os_reason
 
 
 @dataclass(kw_only=True, slots=True)

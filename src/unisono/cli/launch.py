@@ -12,10 +12,9 @@ import click
 from unisono.cli.common import every_verb, print_json
 from unisono.errors import ConfigError, Problem
 from unisono.launch import LaunchOptions
-from unisono.launch.dry_run import describe_launch, dry_run_text
 from unisono.launch.forwarded_env import forwarded, parse_settings
 from unisono.launch.hostfile import Host, read_hostfile
-from unisono.launch.job import SERVER, run_job
+from unisono.launch.job import SERVER, describe_launch, dry_run_text, run_job
 from unisono.launch.mpi_slurm import ExecCommand, mpirun, srun
 from unisono.launch.network_interface import interface_by_name
 from unisono.launch.process_layout import JobLayout, assign_processes
@@ -90,7 +89,7 @@ def command(
         command=command,
         server_command=SERVER,
         hosts=tuple(hosts),
-        seats=assign_processes(hosts, processes, servers),
+        slots=assign_processes(hosts, processes, servers),
         run_id=folder.absolute().name,
         options=options,
         environ=environ,

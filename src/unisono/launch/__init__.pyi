@@ -1,2 +1,2 @@
-from .local import launch_local as launch_local
+from .job import launch_local as launch_local
 from .options import LaunchOptions as LaunchOptions

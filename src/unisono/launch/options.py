@@ -11,7 +11,7 @@ from unisono.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """How many processes run on this host, with what share of it, and how patient their launcher is."""
+    """How many processes run on this host, their share of it, restarts and time-outs."""
 
     processes: int = option(0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0)
     threads: int = option(0, "CPU threads of each process; 0 = an even share of the physical cores allowed.", ge=0)
@@ -33,13 +33,13 @@ class LaunchOptions:
 
 
 def tls_folder(options: LaunchOptions, environ: Mapping[str, str]) -> str:
-    """The folder of certificates that the setting or UNISONO_TLS names; empty for none. Raises LaunchError where they differ."""
-    told = environ.get("UNISONO_TLS", "")
-    if options.tls and told not in ("", options.tls):
+    """The folder of certificates, from launch.tls or UNISONO_TLS; empty for none. Raises LaunchError if they differ."""
+    from_environ = environ.get("UNISONO_TLS", "")
+    if options.tls and from_environ not in ("", options.tls):
         raise LaunchError(
-            given=f"launch.tls {options.tls!r} where UNISONO_TLS is {told!r}",
+            given=f"launch.tls {options.tls!r} where UNISONO_TLS is {from_environ!r}",
             rule="a process has one folder of certificates",
             consequence="nothing was started",
-            nearest=f"launch.tls={told}, or leave one out",
+            nearest=f"launch.tls={from_environ}, or leave one out",
         )
-    return options.tls or told
+    return options.tls or from_environ

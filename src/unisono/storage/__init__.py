@@ -1,1 +1,1 @@
-"""Durable files and directories: complete or absent, also after a crash."""
+"""Durable files and directories: complete or absent, also after a crash. No torch, no network."""
