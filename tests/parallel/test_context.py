@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
-from unisono.parallel.transforms import parallelize
+from unisono.parallel.sharding import ShardedParameters
+from unisono.parallel.transforms import TRANSFORMS, parallelize
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.train.objectives import masked_token, next_token
@@ -189,7 +188,7 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
         grid = grid_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
         context = ContextParallel(grid, model)
-        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).global_spec)
+        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).table)
         torch.manual_seed(1)
         loss = grid.sum(loss_of(model, packed, context), "cp")
         pieces.collect_grads()
@@ -301,7 +300,7 @@ def in_transformers(world: World, recompute: str) -> int:
             alone.config.use_cache = model.config.use_cache = False
         grid = grid_of(world, cp=world.world_size, recompute=recompute)
         context = ContextParallel(grid, model)
-        parallelize(replace(grid.plan, cp=1), model, grid, context)
+        parallelize(grid.plan, model, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
         loss = grid.sum(loss_of_logits(model, batch, context), "cp")
         assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
         for parameter, mine in alone.named_parameters():

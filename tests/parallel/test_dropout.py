@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.dist import World
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.transforms import parallelize
+from unisono.parallel.transforms import TRANSFORMS, parallelize
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.rules import ColwiseRowwise
@@ -84,7 +84,7 @@ def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     context = ContextParallel(grid, net) if plan.cp > 1 else None
     whole = torch.eye(T)[None]
     batch = {"inputs": whole}
-    parallelize(replace(plan, cp=1), net, grid, context)
+    parallelize(plan, net, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
     torch.manual_seed(grid.rng_rank)
     if context:
         with context.micro_batch(batch):

@@ -25,7 +25,7 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.pipeline.partition import partition_model
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize, repeated_blocks
 from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
@@ -115,12 +115,13 @@ def cut(
     layout = partition_model(
         model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.stages_per_rank, plan.splits
     )
-    model, whole, stages = parallelize(plan, model, grid, None, layout)
+    parallel = parallelize(plan, model, grid, None, layout)
+    model, table, stages = parallel.model, parallel.table, parallel.stages
     assert stages is not None
     mine = [stage_index(plan.schedule, plan.pp, grid.rank_along("pp"), chunk) for chunk in range(plan.stages_per_rank)]
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name in names if not set(layout.stages_of_parameter[name]).isdisjoint(mine)}
-    return model, ShardedParameters(model, grid, whole), PipelineExecutor(stages, grid, torch.device("cpu"))
+    return model, ShardedParameters(model, grid, table), PipelineExecutor(stages, grid, torch.device("cpu"))
 
 
 def on_ranks(

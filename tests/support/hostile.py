@@ -134,7 +134,7 @@ class Hostile:
                     other = {
                         "job": frame.job ^ 1,
                         "worker": frame.worker + 1,
-                        "incarnation": frame.worker_restart_count + 1,
+                        "worker_restart_count": frame.worker_restart_count + 1,
                     }
                     name = draw.choice(list(other))
                     frame = replace(frame, **{name: other[name]})

@@ -143,13 +143,13 @@ def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
         pairs = list(zip(names, values, strict=True))
     else:
         pairs = [(key, value)]
-    for each, _ in pairs:
-        if not isinstance(each, str):
+    for name, _ in pairs:
+        if not isinstance(name, str):
             raise ConfigError(
-                given=f"key {each!r} of type {type(each).__name__}",
+                given=f"key {name!r} of type {type(name).__name__}",
                 rule="keys are strings, the same on all workers",
                 consequence="nothing was sent",
-                nearest=f"{str(each)!r}",
+                nearest=f"{str(name)!r}",
             )
     return cast("list[tuple[str, Any]]", pairs)
 

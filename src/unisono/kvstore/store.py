@@ -31,6 +31,7 @@ from unisono.kvstore.backends.allreduce import AllReduceBackend
 from unisono.kvstore.backends.local import LocalBackend, LocalGradientSync
 from unisono.kvstore.backends.local_sgd import LocalSGDBackend, LocalSGDConfig
 from unisono.kvstore.backends.parameter_server import ParameterServerBackend
+from unisono.kvstore.backends.server_client import ServerConfig
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.keys import (
     Future,
@@ -45,8 +46,6 @@ from unisono.kvstore.keys import (
     to_dense,
 )
 from unisono.kvstore.value_store import optimizer_options
-from unisono.kvstore.wire.tls import TLSContexts
-from unisono.launch.secret import SECRET_BYTES
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
@@ -177,8 +176,8 @@ class KVStore:
         self._keys.add(values)
         if self.kind != "dist_async":
             self.broadcast(values)
-        self._devices |= {name: each.device for name, each in values.items()}
-        self._backend.init({name: each.detach().clone() for name, each in values.items()})
+        self._devices |= {name: value.device for name, value in values.items()}
+        self._backend.init({name: value.detach().clone() for name, value in values.items()})
         if self.kind == "dist_async":  # servers compare the table, and have rank 0's values or later ones
             self.pull(list(values), list(values.values())).wait()
 
@@ -215,7 +214,7 @@ class KVStore:
         ConfigError for an unknown key and a wrong shape or dtype.
         """
         return self._backend.push(
-            [(name, self._sum(name, each)) for name, each in key_value_pairs(key, value)], priority
+            [(name, self._sum(name, part)) for name, part in key_value_pairs(key, value)], priority
         )
 
     @overload
@@ -228,8 +227,8 @@ class KVStore:
         names = [key] if isinstance(key, str) else list(key)
         outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
         items = [
-            (name, self._targets(name, each))
-            for (name, _), each in zip(key_value_pairs(names, names), outs, strict=True)
+            (name, self._targets(name, target))
+            for (name, _), target in zip(key_value_pairs(names, names), outs, strict=True)
         ]
         written = self._backend.pull(items, priority)
 
@@ -267,15 +266,15 @@ class KVStore:
         ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
             self._keys.check_value(key, out)
-        found = self._backend.pull_rows(key, ids)
+        pulled = self._backend.pull_rows(key, ids)
 
         def result() -> SparseRows:
-            some = found.wait()
+            some = pulled.wait()
             if out is not None:
                 out.copy_(to_dense(some, shape))
             return some
 
-        return Future(result, found.done)
+        return Future(result, pulled.done)
 
     def barrier(self) -> None:
         """Return once every worker has called it and all earlier pushes are applied. With 'dist_async': every live
@@ -343,21 +342,23 @@ class KVStore:
         self,
         parameters: Mapping[str, nn.Parameter],
         group: ProcessGroup | None = None,
-        travels: Mapping[str, torch.dtype] | None = None,
+        reduce_dtypes: Mapping[str, torch.dtype] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientSync:
         """Create the gradient synchronisation of the ``parameters`` that require gradients, over ``group`` or all
         workers.
 
-        ``comm_dtypes``: by name the dtype in which a gradient is sent and added, if not its own. Gradients are sent in
+        ``reduce_dtypes``: by name the dtype in which a gradient is sent and added, if not its own. Gradients are sent in
         buckets of ``bucket_bytes``, through the codec of ``set_compression``. Raises ConfigError for a codec together
-        with ``comm_dtypes``.
+        with ``reduce_dtypes``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.kind != "dist_sync":
             return LocalGradientSync(trained)
         codec = None if self._codec is None else find_codec(self._codec)
-        return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
+        return BucketedAllReduce(
+            trained, self.world, bucket_bytes, group=group, reduce_dtypes=reduce_dtypes, codec=codec
+        )
 
     def close(self) -> None:
         """Release the values. Not a collective; the World stays open."""
@@ -381,8 +382,8 @@ class KVStore:
         shape, _ = self._keys.lookup(key)
         with torch.no_grad():
             whole = [
-                each.detach() if isinstance(each, Tensor) else to_dense(as_sparse_rows(key, each, shape), shape)
-                for each in parts
+                part.detach() if isinstance(part, Tensor) else to_dense(as_sparse_rows(key, part, shape), shape)
+                for part in parts
             ]
             total = whole[0].to(home)
             for part in whole[1:]:
@@ -403,97 +404,72 @@ def create_kvstore(
     kind: Kind,
     world: World,
     *,
-    rounds: LocalSGDConfig | None = None,
+    local_sgd: LocalSGDConfig | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
     shared_memory: Literal["auto"] | bool = "auto",
-    servers: Sequence[tuple[str, int]] | None = None,
-    secret: bytes | None = None,
+    servers: ServerConfig | None = None,
     staleness: int | None = None,
-    damped: bool = False,
-    incarnation: int = 0,
-    tls: TLSContexts | None = None,
+    staleness_lr_decay: bool = False,
 ) -> KVStore:
-    """A store of this kind over these workers. A collective on the distributed kinds.
+    """A store of this kind over the workers of ``world``. A collective on the distributed kinds.
 
-    ``rounds`` says when and how ``dist_local`` averages. ``hierarchical`` sums of ``dist_sync`` go through one worker of each
-    host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
-    through memory that the workers of one host share; auto: where they can, and nothing is compressed.
+    ``local_sgd``: when and how 'dist_local' averages. ``hierarchical``: 'dist_sync' sums through one worker of each host;
+    'auto': where there are several hosts with several workers each. ``shared_memory``: 'dist_sync' sums host tensors
+    through memory shared by the workers of one host; 'auto': where possible, and nothing is compressed.
 
-    ``dist_async`` has its ``servers`` at these addresses, which hold the same ``secret`` of 32 bytes (``kvstore.wire.secret``);
-    with ``tls`` (``kvstore.wire.tls``) all that is said to them is encrypted, and they have certificates too.
-    A worker is at most ``staleness`` steps ahead of the slowest, None: any; see ``KVStore.step``. ``damped``: a gradient computed
-    before tau pushes of others is applied with lr / (1 + tau). A worker that is started again has the next higher
-    ``incarnation``. Of ``world`` it reads rank, number of workers and run id; it needs no process group.
+    ``servers``: the parameter servers of 'dist_async'. A worker is at most ``staleness`` steps ahead of the slowest, None
+    for any number; see ``KVStore.step``. ``staleness_lr_decay``: a gradient computed before tau pushes of other workers is
+    applied with lr / (1 + tau). Of ``world`` it uses rank, number of workers and run id; it needs no process group.
 
-    Raises ConfigError for what does not fit the kind or these workers.
+    Raises ConfigError for options that do not fit the kind or the workers.
     """
-    inert = [
-        name
-        for name, given, reader in (
-            ("rounds", rounds is not None, "dist_local"),
-            ("hierarchical", hierarchical != "auto", "dist_sync"),
-            ("shared_memory", shared_memory != "auto", "dist_sync"),
-            ("servers", servers is not None, "dist_async"),
-            ("secret", secret is not None, "dist_async"),
-            ("staleness", staleness is not None, "dist_async"),
-            ("damped", damped, "dist_async"),
-            ("incarnation", incarnation != 0, "dist_async"),
-            ("tls", tls is not None, "dist_async"),
-        )
-        if given and kind != reader
-    ]
+    given = {
+        "local_sgd": local_sgd is not None,
+        "hierarchical": hierarchical != "auto",
+        "shared_memory": shared_memory != "auto",
+        "servers": servers is not None,
+        "staleness": staleness is not None,
+        "staleness_lr_decay": staleness_lr_decay,
+    }
+    inert = [name for name, is_given in given.items() if is_given and _KIND_OF_OPTION[name] != kind]
     if inert:
-        rule = (
-            "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync', "
-            "servers, secret, tls, staleness, damped and incarnation with 'dist_async'"
-        )
+        rule = ", ".join(f"{name} is for {owner!r}" for name, owner in _KIND_OF_OPTION.items())
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
     match kind:
         case "local" | "device":
             if world.world_size > 1:
-                raise _no_store(
-                    kind, f"{world.world_size} workers", f"{kind!r} is a store of one process", "'dist_sync'"
-                )
-            return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
+                num_workers = f"{world.world_size} workers"
+                raise _no_store(kind, num_workers, f"{kind!r} is a store of one process", "'dist_sync'")
+            backend = LocalBackend(on_host=kind == "local")
         case "dist_sync":
             backend = AllReduceBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
-            return KVStore(kind, world, backend)
         case "dist_async":
-            if not servers or secret is None:
-                given = "no servers" if not servers else "no secret"
-                nearest = "servers=server_addresses(os.environ), secret=read_secret(os.environ)"
-                raise _no_store(kind, given, "servers that know the secret hold its values", nearest)
-            for each in servers:
-                if not _is_address(each):
-                    rule = "each server is a pair of its host and its port, 1 to 65535"
-                    raise _no_store(kind, f"server {each!r}", rule, 'servers=[("127.0.0.1", 4000)]')
-            if len(secret) != SECRET_BYTES:
-                raise _no_store(
-                    kind, f"a secret of {len(secret)} bytes", f"it has {SECRET_BYTES}", "read_secret(os.environ)"
-                )
+            if servers is None:
+                nearest = "servers=ServerConfig.from_environ(os.environ)"
+                raise _no_store(kind, "no servers", "servers that know the secret hold its values", nearest)
             if staleness is not None and staleness < 0:
                 raise _no_store(kind, f"staleness {staleness}", "it is 0 or more, or None", "staleness=4")
-            backend = ParameterServerBackend(
-                world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation, tls=tls
-            )
-            return KVStore(kind, world, backend)
+            backend = ParameterServerBackend(world, servers, staleness=staleness, staleness_lr_decay=staleness_lr_decay)
         case "dist_local":
-            if rounds is None:
-                raise _no_store(kind, "no rounds", "its rounds have a length", "rounds=Rounds(local_steps=16)")
-            return KVStore(kind, world, LocalSGDBackend(world, rounds))
+            if local_sgd is None:
+                nearest = "local_sgd=LocalSGDConfig(local_steps=16)"
+                raise _no_store(kind, "no local_sgd", "the interval between averages is given", nearest)
+            backend = LocalSGDBackend(world, local_sgd)
         case _:
             kinds = get_args(Kind)
-            given, rule = f"{world.world_size} workers", f"kinds are {', '.join(kinds)}"
-            raise _no_store(kind, given, rule, nearest_name(kind, kinds))
+            rule = f"kinds are {', '.join(kinds)}"
+            raise _no_store(kind, f"{world.world_size} workers", rule, nearest_name(kind, kinds))
+    return KVStore(kind, world, backend)
 
 
-def _is_address(given: Any) -> bool:
-    """A pair of host and port; a text such as "host:1" is none, though it has a length too."""
-    match given:
-        case (str(host), int(port)) if host and not isinstance(port, bool):
-            return 1 <= port <= 65535
-        case _:
-            return False
+_KIND_OF_OPTION = {
+    "local_sgd": "dist_local",
+    "hierarchical": "dist_sync",
+    "shared_memory": "dist_sync",
+    "servers": "dist_async",
+    "staleness": "dist_async",
+    "staleness_lr_decay": "dist_async",
+}
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

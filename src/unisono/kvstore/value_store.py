@@ -66,8 +66,8 @@ class ValueStore:
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
         """Copies of the rows ``ids``."""
         stored = self.tensors[key]
-        found = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: found)
+        rows = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: rows)
 
     def set_optimizer(self, options: OptimOptions) -> None:
         """Treat later sums as gradients; the state of a previous optimizer is dropped."""
@@ -85,10 +85,10 @@ class ValueStore:
 
     def state_dict(self) -> dict[str, Tensor]:
         """``value/<key>`` and ``optim/<state>/<key>``: the live tensors, not copies."""
-        found = {f"value/{key}": value for key, value in self.tensors.items()}
+        state = {f"value/{key}": value for key, value in self.tensors.items()}
         for key, (parameter, optimizer) in self._optimizers.items():
-            found |= state_tensors({key: parameter}, optimizer)
-        return dict(sorted(found.items()))
+            state |= state_tensors({key: parameter}, optimizer)
+        return dict(sorted(state.items()))
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -120,10 +120,10 @@ class ValueStore:
         for key, value in values.items():
             parameter = nn.Parameter(value)
             with torch.enable_grad():
-                made = build_optimizer(
+                optimizer = build_optimizer(
                     nn.Module(), options, pieces={key: parameter}, named_roles={key: role_of(key, value.shape, options)}
                 )
-            self._optimizers[key] = parameter, made
+            self._optimizers[key] = parameter, optimizer
         if self._lr is not None:
             self.set_learning_rate(self._lr)
 

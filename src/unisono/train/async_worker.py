@@ -18,7 +18,7 @@ from unisono.data.loading.loader import Loader, StepBatch
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
@@ -87,9 +87,9 @@ class RemoteOptimizer:
         lr = float(self.param_groups[0]["lr"])
         with self._timers.phase("comm_exposed"):
             if self._late_pull:
-                self._servers.push(self._sent, lr=lr, unit=self.batch_shard).wait()
+                self._servers.push(self._sent, lr=lr, batch_shard=self.batch_shard).wait()
             else:
-                self._servers.pushpull(self._sent, self._pulled, lr=lr, unit=self.batch_shard).wait()
+                self._servers.pushpull(self._sent, self._pulled, lr=lr, batch_shard=self.batch_shard).wait()
         if not self._late_pull:
             self._copy_pulled()
         self._servers.commit()
@@ -159,14 +159,16 @@ class AsyncWorker:
         self._addresses = job.server_addresses
         codec = plan.compression
         self._servers = ServerClient(
-            server_addresses(job),
-            read_secret(os.environ),
+            ServerConfig(
+                addresses=server_addresses(job),
+                secret=read_secret(os.environ),
+                tls=read_tls(os.environ),
+                worker_restart_count=job.restart_count,
+            ),
             run_spec,
             worker=job.rank,
-            incarnation=job.restart_count,
             codec=None if codec == "none" else server_codec(codec),
-            tls=read_tls(os.environ),
-            say=lambda text: events.emit("servers", message=text),
+            report=lambda text: events.emit("servers", message=text),
         )
         if codec != "none":
             why = compression_reason(codec, optimizer_spec.options.kind)
@@ -203,8 +205,7 @@ class AsyncWorker:
         self._servers.init(self._values)
         self._servers.set_optimizer(self._optimizer_spec)
         if resumed:
-            tensors = state.local_state().items()
-            moments = {path: cast(Tensor, tensor) for path, tensor in tensors if path.startswith("optim/")}
+            moments = {path: t for path, t in state.local_state().items() if path.startswith("optim/")}
             self._servers.load_state({**self._values, **moments})
         self._optimizer.state.clear()
         self._servers.snapshot()
@@ -345,9 +346,7 @@ class AsyncWorker:
 def _model_tensors(state: TrainState) -> dict[str, Tensor]:
     """Parameters and buffers by name."""
     return {
-        path.removeprefix("model/"): cast(Tensor, tensor)
-        for path, tensor in state.local_state().items()
-        if path.startswith("model/")
+        path.removeprefix("model/"): tensor for path, tensor in state.local_state().items() if path.startswith("model/")
     }
 
 

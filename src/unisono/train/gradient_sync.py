@@ -15,11 +15,12 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig, create_kvstore
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
-from unisono.kvstore.compression import COARSE_CODEC_WITH_ADAM, Codec, auto_codec, find_codec
+from unisono.kvstore.compression import Codec, auto_codec, find_codec
+from unisono.kvstore.compression.registry import COARSE_CODEC_WITH_ADAM
 from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic
@@ -46,7 +47,7 @@ def open_store(plan: Plan, world: World) -> KVStore:
     if plan.sync == "dist_async":
         return create_kvstore("local", world)
     if plan.sync == "dist_local":
-        return create_kvstore(plan.sync, world, rounds=local_sgd_config(plan))
+        return create_kvstore(plan.sync, world, local_sgd=local_sgd_config(plan))
     return create_kvstore(plan.sync, world)
 
 

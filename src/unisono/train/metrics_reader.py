@@ -18,7 +18,7 @@ from unisono.observe.events import EventLog
 from unisono.observe.meters import RateMeter, StepTimers
 from unisono.observe.monitor import peak_rss_bytes
 from unisono.parallel.device import memory_bytes
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.train.comm_stats import CommStats
 from unisono.train.step import GOOD, LOSS, NORM, STOP, WEIGHT, Step
 

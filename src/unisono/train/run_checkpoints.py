@@ -27,7 +27,6 @@ from unisono.dist import World, fault_point
 from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharding import TensorShard
 from unisono.plan.plan import Plan
 from unisono.train.options import is_due
 from unisono.train.state import TrainState
@@ -114,14 +113,14 @@ class RunCheckpoints:
         if self.saved_step == state.step:
             return
         self.saved_step = state.step
-        tensors = state.global_state()
+        tensors, shards = state.global_state(), state.shards()
         rank_state = state.rank_state(self._dims.rng_rank) if self._dims.rank_along("tp") == 0 else {}
         self._checkpointer.save(
             state.step,
-            {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, TensorShard)},
+            {name: tensor for name, tensor in tensors.items() if name not in shards},
             rank_state,
             {"state": state.meta(), **self._meta},
-            parts={name: tensor for name, tensor in tensors.items() if isinstance(tensor, TensorShard)},
+            sharded={name: (tensors[name], shard) for name, shard in shards.items()},
             score=score,
         )
 

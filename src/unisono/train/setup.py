@@ -23,12 +23,10 @@ from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import COMPUTE_DTYPES, computes_bf16, find_device
-from unisono.parallel.expert import check_experts
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.partition import PipelinePartition, partition_model
 from unisono.parallel.recompute import check_called, find_recomputed_modules
-from unisono.parallel.tensor.tp_validation import resolve_rules
-from unisono.parallel.transforms import repeated_blocks
+from unisono.parallel.transforms import check_transforms, repeated_blocks
 from unisono.plan.derive import derive_plan, load_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
@@ -85,8 +83,7 @@ def resolve_for_model(
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
     """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
 
-    Raises PlanError with all that keeps stages, sequences, layers and experts of this model from being cut, and modules that are
-    named from being recomputed.
+    Raises PlanError with everything that keeps the plan from being applied to this model.
     """
     problems: list[Problem] = []
     layout = None
@@ -102,14 +99,9 @@ def resolve_for_model(
             check_called(
                 find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
             )
-    if plan.tp > 1 and not plan.placements:
-        with _collect_problems(problems):
-            resolve_rules(model, plan)
-    if plan.ep > 1:
-        with _collect_problems(problems):
-            check_experts(model, plan.ep)
+    problems += check_transforms(model, grid.plan)  # of asynchronous workers each is alone
     if problems:
-        raise PlanError(*problems)
+        raise PlanError(*dict.fromkeys(problems))
     return plan, layout, context
 
 
@@ -163,7 +155,7 @@ def build_loader(
         "global_batch": plan.global_batch,
         "micro_batch": plan.micro_batch,
         "rank": data_rank,
-        "world": plan.dp_world_size,
+        "world_size": plan.dp_world_size,
         "transform": pipeline.transform,
         "device": None if device.type == "cpu" else device,
     }
@@ -172,8 +164,8 @@ def build_loader(
             data,
             options=options,
             shuffle_block=pipeline.shuffle_block,
-            pair=pipeline.pair,
-            finish=pipeline.finish,
+            pair_transform=pipeline.pair,
+            batch_transform=pipeline.finish,
             **common,
         )
     defaults = LoaderOptions(workers=min(options.workers, 0))  # 0: no thread, which a stream can do

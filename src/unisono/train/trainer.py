@@ -41,14 +41,13 @@ from unisono.optim.groups import parameter_roles
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import find_device, set_backend
-from unisono.parallel.expert import expert_dims
+from unisono.parallel.expert import expert_parameters
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.shard_notes import blocks, replicated_grad_groups
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
@@ -252,16 +251,15 @@ class Trainer:
 
     def _shard_model(self, deferred: DeferredModel | None) -> None:
         """Make of the model what the plan asks for; ``sharded`` are this rank's shards of its parameters."""
-        model, self._global_spec, stages = parallelize(
-            self._worker_plan, self.model.train(), self._dims, self._context, self._partition
-        )
+        parallel = parallelize(self._worker_plan, self.model.train(), self._dims, self._context, self._partition)
+        model, self._shard_table, stages = parallel.model, parallel.table, parallel.stages
         if self.plan.placements:
             self.events.emit("placements", placed=parameter_placements(model))
         if deferred is not None:
             allocate_shards(model, self.device)
         self._pipeline = PipelineExecutor(stages, self._dims, self.device) if stages is not None else None
         duplicated = stages.duplicated_parameters if stages is not None else ()
-        self._sharded = ShardedParameters(model, self._dims, self._global_spec, repeated=duplicated)
+        self._sharded = ShardedParameters(model, self._dims, self._shard_table, duplicated=duplicated)
         if deferred is not None:
             materialize(deferred, model, self._sharded)
 
@@ -290,7 +288,7 @@ class Trainer:
             weight_total=torch.zeros((), dtype=total_dtype, device=self.device),
         )
         if self.plan.pp > 1:
-            self.state.stage_tensors = StageTensors(self.state.local_state(), self._dims)
+            self.state.stage_tensors = StageTensors(self.state, self._dims)
         self._sync, self.state.sync_state = build_gradient_sync(
             plan,
             self.store,
@@ -306,14 +304,14 @@ class Trainer:
 
     def _check_memory(self) -> MemoryLedger:
         """Compare what this rank holds with what the plan predicts."""
-        spec = self._global_spec
+        table = self._shard_table
         ledger = build_ledger(
             self._worker_plan,
-            spec,
+            table.spec,
             self.world.rank,
             state=state_names(self._optim),
-            blocks={spec.first_names[name]: block for name, block in blocks(self.model).items()},
-            stacks=expert_dims(self.model),
+            shards=table.tensor_parallel,
+            stacks=expert_parameters(self.model),
             layout=self._partition,
         )
         check_ledger(ledger, self._sharded.parameters, self._optimizer)
@@ -419,7 +417,9 @@ class Trainer:
             plan=plan,
             state=self.state,
             sync=self._sync,
-            replicated_grads=ReplicatedGradients([*replicated_grad_groups(model), *stage_groups], self.world),
+            replicated_grads=ReplicatedGradients(
+                [*self._shard_table.replicated_grad_groups, *stage_groups], self.world
+            ),
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every),

@@ -117,7 +117,7 @@ def test_a_push_counts_once_in_its_stream() -> None:
     again = table.push(gradient, push)
     assert (again.applied, again.duplicates, again.version) == (0, 1, 1)
     assert table.push(gradient, replace(push, stream=2)).applied == 1
-    assert table.push(gradient, replace(push, seq=6)).applied == 1  # late, not a duplicate
+    assert table.push(gradient, replace(push, sequence_number=6)).applied == 1  # late, not a duplicate
     assert torch.equal(table.pull(0)[0], torch.full((4,), -1.5))
     # a unit of stream 0, computed by two workers
     assert [table.push(gradient, PushHeader(worker=w, stream=0, sequence_number=3)).applied for w in (0, 1)] == [1, 0]

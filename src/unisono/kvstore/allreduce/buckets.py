@@ -34,12 +34,12 @@ from unisono.plan.plan import BUCKET_BYTES
 class _Bucket:
     """A flat buffer whose slices are the gradients of some parameters."""
 
-    def __init__(self, members: list[tuple[str, nn.Parameter]], travels: torch.dtype) -> None:
+    def __init__(self, members: list[tuple[str, nn.Parameter]], reduce_dtype: torch.dtype) -> None:
         self.names = [name for name, _ in members]
         first = members[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
         # what is sent: the gradients themselves, or a copy in another dtype
-        self._travels, self.sent = travels, self.flat
+        self._reduce_dtype, self.sent = reduce_dtype, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in members:
@@ -49,7 +49,7 @@ class _Bucket:
 
     def pack(self) -> Tensor:
         """The tensor to sum over ranks, [elements]."""
-        self.sent = self.flat.to(self._travels)
+        self.sent = self.flat.to(self._reduce_dtype)
         return self.sent
 
     def unpack(self) -> None:
@@ -65,13 +65,13 @@ class BucketedAllReduce:
 
     A bucket is sent once its gradients are complete and all buckets before it were sent, so every rank issues the same
     collectives in the same order, whatever its autograd threads do. Gradients are summed over ``group``, or over all
-    ranks. ``comm_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
+    ranks. ``reduce_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
     instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
 
     ``path`` describes the transport: "shared memory", or a torch backend and the reason for it. ``num_workers``: how
     many ranks sum. ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not
     the transport's traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of
-    ``world``. Raises ConfigError for a codec together with ``comm_dtypes``.
+    ``world``. Raises ConfigError for a codec together with ``reduce_dtypes``.
     """
 
     def __init__(
@@ -81,28 +81,28 @@ class BucketedAllReduce:
         bucket_bytes: int = BUCKET_BYTES,
         *,
         group: ProcessGroup | None = None,
-        travels: Mapping[str, torch.dtype] | None = None,
+        reduce_dtypes: Mapping[str, torch.dtype] | None = None,
         codec: Codec | PowerSGD | None = None,
     ) -> None:
-        if codec is not None and travels:
-            raise _two_ways(codec, travels)
+        if codec is not None and reduce_dtypes:
+            raise _codec_with_reduce_dtypes(codec, reduce_dtypes)
         self._world, self._group = world, group or world.group
         self.num_workers = self._group.size() if self._group is not None else 1
         self._parameters = dict(parameters)
-        sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
+        sent = {name: (reduce_dtypes or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
             _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, bucket_bytes, sent)
         ]
-        self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
-        views = {name: self._home[name].views[name] for name in self._parameters}
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        views = {name: self._bucket_of[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else compressed_sum(codec, views, self._group)
         self._memory: SharedMemoryAllReduce | None = None
-        self._sum: Callable[[Tensor], Any] = self._plain_sum
-        self.path = self._way() if codec is None else f"{transport_name(self._group)}: compressed"
+        self._sum: Callable[[Tensor], Any] = self._group_sum
+        self.path = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
         self.sent_bytes = self.received_bytes = 0
-        self._armed = False
+        self._sending = False
         self._next = 0
-        self._works: list[Any] = []
+        self._pending: list[Any] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
             for name, parameter in self._parameters.items()
@@ -110,7 +110,7 @@ class BucketedAllReduce:
         self.zero_grad()
 
     def _hook(self, name: str) -> Any:
-        bucket = self._home[name]
+        bucket = self._bucket_of[name]
         view = bucket.views[name]
 
         def ready(parameter: Tensor) -> None:
@@ -119,13 +119,13 @@ class BucketedAllReduce:
                 # Someone replaced the view (zero_grad(set_to_none=True), say): take the values over and put it back.
                 view.copy_(grad)
                 parameter.grad = view
-            if self._armed:
+            if self._sending:
                 bucket.missing -= 1
                 self._launch(only_complete=True)
 
         return ready
 
-    def _way(self) -> str:
+    def _choose_transport(self) -> str:
         """Choose the transport; returns ``path``, the same on all ranks."""
         by = transport_name(self._group)
         if self.num_workers == 1:
@@ -148,7 +148,7 @@ class BucketedAllReduce:
     def _sum_over_all(self, tensor: Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._world.group, async_op=True)
 
-    def _plain_sum(self, tensor: Tensor) -> Any:
+    def _group_sum(self, tensor: Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
@@ -156,7 +156,7 @@ class BucketedAllReduce:
         order."""
         if part is not None:
             return
-        self._armed, self._next = True, 0
+        self._sending, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.names)
 
@@ -171,11 +171,11 @@ class BucketedAllReduce:
                 if self._exchange is not None:
                     pending = self._exchange.launch(bucket.views)
                     self._count(pending.sent_bytes, pending.received_bytes)
-                    self._works.append(pending)
+                    self._pending.append(pending)
                 else:
                     sent = bucket.pack()
                     self._count(sent.nbytes, sent.nbytes)
-                    self._works.append(self._sum(sent))
+                    self._pending.append(self._sum(sent))
             self._next += 1
 
     def _count(self, sent_bytes: int, received_bytes: int) -> None:
@@ -185,27 +185,27 @@ class BucketedAllReduce:
     def wait(self, totals: Tensor) -> None:
         """Send the incomplete buckets (parameters that no sample of this rank used), then wait for all sums."""
         self._launch(only_complete=False)
-        self._armed = False
+        self._sending = False
         with self._world.guard("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
             everywhere = self._sum if whole else self._sum_over_all
-            self._works.append(everywhere(totals))
-            for work in self._works:
+            self._pending.append(everywhere(totals))
+            for work in self._pending:
                 work.wait()
-        self._works.clear()
+        self._pending.clear()
         for bucket in self._buckets:
             bucket.unpack()
 
     def gradients(self) -> list[Tensor]:
         """Views into the buckets, in parameter order."""
-        return [self._home[name].views[name] for name in self._parameters]
+        return [self._bucket_of[name].views[name] for name in self._parameters]
 
     def zero_grad(self) -> None:
         """Zero the buckets and make every gradient a view again."""
         for bucket in self._buckets:
             bucket.flat.zero_()
         for name, parameter in self._parameters.items():
-            parameter.grad = self._home[name].views[name]
+            parameter.grad = self._bucket_of[name].views[name]
 
     def commit(self, good: Tensor | bool) -> None:
         """End the step; where ``good`` (0-dim bool, on the device) is false, residuals stay bit-equal."""
@@ -221,7 +221,7 @@ class BucketedAllReduce:
         if self._exchange is not None:
             self._exchange.load_state_dict(state)
         elif state:
-            raise _left_over(state)
+            raise _unused_residuals(state)
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Compression statistics by parameter, see ``ErrorFeedback.stats``."""
@@ -238,17 +238,17 @@ class BucketedAllReduce:
             parameter.grad = None
 
 
-def _two_ways(codec: Codec | PowerSGD, travels: Mapping[str, torch.dtype]) -> ConfigError:
-    name = next(iter(travels))
+def _codec_with_reduce_dtypes(codec: Codec | PowerSGD, reduce_dtypes: Mapping[str, torch.dtype]) -> ConfigError:
+    name = next(iter(reduce_dtypes))
     return ConfigError(
-        given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {travels[name]}",
-        rule="one of both says what travels",
+        given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {reduce_dtypes[name]}",
+        rule="a gradient is either compressed or sent in another dtype",
         consequence="the other would act on nothing, so nothing was started",
         nearest="leave compression out, or let gradients be reduced in their own dtype",
     )
 
 
-def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
+def _unused_residuals(state: Mapping[str, Tensor]) -> CheckpointError:
     return CheckpointError(
         given=f"the checkpoint holds what compression held back, such as {min(state)!r}; this run has no compression",
         rule="a run goes on with the compression it had",
@@ -268,7 +268,7 @@ def _dtype(parameter: nn.Parameter) -> torch.dtype:
 
 
 def _partition(
-    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, travels: Mapping[str, torch.dtype]
+    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, reduce_dtypes: Mapping[str, torch.dtype]
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Split the parameters, last first, into runs of one dtype, one communication dtype and one device, of at most
     ``bucket_bytes``."""
@@ -276,7 +276,7 @@ def _partition(
     size, last = 0, None
     for name, parameter in reversed(list(parameters.items())):
         nbytes = parameter.numel() * _dtype(parameter).itemsize
-        kind = (_dtype(parameter), travels[name], parameter.device)
+        kind = (_dtype(parameter), reduce_dtypes[name], parameter.device)
         same = kind == last
         if not same or size + nbytes > bucket_bytes:
             buckets.append([])

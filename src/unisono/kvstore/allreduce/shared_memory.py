@@ -99,7 +99,7 @@ class SharedMemoryAllReduce:
         for dtype, first, end in runs:
             count = end - first
             mine = slice(first + rank * count // workers, first + (rank + 1) * count // workers)
-            one, other, *others, total = (each[mine] for each in self._as(dtype))
+            one, other, *others, total = (slot[mine] for slot in self._as(dtype))
             torch.add(one, other, out=total)
             for part in others:
                 total.add_(part)
@@ -128,9 +128,9 @@ class SharedMemoryAllReduce:
 
     def _look(self, rank: int, num_bytes: int, waited_s: float) -> None:
         """Raise CommError if a worker has ended or the wait has timed out."""
-        found = missing_ranks(self._peers, self._world.rank, settle=False)
-        if any(each.endswith("has ended") for each in found) or waited_s > self._world.timeout_s:
-            why = "; ".join(found) if found else f"rank {rank} has not come"
+        missing = missing_ranks(self._peers, self._world.rank, settle=False)
+        if any(rank_state.endswith("has ended") for rank_state in missing) or waited_s > self._world.timeout_s:
+            why = "; ".join(missing) if missing else f"rank {rank} has not come"
             raise CommError(
                 given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world_size} "
                 f"after {waited_s:.1f} s: {why}",
@@ -151,7 +151,7 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
     """The same zeroed memory on all workers. Raises ConfigError on all of them if one cannot share."""
     if world.world_size < 2:
         raise _refused("1 worker", "no sum is needed")
-    if len({each["host"] for each in peers}) > 1:
+    if len({peer["host"] for peer in peers}) > 1:
         raise _refused("workers on several hosts", "a sum over torch.distributed")
     if set(world.gather_json(_able())) != {True}:
         raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
@@ -164,10 +164,10 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
             handle = os.open(f"/proc/{peers[0]['pid']}/fd/{world.broadcast_json()}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             handle = -1
-    opened = [rank for rank, each in enumerate(world.gather_json(handle >= 0)) if not each]
+    refused = [rank for rank, is_open in enumerate(world.gather_json(handle >= 0)) if not is_open]
     try:
-        if opened:
-            raise _refused(f"rank {opened[0]}, which may not open rank 0's memory", "the same user for all workers")
+        if refused:
+            raise _refused(f"rank {refused[0]}, which may not open rank 0's memory", "the same user for all workers")
         return mmap.mmap(handle, size)
     finally:
         if handle >= 0:

@@ -33,13 +33,8 @@ from unisono.dist import World, agree
 from unisono.errors import ConfigError
 from unisono.kvstore.allreduce.network import CollectiveWork, CompletedWork, network_all_reduce
 from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
-from unisono.kvstore.compression import (
-    CompressedSum,
-    codec_is_fixed,
-    compressed_sum,
-    find_codec,
-    no_traffic_to_compress,
-)
+from unisono.kvstore.compression import CompressedSum, compressed_sum, find_codec
+from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions
@@ -86,11 +81,11 @@ class AllReduceBackend:
     ) -> None:
         self._world = world
         self._staging = _staging(world, hierarchical, shared_memory)
-        self._insists = shared_memory is True or hierarchical is True
+        self._requires_uncompressed = shared_memory is True or hierarchical is True
         self._values = ValueStore()
         self._queue: list[_Entry] = []
         self._queued_bytes = 0
-        self._open: dict[str, _Entry] = {}
+        self._pending: dict[str, _Entry] = {}
         # by key the memory of its last large push: fresh memory costs more than the copy into it, page by page
         self._spare: dict[str, Tensor] = {}
         self._batches: deque[_Batch] = deque()
@@ -122,10 +117,10 @@ class AllReduceBackend:
         entries: list[_Entry] = []
         self._pushed = True
         for key, value in items:
-            if key in self._open:  # pushes of one key take effect in the order of the calls
-                self._settle(self._open[key])
-            self._note(f"push {key!r} priority {priority} {'dense' if isinstance(value, Tensor) else 'rows'}")
-            entry = self._open[key] = _Entry(key, value, priority)
+            if key in self._pending:  # pushes of one key take effect in the order of the calls
+                self._apply_until(self._pending[key])
+            self._record_call(f"push {key!r} priority {priority} {'dense' if isinstance(value, Tensor) else 'rows'}")
+            entry = self._pending[key] = _Entry(key, value, priority)
             entries.append(entry)
             # the caller may change its tensor, and all-reduce works in place
             if isinstance(value, Tensor) and self._staging is not None and value.device.type == "cpu":
@@ -144,7 +139,7 @@ class AllReduceBackend:
         """Copy now, or, where pushes of the key are pending, after they are applied."""
         awaited: list[_Entry] = []
         for key, targets in items:
-            entry = self._open.get(key)
+            entry = self._pending.get(key)
             if entry is None:
                 for target in targets:
                     target.copy_(self._values.tensors[key])
@@ -155,8 +150,8 @@ class AllReduceBackend:
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
         """Rows of the value after all pending pushes of the key."""
-        if key in self._open:
-            self._settle(self._open[key])
+        if key in self._pending:
+            self._apply_until(self._pending[key])
         stored = self._values.tensors[key]
         rows = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
         return Future(lambda: rows)
@@ -164,7 +159,7 @@ class AllReduceBackend:
     def barrier(self) -> None:
         """Send and apply all pushes, then compare the calls once more; no worker returns before the last one has come."""
         self.apply_all()
-        self._note("barrier")
+        self._record_call("barrier")
         self._compare()
 
     def set_optimizer(self, options: OptimOptions) -> None:
@@ -175,7 +170,7 @@ class AllReduceBackend:
     def set_learning_rate(self, lr: float) -> None:
         """Pending pushes are applied with the previous rate."""
         self.apply_all()
-        self._note(f"set_learning_rate {lr!r}")
+        self._record_call(f"set_learning_rate {lr!r}")
         self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
@@ -186,11 +181,11 @@ class AllReduceBackend:
             find_codec(codec)
             if self._world.group is None:
                 raise no_traffic_to_compress(codec, "with one worker")
-            if self._insists:
+            if self._requires_uncompressed:
                 raise no_traffic_to_compress(
                     codec, "beside sums through shared memory or host by host, which are not coded"
                 )
-            self._unstage()
+            self._close_staging()
         self._codec = codec
 
     def stats(self) -> dict[str, dict[str, float]]:
@@ -219,27 +214,27 @@ class AllReduceBackend:
     def close(self) -> None:
         """Drop unsent pushes and the values."""
         self._queue.clear()
-        self._open.clear()
+        self._pending.clear()
         self._batches.clear()
         self._spare.clear()
         self._values = ValueStore()
-        self._unstage()
+        self._close_staging()
 
     # --- sending and applying --------------------------------------------------------------------------------------
 
     def apply_all(self) -> None:
         """Send and apply all pending pushes."""
-        for entry in list(self._open.values()):
-            self._settle(entry)
+        for entry in list(self._pending.values()):
+            self._apply_until(entry)
 
     def _when_applied(self, entries: list[_Entry]) -> Future[None]:
         def wait() -> None:
             for entry in entries:
-                self._settle(entry)
+                self._apply_until(entry)
 
         return Future(wait, lambda: all(entry.ready() for entry in entries))
 
-    def _settle(self, entry: _Entry) -> None:
+    def _apply_until(self, entry: _Entry) -> None:
         if entry.applied:
             return
         if entry.batch is None:
@@ -260,7 +255,7 @@ class AllReduceBackend:
         for target in entry.targets:
             target.copy_(self._values.tensors[entry.key])
         entry.applied = True
-        del self._open[entry.key]
+        del self._pending[entry.key]
 
     def _copied(self, key: str, value: Tensor) -> Tensor:
         spare = self._spare.pop(key, None)
@@ -268,7 +263,7 @@ class AllReduceBackend:
             return value.clone(memory_format=torch.contiguous_format)
         return spare.copy_(value)
 
-    def _note(self, call: str) -> None:
+    def _record_call(self, call: str) -> None:
         self._number += 1
         self._hash = xxhash.xxh3_64_intdigest(call.encode(), seed=self._hash)
         self._calls[f"call {self._number}"] = call
@@ -290,10 +285,10 @@ class AllReduceBackend:
         self._compare()
         if self._staging is not None:
             for key, total in self._staging.drain():
-                self._apply_one(self._open[key], total)
+                self._apply_one(self._pending[key], total)
         queue = sorted(self._queue, key=lambda entry: -entry.priority)  # stable: then in the order of the calls
         self._queue, self._queued_bytes = [], 0
-        for kind, run in groupby(queue, key=_travels_as):
+        for kind, run in groupby(queue, key=_buffer_kind):
             for entries in [[entry] for entry in run] if kind in (_ROWS, _LARGE) else [list(run)]:
                 with self._world.guard(f"push of {', '.join(repr(entry.key) for entry in entries[:3])}"):
                     batch = self._launch(entries)
@@ -330,7 +325,7 @@ class AllReduceBackend:
             self._exchange = compressed_sum(find_codec(self._codec), coded, self._world.group)
         return self._exchange
 
-    def _unstage(self) -> None:
+    def _close_staging(self) -> None:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
@@ -356,7 +351,7 @@ def _nbytes(value: PushValue) -> int:
     return value.nbytes if isinstance(value, Tensor) else value[0].nbytes + value[1].nbytes
 
 
-def _travels_as(entry: _Entry) -> object:
+def _buffer_kind(entry: _Entry) -> object:
     """A grouping key: neighbours with equal keys may share a buffer."""
     if not isinstance(entry.value, Tensor):
         return _ROWS

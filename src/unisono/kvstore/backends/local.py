@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.errors import ConfigError
-from unisono.kvstore.compression import no_traffic_to_compress
+from unisono.kvstore.compression.registry import no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions

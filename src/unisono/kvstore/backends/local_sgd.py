@@ -27,19 +27,13 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
-from unisono.kvstore.compression import (
-    Codec,
-    PowerSGD,
-    codec_is_fixed,
-    compressed_sum,
-    find_codec,
-    no_traffic_to_compress,
-)
+from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum, find_codec
+from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions
 
-_HELD = "compression/"
+_RESIDUAL = "compression/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +62,12 @@ class LocalSGDConfig:
                 not 0 <= self.outer_momentum < 1,
             ),
             (
-                f"fragments = {self.num_fragments} with local_steps = {self.local_steps}",
+                f"num_fragments = {self.num_fragments} with local_steps = {self.local_steps}",
                 "each fragment has a boundary of its own within local_steps",
                 not 1 <= self.num_fragments <= max(self.local_steps, 1),
             ),
             (
-                f"overlap_steps = {self.outer_delay_steps} with local_steps = {self.local_steps}",
+                f"outer_delay_steps = {self.outer_delay_steps} with local_steps = {self.local_steps}",
                 "a sum arrives before the next boundary of its fragment",
                 not 0 <= self.outer_delay_steps < max(self.local_steps, 1),
             ),
@@ -85,7 +79,7 @@ class LocalSGDConfig:
                 given=given,
                 rule=rule,
                 consequence="copies would not be averaged as meant",
-                nearest="Rounds(local_steps=16)",
+                nearest="LocalSGDConfig(local_steps=16)",
             )
             for given, rule, bad in broken
             if bad
@@ -99,7 +93,7 @@ class LocalSGDConfig:
         return self.mix if self.mix is not None else 0.5 if self.outer_delay_steps else 0.0
 
 
-class _Piece:
+class _FragmentPart:
     """Parameters of one fragment, dtype and device. The outer state is flat, in float32 or wider."""
 
     def __init__(self, name: str, members: Mapping[str, Tensor]) -> None:
@@ -112,24 +106,26 @@ class _Piece:
 
     def flat(self) -> Tensor:
         """A copy of the local parameters, [elements]."""
-        return torch.cat([each.detach().reshape(-1).to(self._dtype) for each in self._members.values()])
+        return torch.cat([tensor.detach().reshape(-1).to(self._dtype) for tensor in self._members.values()])
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of ``flat`` [elements] in the shapes of the parameters, by name."""
-        parts = flat.split([each.numel() for each in self._members.values()])
-        return {name: part.view(each.shape) for (name, each), part in zip(self._members.items(), parts, strict=True)}
+        parts = flat.split([tensor.numel() for tensor in self._members.values()])
+        return {
+            name: part.view(tensor.shape) for (name, tensor), part in zip(self._members.items(), parts, strict=True)
+        }
 
-    def update(self, workers: int, rounds: LocalSGDConfig) -> None:
+    def update(self, workers: int, config: LocalSGDConfig) -> None:
         """Make the outer step, with ``delta`` the sum over workers, and update the local parameters."""
         mean = self.delta.div_(workers)
-        self.momentum.mul_(rounds.outer_momentum).add_(mean)
-        self.outer.sub_(mean.add(self.momentum, alpha=rounds.outer_momentum), alpha=rounds.outer_lr)
-        parts = self.outer.split([each.numel() for each in self._members.values()])
+        self.momentum.mul_(config.outer_momentum).add_(mean)
+        self.outer.sub_(mean.add(self.momentum, alpha=config.outer_momentum), alpha=config.outer_lr)
+        parts = self.outer.split([tensor.numel() for tensor in self._members.values()])
         for local, new in zip(self._members.values(), parts, strict=True):
             new = new.view(local.shape).to(local.dtype)
-            local.detach().mul_(rounds.local_weight).add_(
-                new, alpha=1 - rounds.local_weight
-            ) if rounds.local_weight else local.detach().copy_(new)
+            local.detach().mul_(config.local_weight).add_(
+                new, alpha=1 - config.local_weight
+            ) if config.local_weight else local.detach().copy_(new)
 
 
 class LocalSGD:
@@ -141,97 +137,98 @@ class LocalSGD:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], world: World, rounds: LocalSGDConfig, codec: Codec | None = None
+        self, parameters: Mapping[str, Tensor], world: World, config: LocalSGDConfig, codec: Codec | None = None
     ) -> None:
-        self._world, self._rounds = world, rounds
+        self._world, self._config = world, config
         self._fragments = [
             [
-                _Piece(f"{number}/{place}", {name: parameters[name] for name in names})
+                _FragmentPart(f"{number}/{place}", {name: parameters[name] for name in names})
                 for place, (_, names) in enumerate(_by_kind(run, parameters))
             ]
-            for number, run in enumerate(split_into_fragments(parameters, rounds.num_fragments))
+            for number, run in enumerate(split_into_fragments(parameters, config.num_fragments))
         ]
         self._pending: dict[int, list[Any]] = {}
         self.sent_bytes = self.received_bytes = 0
         # one for each fragment, as several may be under way
         self._exchanges = [
-            compressed_sum(codec, {piece.name: piece.delta for piece in pieces}, world.group)
-            for pieces in self._fragments
+            compressed_sum(codec, {part.name: part.delta for part in parts}, world.group)
+            for parts in self._fragments
             if codec is not None
         ]
 
     def due_fragments(self, step: int) -> list[int]:
         """The fragments whose boundary follows step ``step`` (counted from 0)."""
-        every, count = self._rounds.local_steps, self._rounds.num_fragments
+        every, count = self._config.local_steps, self._config.num_fragments
         return [f for f in range(count) if (step + 1 - (f + 1) * every // count) % every == 0]
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
         """Start and finish the averages that are due after step ``step``; returns whether a parameter changed. Raises
         CommError if a worker is lost."""
-        overlap = self._rounds.outer_delay_steps
+        delay = self._config.outer_delay_steps
         for fragment in self.due_fragments(step):
             self._launch(fragment)
-        arriving = [fragment for fragment in self.due_fragments(step - overlap) if fragment in self._pending]
-        for fragment in arriving:
+        finished = [fragment for fragment in self.due_fragments(step - delay) if fragment in self._pending]
+        for fragment in finished:
             self._wait(fragment)
             del self._pending[fragment]
-            for piece in self._fragments[fragment]:
-                piece.update(self._world.world_size, self._rounds)
-        return bool(arriving)
+            for part in self._fragments[fragment]:
+                part.update(self._world.world_size, self._config)
+        return bool(finished)
 
     def outer_state(self) -> dict[str, Tensor]:
         """The outer parameters by name, and the outer momentum as ``momentum/<name>``: the live tensors, equal on all
         workers."""
-        pieces = [piece for each in self._fragments for piece in each]
-        values = {name: part for piece in pieces for name, part in piece.named(piece.outer).items()}
-        return values | {
-            f"momentum/{name}": part for piece in pieces for name, part in piece.named(piece.momentum).items()
-        }
+        parts = [part for fragment in self._fragments for part in fragment]
+        values = {name: tensor for part in parts for name, tensor in part.named(part.outer).items()}
+        momenta = {name: tensor for part in parts for name, tensor in part.named(part.momentum).items()}
+        return values | {f"momentum/{name}": tensor for name, tensor in momenta.items()}
 
     def in_flight_state(self) -> dict[str, Tensor]:
         """``state_dict`` without the outer state: pending sums and residuals."""
-        return {name: each for name, each in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))}
+        return {
+            name: tensor for name, tensor in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))
+        }
 
     def load_in_flight_state(self, underway: Mapping[str, Tensor]) -> None:
         """Load pending sums and residuals; the outer state stays. Raises CheckpointError for other fragments or another
         codec."""
-        agreed = {n: each for n, each in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
-        self.load_state_dict(agreed | dict(underway))
+        outer = {n: tensor for n, tensor in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
+        self.load_state_dict(outer | dict(underway))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the outer parameters, the momentum and the pending sums, for which it waits; these are equal on all
         workers. With a codec also this worker's residuals."""
         state: dict[str, Tensor] = {}
-        for fragment, pieces in enumerate(self._fragments):
+        for fragment, parts in enumerate(self._fragments):
             self._wait(fragment)
-            for piece in pieces:
-                state[f"outer/{piece.name}"] = piece.outer.clone()
-                state[f"momentum/{piece.name}"] = piece.momentum.clone()
+            for part in parts:
+                state[f"outer/{part.name}"] = part.outer.clone()
+                state[f"momentum/{part.name}"] = part.momentum.clone()
                 if fragment in self._pending:
-                    state[f"delta/{piece.name}"] = piece.delta.clone()
+                    state[f"delta/{part.name}"] = part.delta.clone()
         for fragment, coder in enumerate(self._exchanges):
-            held = coder.state_dict()
-            state |= {f"{_HELD}{fragment}/{name}": each.clone() for name, each in held.items()}
+            residuals = coder.state_dict()
+            state |= {f"{_RESIDUAL}{fragment}/{name}": tensor.clone() for name, tensor in residuals.items()}
         return state
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Compression statistics, see ``ErrorFeedback.stats``, by fragment and the index of the dtype in it."""
-        return {name: each for coder in self._exchanges for name, each in coder.stats().items()}
+        return {name: stats for coder in self._exchanges for name, stats in coder.stats().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from ``state_dict``. Raises CheckpointError for other fragments or another codec."""
         for fragment, coder in enumerate(self._exchanges):
-            start = f"{_HELD}{fragment}/"
-            coder.load_state_dict({n.removeprefix(start): each for n, each in state.items() if n.startswith(start)})
+            start = f"{_RESIDUAL}{fragment}/"
+            coder.load_state_dict({n.removeprefix(start): tensor for n, tensor in state.items() if n.startswith(start)})
         if self._exchanges:
-            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(_RESIDUAL)}
         own = {
-            f"{what}/{piece.name}": tensor
-            for pieces in self._fragments
-            for piece in pieces
-            for what, tensor in (("outer", piece.outer), ("momentum", piece.momentum), ("delta", piece.delta))
+            f"{what}/{part.name}": tensor
+            for parts in self._fragments
+            for part in parts
+            for what, tensor in (("outer", part.outer), ("momentum", part.momentum), ("delta", part.delta))
         }
         wrong = {name for name in own if name not in state and not name.startswith("delta/")} | {
             name for name, tensor in state.items() if name not in own or own[name].shape != tensor.shape
@@ -241,26 +238,26 @@ class LocalSGD:
                 given=f"saved local steps that differ in {', '.join(map(repr, sorted(wrong)[:5]))}",
                 rule="fragments and parameters are those of the run that was saved",
                 consequence="nothing was loaded",
-                nearest=f"the number of fragments it was saved with (here {self._rounds.num_fragments}) and the same model",
+                nearest=f"the number of fragments it was saved with (here {self._config.num_fragments}) and the same model",
             )
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._pending = {
             number: []
-            for number, pieces in enumerate(self._fragments)
-            if any(f"delta/{piece.name}" in state for piece in pieces)
+            for number, parts in enumerate(self._fragments)
+            if any(f"delta/{part.name}" in state for part in parts)
         }
 
     def _launch(self, fragment: int) -> None:
         works: list[Any] = []
-        for piece in self._fragments[fragment]:
-            torch.sub(piece.outer, piece.flat(), out=piece.delta)
+        for part in self._fragments[fragment]:
+            torch.sub(part.outer, part.flat(), out=part.delta)
             if self._world.group is not None and not self._exchanges:
-                self._count(piece.delta.nbytes, piece.delta.nbytes)
+                self._count(part.delta.nbytes, part.delta.nbytes)
                 with self._world.guard(f"average of fragment {fragment}"):
-                    works.append(dist.all_reduce(piece.delta, group=self._world.group, async_op=True))
+                    works.append(dist.all_reduce(part.delta, group=self._world.group, async_op=True))
         if self._exchanges:
-            deltas = {piece.name: piece.delta for piece in self._fragments[fragment]}
+            deltas = {part.name: part.delta for part in self._fragments[fragment]}
             with self._world.guard(f"average of fragment {fragment}"):
                 pending = self._exchanges[fragment].launch(deltas)
             self._count(pending.sent_bytes, pending.received_bytes)
@@ -291,7 +288,7 @@ def split_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[l
             given=f"{count} fragments of {len(names)} parameters",
             rule="a fragment has at least one parameter",
             consequence="some boundaries would have nothing to average",
-            nearest=f"fragments = {max(len(names), 1)}",
+            nearest=f"num_fragments = {max(len(names), 1)}",
         )
     runs: list[list[str]] = []
     left = sum(value.numel() for value in parameters.values())
@@ -319,8 +316,8 @@ class LocalSGDBackend:
     A step is one push of every key.
     """
 
-    def __init__(self, world: World, rounds: LocalSGDConfig) -> None:
-        self._world, self._rounds = world, rounds
+    def __init__(self, world: World, config: LocalSGDConfig) -> None:
+        self._world, self._config = world, config
         self._values = ValueStore()
         self._steps = 0
         self._pushed: set[str] = set()
@@ -343,7 +340,7 @@ class LocalSGDBackend:
         if not self._values.has_optimizer:
             raise _refused("a push without an optimizer", "'dist_local' averages what optimizers did", "set_optimizer")
         if self._local is None:
-            self._local = LocalSGD(self._values.tensors, self._world, self._rounds, self._codec)
+            self._local = LocalSGD(self._values.tensors, self._world, self._config, self._codec)
         for key, value in items:
             if key in self._pushed:
                 missing = sorted(self._values.tensors.keys() - self._pushed)
@@ -380,14 +377,14 @@ class LocalSGDBackend:
     def set_compression(self, codec: str | None) -> None:
         if self._local is not None:
             raise codec_is_fixed(codec)
-        found = None if codec is None else find_codec(codec)
+        parsed = None if codec is None else find_codec(codec)
         if codec is not None and self._world.group is None:
             raise no_traffic_to_compress(codec, "with one worker")
-        if isinstance(found, PowerSGD):
+        if isinstance(parsed, PowerSGD):
             raise no_traffic_to_compress(
                 codec or "", "with 'dist_local', whose parameters travel flat and have no factors"
             )
-        self._codec = found
+        self._codec = parsed
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {} if self._local is None else self._local.stats()
@@ -400,7 +397,9 @@ class LocalSGDBackend:
         step."""
         self._between_steps()
         outer = (
-            {} if self._local is None else {f"rounds/{name}": each for name, each in self._local.state_dict().items()}
+            {}
+            if self._local is None
+            else {f"rounds/{name}": tensor for name, tensor in self._local.state_dict().items()}
         )
         return self._values.state_dict() | outer | {"steps": torch.tensor(self._steps)}
 
@@ -408,8 +407,8 @@ class LocalSGDBackend:
         """Load a state of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a
         step."""
         self._between_steps()
-        outer = {name.removeprefix("rounds/"): each for name, each in state.items() if name.startswith("rounds/")}
-        inner = {name: each for name, each in state.items() if not name.startswith("rounds/")}
+        outer = {name.removeprefix("rounds/"): tensor for name, tensor in state.items() if name.startswith("rounds/")}
+        inner = {name: tensor for name, tensor in state.items() if not name.startswith("rounds/")}
         steps = inner.pop("steps", None)
         if steps is None:
             raise CheckpointError(
@@ -418,7 +417,7 @@ class LocalSGDBackend:
                 consequence="nothing was loaded",
                 nearest="what state_dict of a 'dist_local' store gave",
             )
-        local = LocalSGD(self._values.tensors, self._world, self._rounds, self._codec) if outer else None
+        local = LocalSGD(self._values.tensors, self._world, self._config, self._codec) if outer else None
         if local is not None:
             local.load_state_dict(outer)
         self._values.load_state_dict(inner)

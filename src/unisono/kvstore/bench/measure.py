@@ -23,7 +23,7 @@ from torch import Tensor
 from unisono.dist import JobSpec, World, join_world
 from unisono.errors import CommError
 from unisono.kvstore.backends.local_sgd import LocalSGDConfig
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.bench.settings import CODED_KINDS, BenchSettings, nbytes_of, shapes_of
 from unisono.kvstore.compression import Codec, PowerSGD, auto_codec, compressed_sum, find_codec
 from unisono.kvstore.compression.auto import measure_codec
@@ -61,11 +61,11 @@ def join_and_measure(job: JobSpec, settings: BenchSettings) -> dict[str, Any] | 
     """Join the job and measure; the result on rank 0, None on others."""
     world = join_world(job, device_type="cpu", timeout_s=_TIMEOUT_S)
     try:
-        found = measure(world, settings)
+        results = measure(world, settings)
         world.barrier()
     finally:
         world.close()
-    return found if world.rank == 0 else None
+    return results if world.rank == 0 else None
 
 
 def measure(world: World, settings: BenchSettings) -> dict[str, Any]:
@@ -132,14 +132,14 @@ def _timed(side: _Side, world: World, rounds: int, what: str) -> dict[str, Any]:
     sent = _sent(side, world) - before
     side.settle()
     _check(side, world, rounds + 1, what)
-    slowest = [max(each) for each in zip(*world.gather_json(seconds[1:]), strict=True)]
-    told = world.gather_json(sent if side.sent is not None else sent / world.job.local_world)
+    slowest = [max(times) for times in zip(*world.gather_json(seconds[1:]), strict=True)]
+    sent_by_worker = world.gather_json(sent if side.sent is not None else sent / world.job.local_world)
     median_s = statistics.median(slowest)
     return {
         "median_s": median_s,
         "seconds": slowest,
         "theory_bytes": side.theory_bytes,
-        "sent_bytes": statistics.mean(told) / rounds if before >= 0 else None,
+        "sent_bytes": statistics.mean(sent_by_worker) / rounds if before >= 0 else None,
         "link_bytes_per_s": side.theory_bytes / median_s,
         "checked": "alike" if side.expected is None else "exact",
     }
@@ -149,12 +149,12 @@ def _sent(side: _Side, world: World) -> int:
     """Bytes sent so far; -1 where they are not counted."""
     if side.sent is not None:
         return side.sent()
-    found = [
+    counters = [
         int(path.read_text())
         for path in Path("/sys/class/net").glob("*/statistics/tx_bytes")
         if (path.parts[-3] == "lo") == world.job.is_local
     ]
-    return sum(found) if found else -1
+    return sum(counters) if counters else -1
 
 
 def _check(side: _Side, world: World, rounds: int, what: str) -> None:
@@ -163,7 +163,7 @@ def _check(side: _Side, world: World, rounds: int, what: str) -> None:
         expected = side.expected(rounds)
         wrong = [key for key, value in side.out.items() if not torch.equal(value, expected[key])]
     digests = world.gather_json({key: xxhash.xxh3_64_hexdigest(raw_bytes(value)) for key, value in side.out.items()})
-    unlike = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    unlike = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if wrong or unlike:
         raise CommError(
             given=f"{what}: " + (f"wrong values of {wrong[0]!r}" if wrong else f"rank {unlike[0]} has other bits"),
@@ -196,8 +196,8 @@ def _ring(world: World, nbytes: float) -> float:
 
 @contextmanager
 def _all_reduce(size: str, codec: object, world: World) -> Generator[_Side]:
-    source = torch.cat([each.view(-1) for each in _pushed(size, world.rank).values()])
-    total = torch.cat([each.view(-1) for each in _sums(size, world.world_size).values()])
+    source = torch.cat([value.view(-1) for value in _pushed(size, world.rank).values()])
+    total = torch.cat([value.view(-1) for value in _sums(size, world.world_size).values()])
     flat = torch.empty_like(source)
     yield _Side(
         go=lambda: dist.all_reduce(flat, group=world.group),
@@ -257,7 +257,7 @@ def _dist_sync(size: str, codec: Codec | PowerSGD | None, world: World) -> Gener
 
     ready()
     go()
-    code = sum(each["bytes_out"] for each in sums.stats().values())
+    code = sum(stats["bytes_out"] for stats in sums.stats().values())
     whole = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
     summable = isinstance(codec, PowerSGD) or codec.summable is not None
     theory_bytes = _ring(world, code + whole) if summable else (world.world_size - 1) * code
@@ -273,7 +273,9 @@ def _dist_sync_shm(size: str, codec: object, world: World) -> Generator[_Side]:
 @contextmanager
 def _dist_local(size: str, codec: object, world: World) -> Generator[_Side]:
     """The round in which copies are averaged; other rounds send nothing."""
-    store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
+    store = create_kvstore(
+        "dist_local", world, local_sgd=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0)
+    )
     with _stored(size, world, store, _ring(world, nbytes_of(shapes_of(size))), exact=False) as side:
         yield side
 
@@ -296,13 +298,12 @@ def _served(
     plain: Codec | None = codec
     tables = {size: {f"{size}/{key}": shape for key, shape in shapes_of(size).items()} for size in settings.sizes}
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
-    agreed = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
+    run_spec = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     tls = load_tls(Path(settings.tls)) if settings.tls else None
     with child_servers(world, settings.servers, tls=settings.tls) as (addresses, secret):
-        mine = ServerClient(
-            addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls
-        )
+        config = ServerConfig(addresses=addresses, secret=secret, tls=tls)
+        mine = ServerClient(config, run_spec, worker=world.rank, codec=codec, shared_memory=shared_memory)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
             mine.set_optimizer(ServerOptimizerSpec(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))

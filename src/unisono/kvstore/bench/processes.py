@@ -62,13 +62,13 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
         late = threading.Timer(timeout_s, lambda: [process.kill() for process in processes])
         stack.callback(late.cancel)
         late.start()
-        told = processes[0].stdout.read()
+        output = processes[0].stdout.read()
         codes = [process.wait() for process in processes]
         for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
             if code:
                 log.seek(0)
                 raise _failed(f"worker {rank} ended with {code}: {log.read()[-2000:].strip()}")
-        return json.loads(told)
+        return json.loads(output)
 
 
 def _failed(given: str) -> CommError:
@@ -86,12 +86,12 @@ def main() -> int:
     from unisono.kvstore.bench.measure import join_and_measure
 
     try:
-        found = join_and_measure(job_from_environ(os.environ), settings)
+        results = join_and_measure(job_from_environ(os.environ), settings)
     except UnisonoError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    if found is not None:
-        print(json.dumps(found), flush=True)
+    if results is not None:
+        print(json.dumps(results), flush=True)
     return 0
 
 

@@ -112,9 +112,9 @@ def shapes_of(size: str) -> Shapes:
     """Shapes by key. Raises ConfigError for a size that is not known and not up to 8 GiB."""
     if size in KEY_SETS:
         return KEY_SETS[size]()
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", size)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    nbytes = float(found[1]) * unit if found and unit else 0.0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", size)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    nbytes = float(match[1]) * unit if match and unit else 0.0
     if not ITEM_BYTES <= nbytes <= _MOST_BYTES:
         raise ConfigError(
             given=f"size {size!r}",

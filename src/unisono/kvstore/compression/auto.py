@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup
 from unisono.dist import World
 from unisono.errors import ConfigError
 from unisono.kvstore.compression.codec import Codec
-from unisono.kvstore.compression.compressed_sum import PowerSGD
 from unisono.kvstore.compression.error_feedback import ErrorFeedback
 from unisono.kvstore.compression.registry import find_codec
+from unisono.kvstore.compression.sums import PowerSGD
 
 # these leave training as it is by all reports; coarser ones are the user's decision, not a measurement's
 CANDIDATES = ("bf16", "int8")

@@ -11,9 +11,9 @@ import torch
 
 from unisono.errors import ConfigError, Problem, nearest_name
 from unisono.kvstore.compression.codec import Codec
-from unisono.kvstore.compression.compressed_sum import PowerSGD
 from unisono.kvstore.compression.contract import contract_violations
 from unisono.kvstore.compression.quantize import Cast, Int8, OneBit, TwoBit
+from unisono.kvstore.compression.sums import PowerSGD
 from unisono.kvstore.compression.topk import TopK
 
 ENTRY_POINT_GROUP = "unisono.codecs"
@@ -99,12 +99,12 @@ def _power_sgd(text: str, argument: str) -> PowerSGD:
 
 
 def _plain(codec: Codec) -> Callable[[str, str], Codec]:
-    def made(text: str, argument: str) -> Codec:
+    def build(text: str, argument: str) -> Codec:
         if text != codec.name:
             raise _wrong(text, f"{codec.name} takes no argument", codec.name)
         return codec
 
-    return made
+    return build
 
 
 _BUILT_IN: dict[str, Callable[[str, str], Codec | PowerSGD]] = {

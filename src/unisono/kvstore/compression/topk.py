@@ -45,20 +45,20 @@ class TopK:
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
         check_length(self, code, numel)
-        kept, blocks = self.num_kept(numel), -(-numel // _BLOCK)
+        num_kept, blocks = self.num_kept(numel), -(-numel // _BLOCK)
         counts = from_bytes(code[: 4 * blocks], torch.int32).long()
         if not trusted:
-            wrong = (counts < 0).any() | (counts > _BLOCK).any() | (counts.sum() != kept)
-            check_content(self, numel, wrong, "its blocks' counts do not add up", f"{kept} elements are kept")
-        block = torch.arange(blocks, device=code.device).repeat_interleave(counts, output_size=kept)
-        local = from_bytes(code[4 * blocks : 4 * blocks + 2 * kept], torch.int16).long() & 0xFFFF
+            wrong = (counts < 0).any() | (counts > _BLOCK).any() | (counts.sum() != num_kept)
+            check_content(self, numel, wrong, "its blocks' counts do not add up", f"{num_kept} elements are kept")
+        block = torch.arange(blocks, device=code.device).repeat_interleave(counts, output_size=num_kept)
+        local = from_bytes(code[4 * blocks : 4 * blocks + 2 * num_kept], torch.int16).long() & 0xFFFF
         where = block * _BLOCK + local
         if not trusted:
             check_content(self, numel, where >= numel, "a position past the end", f"positions are below {numel}")
             check_content(
                 self, numel, where.diff() <= 0, "positions that do not rise", "each position is above the one before"
             )
-        values = from_bytes(code[4 * blocks + 2 * kept :], torch.float32)
+        values = from_bytes(code[4 * blocks + 2 * num_kept :], torch.float32)
         return torch.zeros(numel, dtype=dtype, device=code.device).index_copy_(0, where, values.to(dtype))
 
 

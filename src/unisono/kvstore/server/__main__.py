@@ -27,20 +27,22 @@ def main(listening: Callable[[], None] = lambda: None) -> int:
     """Serve until a stop signal; returns the exit code. ``listening`` is called once the socket accepts connections."""
     try:
         allow_files(Admission().max_connections + _OTHER_FILES)
-        seat, secret, tls = server_settings(os.environ), read_secret(os.environ), read_tls(os.environ)
+        settings, secret, tls = server_settings(os.environ), read_secret(os.environ), read_tls(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
-        replica = ReplicaClient(seat, secret, tls) if seat.num_copies > 1 else None
-        service = ParameterServer(
-            seat.server_index,
+        replica = ReplicaClient(settings, secret, tls) if settings.num_copies > 1 else None
+        server = ParameterServer(
+            settings.server_index,
             forward=replica.forward if replica is not None else None,
             held=replica is not None,
-            snapshots=seat.snapshots,
-            snapshot_every_s=seat.snapshot_every_s,
+            snapshots=settings.snapshots,
+            snapshot_every_s=settings.snapshot_every_s,
             on_stale=leave,
             say=say,
         )
         warm_up()
-        run_until_stopped(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls, listening))
+        run_until_stopped(
+            settings, server, lambda settings, server: serve(settings, server, secret, replica, tls, listening)
+        )
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -72,8 +74,8 @@ def allow_files(count: int) -> None:
 
 
 def serve(
-    seat: ServerSettings,
-    service: ParameterServer,
+    settings: ServerSettings,
+    server: ParameterServer,
     secret: bytes,
     replica: ReplicaClient | None,
     tls: TLSContexts | None,
@@ -84,31 +86,31 @@ def serve(
 
     Servers may connect at once, because all may be starting; workers once the replica's state is restored.
     """
-    if seat.listen_fd is not None:
-        listener = socket.socket(fileno=seat.listen_fd)
+    if settings.listen_fd is not None:
+        listener = socket.socket(fileno=settings.listen_fd)
         listener.set_inheritable(False)
         require_private(str(listener.getsockname()[0]), tls=tls is not None)
     else:
-        listener = listen(*seat.addresses[seat.server_index], tls=tls is not None)
-    serving = FrameServer(
+        listener = listen(*settings.addresses[settings.server_index], tls=tls is not None)
+    frame_server = FrameServer(
         [listener],
-        service,
+        server,
         secret,
         PEER_LIMITS,
-        epoch=seat.server_restart_count,
-        on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.server_restart_count}"),
+        restart_count=settings.server_restart_count,
+        on_stale=lambda count: leave(f"epoch {count} has taken the place of {settings.server_restart_count}"),
         tls=tls,
     )
-    host, port = serving.addresses[0]
-    how = " under TLS" if tls is not None else ""
+    host, port = frame_server.addresses[0]
     say(
-        f"server {seat.server_index} of {len(seat.addresses)}, epoch {seat.server_restart_count}, listens at {host}:{port}{how}"
+        f"server {settings.server_index} of {len(settings.addresses)}, epoch {settings.server_restart_count}, "
+        f"listens at {host}:{port}{' under TLS' if tls is not None else ''}"
     )
     listening()
     if replica is not None:
-        replica.restore(service)
-        service.admit_workers()
-    return serving
+        replica.restore(server)
+        server.admit_workers()
+    return frame_server
 
 
 def leave(reason: str) -> None:

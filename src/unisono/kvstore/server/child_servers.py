@@ -53,15 +53,17 @@ def child_servers(
     common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
     with ExitStack() as stack:
         listeners = {server: stack.enter_context(listen(_address(world), tls=bool(tls))) for server in mine}
-        told = world.gather_json({server: each.getsockname()[:2] for server, each in listeners.items()})
-        everyone = {int(server): (str(host), int(port)) for each in told for server, (host, port) in each.items()}
-        addresses = [everyone[server] for server in range(count)]
+        answers = world.gather_json({server: listener.getsockname()[:2] for server, listener in listeners.items()})
+        by_server = {
+            int(server): (str(host), int(port)) for answer in answers for server, (host, port) in answer.items()
+        }
+        addresses = [by_server[server] for server in range(count)]
         common["UNISONO_SERVER_ADDRESSES"] = ",".join(f"{host}:{port}" for host, port in addresses)
         for server, listener in listeners.items():
             children.append(_Child(server, listener, secret, restarts, common))
             stack.callback(children[-1].end)
         ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
-        if wrong := [f"server {server} with exit code {code}" for each in ended for server, code in each.items()]:
+        if wrong := [f"server {server} with exit code {code}" for codes in ended for server, code in codes.items()]:
             raise _not_there(", ".join(wrong))
         yield addresses, secret
         for child in children:
@@ -73,11 +75,11 @@ def child_servers(
 def child_environ() -> dict[str, str]:
     """This process's environment without its rank variables, with its module path and the launcher's defaults."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
     }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**TUNED_ALLOCATOR, **kept, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**TUNED_ALLOCATOR, **inherited, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def exit_with_parent() -> None:
@@ -110,64 +112,63 @@ class _Child:
     ) -> None:
         self.server, self._listener, self._secret = server, listener, secret
         self._restarts, self._environ = restarts, environ
-        self._epoch, self._leaves = 0, False
-        self._changing = threading.Lock()
-        self._known, self._ended = threading.Event(), None
+        self._restart_count, self._is_leaving = 0, False
+        self._lock = threading.Lock()
+        self._settled, self._ended = threading.Event(), None
         self._process = self._start()
-        self._nurse = threading.Thread(target=self._look_after, name="unisono-server-beside", daemon=True)
-        self._nurse.start()
+        self._watcher = threading.Thread(target=self._restart_when_dead, name="unisono-server-beside", daemon=True)
+        self._watcher.start()
 
     def begun(self) -> int | None:
         """Wait until it listens, then None; or until it has exited, then its exit code."""
-        self._known.wait()
+        self._settled.wait()
         return self._ended
 
     def drain(self) -> None:
         """Let it exit once its last worker has left, without a restart."""
-        with self._changing:
-            self._leaves = True
+        with self._lock:
+            self._is_leaving = True
             self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> None:
         """Wait until it has exited."""
-        self._nurse.join()
+        self._watcher.join()
 
     def end(self) -> None:
         """Kill it."""
-        with self._changing:
-            self._leaves = True
+        with self._lock:
+            self._is_leaving = True
             kill_process(self._process)
         self.wait()
 
-    def _look_after(self) -> None:
+    def _restart_when_dead(self) -> None:
         while True:
             if os.read(self._word, 1):
-                self._known.set()
+                self._settled.set()
             os.close(self._word)
             code = self._process.wait()
-            with self._changing:
-                if self._leaves or code in (0, USER_ERROR, FATAL) or self._epoch == self._restarts:
+            with self._lock:
+                if self._is_leaving or code in (0, USER_ERROR, FATAL) or self._restart_count == self._restarts:
                     self._listener.close()  # nobody waits there for an answer
-                    if not self._known.is_set():
+                    if not self._settled.is_set():
                         self._ended = code
-                        self._known.set()
+                        self._settled.set()
                     return
-                self._epoch += 1
-                told = (
-                    f"server {self.server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
-                )
-                print(told, file=sys.stderr, flush=True)
+                self._restart_count += 1
+                attempt = f"{self._restart_count} of {self._restarts}"
+                message = f"server {self.server} ended with {code} and is started again ({attempt})"
+                print(message, file=sys.stderr, flush=True)
                 kill_process(self._process)
                 self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         secret, listener = secret_pipe(self._secret), self._listener.fileno()
         self._word, word = os.pipe()
-        seat = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._epoch)}
+        own = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
         passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
         process = subprocess.Popen(
             [sys.executable, "-m", _MODULE],
-            env=child_environ() | seat | passed | dict(self._environ),
+            env=child_environ() | own | passed | dict(self._environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener, secret, word],

@@ -108,12 +108,12 @@ class ChunkStore:
     def applied_ranges(self, stream: int) -> list[list[list[int]]]:
         """The numbers of this stream that chunks have applied, as ``RangeSet.to_json``; equal sets once, which keeps it
         short."""
-        found: dict[str, list[list[int]]] = {}
+        ranges: dict[str, list[list[int]]] = {}
         for cell in self._cells.values():
             with cell.lock:
                 spans = cell.applied.get(stream, RangeSet()).to_json()
-            found[str(spans)] = spans
-        return list(found.values())
+            ranges[str(spans)] = spans
+        return list(ranges.values())
 
     def chunk(self, number: int) -> Chunk:
         """Raises CommError for a chunk of another server."""
@@ -217,9 +217,9 @@ class ChunkStore:
             named.setdefault(int(number), {})[state] = tensor
         if named.keys() - {int(number) for number in facts}:
             raise _unlike(self.chunk(min(named.keys() - {int(number) for number in facts})), "tensors without facts")
-        made = [self._made(number, parts) for number, parts in named.items()]
+        restored = [self._made(number, parts) for number, parts in named.items()]
         counts = [_history(facts[str(number)]) for number in named]
-        for (number, parts), (value, updater), (version, applied) in zip(named.items(), made, counts, strict=True):
+        for (number, parts), (value, updater), (version, applied) in zip(named.items(), restored, counts, strict=True):
             cell = self._cells[number]
             with cell.lock, torch.no_grad():
                 for name, own in updater.state.items() if updater is not None else ():

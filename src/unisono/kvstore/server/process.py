@@ -30,11 +30,12 @@ from unisono.kvstore.server.chunk_payload import SLOT_BYTES
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.connection import Connection
+from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views
 from unisono.kvstore.wire.tls import TLSContexts
 
 _LOOK_S = 1.0
+_REPLICA_DEADLINE_S = 30.0
 _DRAIN_LOOK_S = 0.05
 
 
@@ -94,24 +95,24 @@ def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     text = environ.get("UNISONO_SERVER_ADDRESSES", "")
     if not text:
         raise _wrong("UNISONO_SERVER_ADDRESSES", "unset", "it names the servers, host:port with commas between")
-    return tuple(_address(each) for each in text.split(","))
+    return tuple(_address(address) for address in text.split(","))
 
 
 def run_until_stopped(
-    seat: ServerSettings, service: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
+    settings: ServerSettings, server: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
 ) -> None:
     """Serve until a stop signal, then write a snapshot, so that nothing acknowledged is lost. Call it on the main
     thread."""
     with StopNotice() as notice:
-        serving = serve(seat, service)
+        serving = serve(settings, server)
         while not notice.wait(_LOOK_S):
             pass
-        while seat.drain and service.num_live_workers:
+        while settings.drain and server.num_live_workers:
             time.sleep(_DRAIN_LOOK_S)
-        service.close()  # who waits is let go
+        server.close()  # who waits is let go
         serving.close()  # from here on nothing more is acknowledged
-        if seat.snapshots is not None and service.run_spec is not None:
-            service.save()
+        if settings.snapshots is not None and server.run_spec is not None:
+            server.save()
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -150,51 +151,45 @@ def _wrong(name: str, value: str, rule: str) -> LaunchError:
     )
 
 
-_DEADLINE_S = 30.0
-
-
 class ReplicaClient:
-    """The connection of a server to the next one, opened once the run is known."""
+    """Keeps a replica of this server's chunks on the next server (a chain of two, van Renesse & Schneider 2004).
 
-    def __init__(self, seat: ServerSettings, secret: bytes, tls: TLSContexts | None) -> None:
-        self._seat, self._secret, self._tls = seat, secret, tls
+    A push is forwarded there before it is acknowledged, and a new server process restores its chunks from there, so
+    acknowledged pushes survive the loss of any one server. The connection is opened once the run is known.
+    """
+
+    def __init__(self, settings: ServerSettings, secret: bytes, tls: TLSContexts | None) -> None:
+        self._settings, self._endpoint = settings, Endpoint(settings.next_address, secret, tls)
         self._lock = threading.Lock()
-        self._link: Connection | None = None
+        self._connection: Connection | None = None
 
-    def restore(self, service: ParameterServer) -> None:
+    def restore(self, server: ParameterServer) -> None:
         """Restore this server's chunks from the replica, before workers connect. Both servers must be listening: they
         may ask each other."""
-        agreed = service.run_spec or self._told()
-        if agreed is None:
+        run_spec = server.run_spec or self._ask_run_spec()
+        if run_spec is None:
             return
-        for chunk in agreed.placement().chunks_on(self._seat.server_index):
-            answer = self.forward(agreed, json_frame(Op.STATE, {"chunks": [chunk.number]}))
-            service.adopt_replica_state(b"".join(payload_views(answer)))
+        for chunk in run_spec.placement().chunks_on(self._settings.server_index):
+            answer = self.forward(run_spec, json_frame(Op.STATE, {"chunks": [chunk.number]}))
+            server.adopt_replica_state(b"".join(payload_views(answer)))
 
-    def forward(self, agreed: RunSpec, frame: Frame) -> Frame:
+    def forward(self, run_spec: RunSpec, frame: Frame) -> Frame:
         """The next server's answer. Raises CommError if it cannot be reached, or its refusal."""
         with self._lock:
-            if self._link is None or self._link.has_given_up:
-                self._link = self._connect(agreed.job, agreed.to_json())
-            link = self._link
-        return link.request(frame).result()
+            if self._connection is None or self._connection.has_given_up:
+                self._connection = self._connect(run_spec.job, run_spec.to_json())
+            connection = self._connection
+        return connection.request(frame).result()
 
-    def _told(self) -> RunSpec | None:
+    def _ask_run_spec(self) -> RunSpec | None:
         """The run's spec from the next server, where this one died before its first snapshot; None if no run has begun."""
-        link = self._connect(0, {})
-        link.close()
-        told = link.hello["agreed"]
-        return RunSpec.from_json(told) if told is not None else None
+        connection = self._connect(0, {})
+        connection.close()
+        answer = connection.hello["agreed"]
+        return RunSpec.from_json(answer) if answer is not None else None
 
     def _connect(self, job: int, facts: Mapping[str, Any]) -> Connection:
-        me = Peer("server", self._seat.server_index, self._seat.server_restart_count, job, "")
+        me = Peer("server", self._settings.server_index, self._settings.server_restart_count, job, "")
         return Connection(
-            self._seat.next_address,
-            self._secret,
-            me,
-            facts,
-            limits=PEER_LIMITS,
-            deadline_s=_DEADLINE_S,
-            slot_bytes=SLOT_BYTES,
-            tls=self._tls,
+            self._endpoint, me, facts, limits=PEER_LIMITS, deadline_s=_REPLICA_DEADLINE_S, slot_bytes=SLOT_BYTES
         )

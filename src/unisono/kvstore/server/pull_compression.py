@@ -61,7 +61,7 @@ class PullAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Shadow:
+class _ServerCopy:
     """``value`` is the worker's after answer ``number``, whose ``code`` was of the difference after answer ``before``
     (0: it was exact). ``turn`` counts codes since the last exact answer."""
 
@@ -76,7 +76,7 @@ class _Shadow:
 @dataclass(slots=True)
 class _Worker:
     lock: threading.Lock = field(default_factory=threading.Lock)
-    chunks: dict[int, _Shadow] = field(default_factory=dict[int, _Shadow])
+    chunks: dict[int, _ServerCopy] = field(default_factory=dict[int, _ServerCopy])
 
 
 class PullEncoder:
@@ -89,24 +89,27 @@ class PullEncoder:
         self._workers: dict[int, _Worker] = {}
 
     @torch.no_grad()
-    def answer(self, worker: int, asked: Sequence[RequestedChunk]) -> PullAnswer:
+    def answer(self, worker: int, requests: Sequence[RequestedChunk]) -> PullAnswer:
         """Bring ``worker`` to these values, or nearer. The chunks of an answer are all coded or all exact. The values
         are kept and must not be changed."""
         with self._lock:
-            held, number = self._workers.setdefault(worker, _Worker()), next(self._numbers)
-        with held.lock:
-            after = [self._after(worker, held.chunks.get(each.chunk), each, number) for each in asked]
-            codes = [shadow.code for shadow in after if shadow is not None and shadow.code is not None]
-            if len(codes) < len(asked):
-                after = [_Shadow(value=_wide(each.value), number=number, version=each.version) for each in asked]
-            shadows = [shadow for shadow in after if shadow is not None]
-            held.chunks |= {each.chunk: shadow for each, shadow in zip(asked, shadows, strict=True)}
-        coded = len(codes) == len(asked)
+            own_copies, number = self._workers.setdefault(worker, _Worker()), next(self._numbers)
+        with own_copies.lock:
+            after = [self._after(worker, own_copies.chunks.get(request.chunk), request, number) for request in requests]
+            codes = [copy.code for copy in after if copy is not None and copy.code is not None]
+            if len(codes) < len(requests):
+                after = [
+                    _ServerCopy(value=_wide(request.value), number=number, version=request.version)
+                    for request in requests
+                ]
+            copies = [copy for copy in after if copy is not None]
+            own_copies.chunks |= {request.chunk: copy for request, copy in zip(requests, copies, strict=True)}
+        coded = len(codes) == len(requests)
         return PullAnswer(
             coded=coded,
-            data=tuple(codes if coded else (each.value for each in asked)),
-            numbers=tuple(shadow.number for shadow in shadows),
-            version=min((shadow.version for shadow in shadows), default=0),
+            data=tuple(codes if coded else (request.value for request in requests)),
+            numbers=tuple(copy.number for copy in copies),
+            version=min((copy.version for copy in copies), default=0),
         )
 
     def drop_worker(self, worker: int) -> None:
@@ -119,24 +122,28 @@ class PullEncoder:
         with self._lock:
             self._workers.clear()
 
-    def _after(self, worker: int, shadow: _Shadow | None, asked: RequestedChunk, number: int) -> _Shadow | None:
+    def _after(
+        self, worker: int, copy: _ServerCopy | None, requests: RequestedChunk, number: int
+    ) -> _ServerCopy | None:
         """The copy after a coded answer; None where none is possible."""
-        if shadow is None or asked.base == 0:
+        if copy is None or requests.base == 0:
             return None
-        if asked.base == shadow.before:
-            return shadow
-        if asked.base != shadow.number:
+        if requests.base == copy.before:
+            return copy
+        if requests.base != copy.number:
             return None
-        value, turn = _wide(asked.value), shadow.turn + 1
-        code = self._codec.encode(value - shadow.value, _seed(worker, asked.chunk, turn))
-        reached = shadow.value + self._codec.decode(code, value.numel(), value.dtype, trusted=True)
+        value, turn = _wide(requests.value), copy.turn + 1
+        code = self._codec.encode(value - copy.value, _seed(worker, requests.chunk, turn))
+        reached = copy.value + self._codec.decode(code, value.numel(), value.dtype, trusted=True)
         # what is too large for its dtype as well, at the worker
-        if not is_finite(reached.to(asked.value.dtype)):
+        if not is_finite(reached.to(requests.value.dtype)):
             return None
         # a codec may find all of a difference too small: it would never get through
-        if torch.equal(reached, shadow.value) and not torch.equal(reached, value):
+        if torch.equal(reached, copy.value) and not torch.equal(reached, value):
             return None
-        return _Shadow(value=reached, number=number, version=asked.version, before=shadow.number, code=code, turn=turn)
+        return _ServerCopy(
+            value=reached, number=number, version=requests.version, before=copy.number, code=code, turn=turn
+        )
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -149,7 +156,7 @@ def _seed(worker: int, chunk: int, turn: int) -> int:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _WorkerCopy:
     """``value`` [elements], in the accumulation dtype, after answer ``number``. ``free``: a pull may name that number."""
 
     chunk: Chunk
@@ -170,17 +177,17 @@ class PullDecoder:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._lock = threading.Lock()
-        self._copies: dict[int, _Copy] = {}
+        self._copies: dict[int, _WorkerCopy] = {}
 
     def bases(self, chunks: Sequence[Chunk]) -> list[int]:
         """The bases that a pull of these chunks names; 0 for a chunk with another pull in flight. The pull must follow."""
         with self._lock:
-            found: list[int] = []
+            numbers: list[int] = []
             for chunk in chunks:
-                copy = self._copies.setdefault(chunk.number, _Copy(chunk))
-                found.append(copy.number if copy.free else 0)
+                copy = self._copies.setdefault(chunk.number, _WorkerCopy(chunk))
+                numbers.append(copy.number if copy.free else 0)
                 copy.free = False
-            return found
+            return numbers
 
     def forget(self) -> None:
         """Make the next pulls exact."""
@@ -189,35 +196,35 @@ class PullDecoder:
                 copy.free = False
 
     def decode_when_received(
-        self, reply: Reply[Frame], chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]
+        self, reply: Reply[Frame], chunks: Sequence[Chunk], based: Sequence[int], targets: Sequence[memoryview]
     ) -> Reply[Frame]:
-        """The reply to a pull that named ``based``, done once its values are in ``places``, the chunks' memory."""
-        told: Reply[Frame] = Reply()
+        """The reply to a pull that named ``based``, done once its values are in ``targets``, the chunks' memory."""
+        decoded: Reply[Frame] = Reply()
 
-        def came(reply: Reply[Frame]) -> None:
+        def on_reply(reply: Reply[Frame]) -> None:
             try:
                 answer = reply.result()
                 if answer.op is Op.DATA:
-                    self.decode(answer, chunks, based, places)
-            except Exception as error:  # this thread receives for others too: who waits is told
-                told.set_exception(error)
+                    self.decode(answer, chunks, based, targets)
+            except Exception as error:  # the receiving thread goes on; the waiting caller gets the error
+                decoded.set_exception(error)
             else:
-                told.set_result(answer)
+                decoded.set_result(answer)
 
-        reply.add_done_callback(came)
-        return told
+        reply.add_done_callback(on_reply)
+        return decoded
 
     @torch.no_grad()
     def decode(
-        self, answer: Frame, chunks: Sequence[Chunk], based: Sequence[int], places: Sequence[memoryview]
+        self, answer: Frame, chunks: Sequence[Chunk], based: Sequence[int], targets: Sequence[memoryview]
     ) -> None:
-        """Update the copies from an answer and write them to ``places``. Raises CommError for an answer that does not
+        """Update the copies from an answer and write them to ``targets``. Raises CommError for an answer that does not
         fit."""
         parts, _, _ = read_chunks(answer, prefix=False)
         numbers = read_bases(answer, prefix=False)
         if [number for number, _ in parts] != [chunk.number for chunk in chunks] or len(numbers) != len(parts):
             raise _unlike(answer, f"{len(parts)} chunks and {len(numbers)} numbers", "it answers for what was asked")
-        for chunk, base, number, (_, data), place in zip(chunks, based, numbers, parts, places, strict=True):
+        for chunk, base, number, (_, data), place in zip(chunks, based, numbers, parts, targets, strict=True):
             copy = self._copies[chunk.number]
             if answer.codec == 0:
                 value = chunk_tensor(answer, data, chunk, {}).to(accumulation_dtype(chunk.dtype))
@@ -232,13 +239,13 @@ class PullDecoder:
 
     def stats(self) -> dict[str, tuple[int, int]]:
         """By key the bytes of its values, and the bytes received for them last."""
-        found: dict[str, tuple[int, int]] = {}
+        sizes: dict[str, tuple[int, int]] = {}
         with self._lock:
             for copy in self._copies.values():
                 if copy.value is not None:
-                    whole, came = found.get(copy.chunk.key, (0, 0))
-                    found[copy.chunk.key] = whole + copy.chunk.nbytes, came + copy.nbytes
-        return found
+                    whole, on_reply = sizes.get(copy.chunk.key, (0, 0))
+                    sizes[copy.chunk.key] = whole + copy.chunk.nbytes, on_reply + copy.nbytes
+        return sizes
 
 
 def _unlike(answer: Frame, given: str, rule: str) -> CommError:

@@ -124,7 +124,7 @@ class Channel:
             raise ConnectionLost(*error.problems) from None
         if slot is not None:
             self.shared_received_bytes += announced.nbytes
-        found = xxhash.xxh3_64(seed=announced.seed)
+        digest = xxhash.xxh3_64(seed=announced.seed)
         given = place(announced) if place else None
         if slot is not None and place is None:
             given = [slot.view[: announced.nbytes]] if announced.nbytes else []
@@ -137,9 +137,9 @@ class Channel:
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
                 self._fill(piece, deadline)
-                found.update(piece)
-        if found.intdigest() != announced.digest:
-            raise ConnectionLost(*digest_mismatch(announced, found.intdigest()).problems)
+                digest.update(piece)
+        if digest.intdigest() != announced.digest:
+            raise ConnectionLost(*digest_mismatch(announced, digest.intdigest()).problems)
         return replace(announced.frame, payload=given[0] if given else b"", slot=slot if place is None else None)
 
     def _slot(self, announced: FrameHeader) -> Slot | None:

@@ -294,7 +294,9 @@ def read_error(frame: Frame) -> UnisonoError:
     """The error in an ERROR frame; CommError for an unknown kind."""
     content = read_json(frame)
     problems = content.get("problems")
-    if not isinstance(problems, list) or not all(isinstance(each, dict) and set(each) == _PARTS for each in problems):
+    if not isinstance(problems, list) or not all(
+        isinstance(problem, dict) and set(problem) == _PARTS for problem in problems
+    ):
         problems = [dict.fromkeys(_PARTS, "an error without text")]
     kind = _KINDS.get(str(content.get("kind")), CommError)
-    return kind(*(Problem(**{name: str(text) for name, text in each.items()}) for each in problems))
+    return kind(*(Problem(**{name: str(text) for name, text in problem.items()}) for problem in problems))

@@ -47,10 +47,10 @@ def _from_descriptor(text: str) -> bytes:
             f"UNISONO_SECRET_FD={text} is not an open descriptor ({error})", "the launcher leaves it open", nearest
         ) from error
     try:
-        found = _read(fd)
+        secret = _read(fd)
     finally:
         os.close(fd)
-    return _checked(found, f"descriptor {fd}", nearest)
+    return _checked(secret, f"descriptor {fd}", nearest)
 
 
 def _read(fd: int) -> bytes:
@@ -58,10 +58,10 @@ def _read(fd: int) -> bytes:
         # several processes may share the descriptor of one file, and with it the position
         return os.pread(fd, SECRET_BYTES + 1, 0)
     except OSError:
-        found = b""
-        while len(found) <= SECRET_BYTES and (more := os.read(fd, SECRET_BYTES + 1 - len(found))):
-            found += more
-        return found
+        secret = b""
+        while len(secret) <= SECRET_BYTES and (more := os.read(fd, SECRET_BYTES + 1 - len(secret))):
+            secret += more
+        return secret
 
 
 def _from_file(path: Path) -> bytes:

@@ -53,14 +53,14 @@ def load_tls(folder: Path) -> TLSContexts:
         given = f"{folder / _KEY} has mode {mode:04o}, so others than its owner can read it"
         raise _wrong(given, f"chmod 600 {folder / _KEY}")
     try:
-        made = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
+        contexts = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
         trial = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
         trial.check_hostname = False  # which of its names somebody will use is not known here
-        _shake_hands(trial, made.server)
+        _shake_hands(trial, contexts.server)
     except (OSError, ValueError) as error:
         check = f"openssl verify -CAfile {folder / _AUTHORITY} {folder / _CERTIFICATE}"
         raise _wrong(f"the TLS files in {folder} cannot be used ({_reason(error)})", check) from error
-    return made
+    return contexts
 
 
 def permanent_tls_error(error: BaseException | None, address: str) -> AuthError | None:
