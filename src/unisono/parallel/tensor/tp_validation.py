@@ -220,7 +220,7 @@ def _fits(layer: nn.Module, cut: str) -> bool:
 
 
 def _said(rule: Rule) -> str:
-    return f"the {type(rule).__name__.lower()} rule for {', '.join(map(repr, module_patterns(rule)))}"
+    return f"the {rule.__struct_config__.tag} rule for {', '.join(map(repr, module_patterns(rule)))}"
 
 
 def _sizes(found: list[RuleMatch], count: int) -> Iterator[Problem]:
