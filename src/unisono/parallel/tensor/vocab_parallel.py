@@ -94,7 +94,7 @@ def attach_vocab_shards(model: nn.Module, tables: Mapping[Any, VocabShard]) -> N
         if isinstance(output, LazyLogits):
             for table, part in tables.items():
                 if output.weight is table.weight:
-                    return output._replace(part=part)
+                    return output._replace(vocab_sharding=part)
         return output
 
     if tables:
