@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -196,7 +196,7 @@ class StageTensors:
         """All ranks make it together."""
         self._grid = grid
         table = {
-            path: [list(each.global_shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()
+            path: [list(_shape(each)), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()
         }
         tables: list[dict[str, Any]] = grid.world.gather_json(table)
         self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
@@ -217,6 +217,10 @@ class StageTensors:
                 tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first)
             )
         return found
+
+
+def _shape(tensor: Tensor | TensorShard) -> Sequence[int]:
+    return tensor.global_shape if isinstance(tensor, TensorShard) else tensor.shape
 
 
 def _dtype(tensor: Tensor | TensorShard) -> torch.dtype:
@@ -242,7 +246,7 @@ def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShar
     ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(own.global_shape if isinstance(own, TensorShard) else own.shape), _dtype(own)
+        shape, dtype = tuple(_shape(own)), _dtype(own)
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:
