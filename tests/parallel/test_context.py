@@ -12,7 +12,6 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +23,8 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
-from unisono.parallel.transforms import parallelize
+from unisono.parallel.sharding import ShardedParameters
+from unisono.parallel.transforms import TRANSFORMS, parallelize
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import masked_token, next_token
@@ -189,7 +188,7 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
         grid = grid_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
         context = ContextParallel(grid, model)
-        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).global_spec)
+        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).table)
         torch.manual_seed(1)
         loss = grid.sum(loss_of(model, packed, context), "cp")
         pieces.collect_grads()
@@ -301,7 +300,7 @@ def in_transformers(world: World, recompute: str) -> int:
             alone.config.use_cache = model.config.use_cache = False
         grid = grid_of(world, cp=world.world_size, recompute=recompute)
         context = ContextParallel(grid, model)
-        parallelize(changed(grid.plan, cp=1), model, grid, context)
+        parallelize(grid.plan, model, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
         loss = grid.sum(loss_of_logits(model, batch, context), "cp")
         assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
         for parameter, mine in alone.named_parameters():
@@ -436,16 +435,16 @@ def test_what_cannot_be_is_refused(pool: Pool) -> None:
         "plan.cp=2 for a batch of tokens [2, 22, 16], weights [2]\n"
         "  rule: dim 1 is the sequence, which is cut into 4 equal runs\n"
         "  so:   22 tokens cannot be shared equally\n"
-        "  try:  sequences of 20 or sequences of 24, or plan.cp=1"
+        "  try:  sequences of 20 or sequences of 24, or plan.mesh.cp=1"
     )
     assert "0 tokens cannot be shared" in texts["nothing"]
     assert "sequences of 4" in texts["nothing"]
-    assert "an attention mask [12, 12] under plan.cp=2, with sequences of 24" in texts["mask"]
+    assert "an attention mask [12, 12] under plan.mesh.cp=2, with sequences of 24" in texts["mask"]
     assert "a whole mask [B, 1, T, T] in the batch" in texts["mask"]
     assert (
         "plan.cp=2 for MultiheadAttention, which does not call F.scaled_dot_product_attention" in texts["own products"]
     )
-    assert "attention of 12 queries with 1 keys under plan.cp=2" in texts["first"]
+    assert "attention of 12 queries with 1 keys under plan.mesh.cp=2" in texts["first"]
     assert "plan.cp=2 for Linear" in texts["no blocks"]
 
 
@@ -516,10 +515,10 @@ def entered(world: World, folder: str) -> dict[str, str]:
 def test_what_has_no_sequence_or_too_long_ones_is_refused_before_a_step(pool: Pool, tmp_path: Path) -> None:
     for texts in pool.run(entered, str(tmp_path), ranks=2):
         assert texts["resnet"] == (
-            "PlanError: plan.cp=2 for a batch of image [4, 3, 16, 16], targets [4], weights [4]\n"
+            "PlanError: plan.mesh.cp=2 for a batch of image [4, 3, 16, 16], targets [4], weights [4]\n"
             "  rule: the ranks of cp share sequences: a batch has tokens [B, T], and targets and weights of every token\n"
             "  so:   nothing here is a sequence: each rank would count whole samples\n"
-            "  try:  plan.cp=1 (dp_shard shares the state as well)"
+            "  try:  plan.mesh.cp=1 (dp_shard shares the state as well)"
         )
         assert texts["bert"] == (
             "DataError: texts of 12 tokens for a model of max_length 8\n"

@@ -18,7 +18,7 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.deferred_init import allocate_shards, deferred_init, materialize
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
@@ -144,7 +144,8 @@ def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     torch.manual_seed(1)
     recipe = deferred_init(factory)
     grid = ParallelDims(plan, world)
-    model, table, _ = parallelize(plan, recipe.model, grid)
+    parallel = parallelize(plan, recipe.model, grid)
+    model, table = parallel.model, parallel.table
     allocate_shards(model, torch.device("cpu"))
     pieces = ShardedParameters(model, grid, table)
     materialize(recipe, model, pieces)

@@ -18,9 +18,9 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.dtensor_placements import (
-    apply_placements,
     parameter_placements,
     redistribute_grads,
+    resolve_placements,
     shard_function,
     shard_module,
 )
@@ -273,7 +273,7 @@ def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     grid: Any = SimpleNamespace(plan=changed(plan, placements=placed))
     net = Net()
     with pytest.raises(PlanError) as caught:
-        apply_placements(net, grid)
+        resolve_placements(net, grid.plan)
     assert str(caught.value) == text
     assert not any(isinstance(p, DTensor) for p in net.parameters())
 
@@ -292,7 +292,7 @@ def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
     )
     net, grid = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
     with pytest.raises(PlanError) as caught:
-        apply_placements(net, grid)  # type: ignore[arg-type]
+        resolve_placements(net, grid.plan)
     assert [problem.given for problem in caught.value.problems] == [
         "a placement in 'block.*'",
         "two placements of 'up.weight' of 'blocks.0'",

@@ -21,7 +21,7 @@ from unisono.models.options import ModelOptions
 from unisono.parallel.expert import sum_balance_counts
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
@@ -92,7 +92,8 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
     grid = ParallelDims(chosen, world)
-    gpt, table, _ = parallelize(chosen, model(sizes), grid)
+    parallel = parallelize(chosen, model(sizes), grid)
+    gpt, table = parallel.model, parallel.table
     pieces = ShardedParameters(gpt, grid, table)
     sync = FSDPGradients(gpt, pieces, grid)
     rank, share = grid.data_rank, chosen.micro_batch

@@ -18,7 +18,6 @@ from unisono.checkpoint import open_checkpoint
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.loss import LazyLogits
-from unisono.parallel.sharding import TensorShard
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
@@ -53,10 +52,7 @@ def train(
         made._asked_plan = plan_of(rules, world.world_size, **options)
         with made as run:
             losses = [step.loss for step in run]
-            held = {
-                name: (v.tensor if isinstance(v, TensorShard) else v).dtype
-                for name, v in run.state.global_state().items()
-            }
+            held = {name: tensor.dtype for name, tensor in run.state.global_state().items()}
         world.barrier()
     return {"losses": losses, "held": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()}}
 

@@ -25,7 +25,7 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.pipeline.partition import partition_model
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import stage_index
@@ -119,7 +119,8 @@ def cut(
         plan.mesh.pp * plan.stages_per_rank,
         plan.pipeline.layers_per_stage,
     )
-    model, whole, stages = parallelize(plan, model, grid, None, layout)
+    parallel = parallelize(plan, model, grid, None, layout)
+    model, table, stages = parallel.model, parallel.table, parallel.stages
     assert stages is not None
     mine = [
         stage_index(plan.pipeline.schedule, plan.mesh.pp, grid.rank_along("pp"), chunk)
@@ -127,7 +128,7 @@ def cut(
     ]
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name in names if not set(layout.stages_of_parameter[name]).isdisjoint(mine)}
-    return model, ShardedParameters(model, grid, whole), PipelineExecutor(stages, grid, torch.device("cpu"))
+    return model, ShardedParameters(model, grid, table), PipelineExecutor(stages, grid, torch.device("cpu"))
 
 
 def on_ranks(

@@ -178,12 +178,10 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
                     return
                 for (name, _), gradient in zip(trained.items(), gradients, strict=True):
                     whole = (gradient / divisor).detach()
-                    part = pieces.shard_of(name, whole) or TensorShard(
-                        tensor=whole, global_shape=tuple(whole.shape), offset=(0,) * whole.dim()
-                    )
-                    blocks.append((name, part.global_shape, part.offset, part.tensor.numpy().copy()))
+                    shard = pieces.shard_of(name, whole) or TensorShard.whole(whole.shape)
+                    blocks.append((name, shard.global_shape, shard.offset, whole.numpy().copy()))
 
-            object.__setattr__(run._engine, "observe_gradients", spy)
+            object.__setattr__(run._loop.runner.train_step, "observe_gradients", spy)
             losses, norms = [], []
             for step in run:
                 losses.append(step.loss)

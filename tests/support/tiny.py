@@ -27,7 +27,6 @@ from unisono.data.order.permutation import Permutation
 from unisono.dist import World
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
-from unisono.parallel.sharding import TensorShard
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
@@ -105,8 +104,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
 def digest(run: Trainer) -> str:
     """Over every bit of the state but the generators; of what is spread over ranks, this rank's part."""
     state = hashlib.sha256()
-    for name, value in sorted(run.state.global_state().items()):
-        tensor = value.tensor if isinstance(value, TensorShard) else value
+    for name, tensor in sorted(run.state.global_state().items()):
         state.update(
             name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             if tensor.dim()

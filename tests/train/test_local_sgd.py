@@ -11,7 +11,6 @@ import tiny
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from torch import Tensor
 
 from unisono.data.order.permutation import Permutation
 from unisono.errors import ConfigError, PlanError
@@ -90,9 +89,7 @@ def test_resumes_bit_for_bit(tmp_path: Path, pool: Pool, at: int, changes: dict[
 def then_otherwise(world: Any, run_dir: str, first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     before = tiny.complete(run_dir, world=world, steps=STEPS, stop_after=4, **TRAINED, **first)
     with tiny.trainer(run_dir, world=world, steps=STEPS, **TRAINED, **then) as run:
-        shared = {
-            name: tensor.clone() for name, tensor in run.state.global_state().items() if isinstance(tensor, Tensor)
-        }
+        shared = {name: tensor.clone() for name, tensor in run.state.global_state().items()}
         own = {name: p.detach().clone() for name, p in run.state.sharded.parameters.items()}
         losses = [step.loss for step in run]
     same = all(torch.equal(shared[f"model/{name}"], p) for name, p in own.items())

@@ -55,7 +55,7 @@ def unisono(folder: Path, photos: Photos, how: str) -> Batches:
         global_batch=BATCH,
         options=LoaderOptions(num_workers=WORKERS, worker_kind="thread"),
         transform=ImageTransform(augment=augment, pixels_on="device" if batch_wise else "host"),
-        finish=partial(finished_batch, augment) if batch_wise else None,
+        batch_transform=partial(finished_batch, augment) if batch_wise else None,
     )
     for batch in loader.iterate(0, 10**9):
         yield batch.micro_batches[0]["image"].numpy()

@@ -83,15 +83,15 @@ class Checkpointer:
         own: Mapping[str, Tensor],
         meta: Mapping[str, Any],
         *,
-        parts: Mapping[str, TensorShard] | None = None,
+        sharded: Mapping[str, tuple[Tensor, TensorShard]] | None = None,
         score: float | None = None,
     ) -> float:
         """Begin to save ``step``; returns the seconds the caller was kept.
 
         ``replicated`` are equal on all ranks and are shared out; ``own`` are this rank's, under names no other rank uses;
-        ``meta`` is JSON and rank 0's counts. ``parts`` are this rank's blocks of tensors that are spread over ranks: every
-        rank passes every name, be its block empty or a replica; blocks that do not tile the whole fail the save on all
-        ranks. Everything is free to change on return. ``score``: lower is better, for ``keep_best``. A save still under
+        ``meta`` is JSON and rank 0's counts. ``sharded`` are this rank's parts of tensors that are split over ranks: every
+        rank passes every name, be its part empty or a replica; parts that do not tile the global tensor fail the save on
+        all ranks. Everything is free to change on return. ``score``: lower is better, for ``keep_best``. A save still under
         way is waited for.
 
         Raises CheckpointError for what can never be saved, and after ``max_failures`` failed saves in a row.
@@ -99,13 +99,13 @@ class Checkpointer:
         called_s = time.monotonic()
         self.wait()
         began_s = time.monotonic()
-        parts = parts or {}
-        shard = self._shard(replicated, own, parts)
-        blocks = {name: part.tensor for name, part in parts.items()}
+        sharded = sharded or {}
+        shard = self._shard(replicated, own, sharded)
+        parts = {name: tensor for name, (tensor, _) in sharded.items()}
         save = SaveRequest(
             step=step,
             shard=shard,
-            image=HostSnapshot(shard, {**replicated, **own, **blocks}, self._buffer),
+            image=HostSnapshot(shard, {**replicated, **own, **parts}, self._buffer),
             meta=_as_json(meta),
             score=score if score is not None and math.isfinite(score) else None,
             began_s=began_s,
@@ -192,33 +192,27 @@ class Checkpointer:
         )
 
     def _shard(
-        self, replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, TensorShard]
+        self,
+        replicated: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        sharded: Mapping[str, tuple[Tensor, TensorShard]],
     ) -> ShardContents:
         """The layout, made again only if a name, shape, dtype or place is another one than in the save before."""
-        wholes = [
-            [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in each.items()]
-            for each in (replicated, own)
-        ]
-        blocks = [
-            (
-                name,
-                part.global_shape,
-                part.offset,
-                part.replica,
-                part.runs,
-                part.tensor.shape,
-                part.tensor.dtype,
-                part.tensor.layout,
+        described = (
+            [
+                [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in tensors.items()]
+                for tensors in (replicated, own)
+            ],
+            [(name, shard, t.shape, t.dtype, t.layout) for name, (t, shard) in sharded.items()],
+        )
+        if self._layout is None or self._layout[0] != described:
+            _check(replicated, own, sharded)
+            shared_table, own_table = (
+                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+                for tensors in (replicated, own)
             )
-            for name, part in parts.items()
-        ]
-        if self._layout is None or self._layout[0] != (wholes, blocks):
-            _check(replicated, own, parts)
-            shared, mine = (
-                {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in each.items()}
-                for each in (replicated, own)
-            )
-            self._layout = (wholes, blocks), lay_out_shards(shared, mine, parts, rank=self._rank, world=self._world)
+            layout = lay_out_shards(shared_table, own_table, sharded, rank=self._rank, world=self._world)
+            self._layout = described, layout
         return self._layout[1]
 
 
@@ -259,8 +253,10 @@ class _Running:
         self.save.ended = True
 
 
-def _check(replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], parts: Mapping[str, TensorShard]) -> None:
-    tensors = [*replicated.items(), *own.items(), *((name, part.tensor) for name, part in parts.items())]
+def _check(
+    replicated: Mapping[str, Tensor], own: Mapping[str, Tensor], sharded: Mapping[str, tuple[Tensor, TensorShard]]
+) -> None:
+    tensors = [*replicated.items(), *own.items(), *((name, tensor) for name, (tensor, _) in sharded.items())]
     problems = [
         Problem(
             given=f"tensor {name!r} is passed {'twice' if count == 2 else f'{count} times'}",

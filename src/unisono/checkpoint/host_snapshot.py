@@ -61,9 +61,7 @@ class HostSnapshot:
         self._staged = buffer.reserve(self.size, pinned=bool(devices))
         _array(self._staged)[: len(shard.header)] = np.frombuffer(shard.header, dtype=np.uint8)
         for piece in shard.pieces:
-            tensor = tensors[piece.name]
-            if piece.rows is not None:
-                tensor = tensor[piece.rows]
+            tensor = tensors[piece.name][piece.index]
             if piece.begin < piece.end:
                 # from a device this only queues the copy, on the stream that made the tensor
                 target = self._staged[piece.begin : piece.end].view(tensor.dtype).view(tensor.shape)

@@ -22,10 +22,9 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     from unisono.plan.resolve import load_plan
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.evaluate import evaluate
-    from unisono.train.forward_backward import ForwardBackward
     from unisono.train.load import load_model
     from unisono.train.setup import resolve_plan
-    from unisono.train.step import input_selector
+    from unisono.train.step import ForwardBackward, input_selector
 
     job = job_from_environ(os.environ)
     asked = config.plan

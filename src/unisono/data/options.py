@@ -1,4 +1,4 @@
-"""Settings of the data: which text, cut how, in which order, made ready by whom."""
+"""Options of the data: the corpus and its windows, and the loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """What a run reads. Seed, batch sizes and number of steps belong to other sections."""
+    """The text a run reads. Seed, batch sizes and number of steps belong to other sections."""
 
     corpus: str = option("stdlib", "stdlib = the running Python's own library source; or a folder or file of text.")
     tokenizer: str = option("bytes", "bytes = one token per UTF-8 byte; or the path of a Hugging Face tokenizer.json.")
@@ -35,7 +35,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """How batches are made ready. Only ``last_batch`` and ``max_bad_frac`` touch what is in them."""
+    """How batches are built. Only ``last_batch`` and ``max_bad_sample_frac`` affect their content."""
 
     num_workers: int = option(
         -1,

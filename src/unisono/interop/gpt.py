@@ -1,8 +1,8 @@
-"""The reference GPT as a model of Hugging Face transformers: names, what they hold, and config.json.
+"""Export of the reference GPT to Hugging Face transformers: tensor names, transforms and config.json.
 
-Dense it is a Llama. With experts it is a Mixtral, and where a bias takes part in the choice an Ernie 4.5 MoE, the one that adds
-it to a softmax. Ernie turns neighbours (2i, 2i + 1) where Llama and this library turn (i, i + half), so rows of its query and
-key matrices are in another order; their products are the same.
+A dense GPT is a Llama. With experts it is a Mixtral, or, if a bias balances the experts, an Ernie 4.5 MoE, which adds the bias
+to a softmax. Ernie rotates pairs (2i, 2i + 1), Llama and this library (i, i + half), so the rows of its query and key matrices
+are permuted; their products are the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ _ERNIE = {
 
 
 def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
-    """What the export holds. Raises CheckpointError where no architecture computes the same."""
+    """Yield the tensors of the export.
+
+    Raises:
+        CheckpointError: No architecture computes the same.
+    """
     options = model.options
     if options.num_experts and options.num_experts_per_token == 1:
         raise CheckpointError(
@@ -80,7 +84,12 @@ def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
 
 
 def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:
-    """The content of config.json; ``max_length`` in tokens."""
+    """Content of config.json.
+
+    Args:
+        max_length: Longest sequence in tokens.
+        end_of_document: Token that ends a document, or None.
+    """
     options = model.options
     common = {
         "vocab_size": options.vocab_size,
@@ -119,6 +128,6 @@ def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict
 
 
 def _interleave_rotary(weight: Tensor, options: ModelOptions) -> Tensor:
-    """Rows (i, i + half) of each head [heads · width, D] as (2i, 2i + 1)."""
+    """Reorder rows (i, i + half) of each head of ``weight`` [heads · width, D] to (2i, 2i + 1)."""
     half = options.dim // options.num_heads // 2
     return weight.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)

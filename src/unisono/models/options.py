@@ -14,7 +14,7 @@ Balance = Literal["bias", "loss", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """A decoder-only transformer (``unisono.models.gpt``)."""
+    """Section ``model`` of a configuration: sizes of the decoder-only transformer ``GPT``."""
 
     num_layers: int = option(4, "Number of transformer blocks.", ge=1)
     dim: int = option(128, "Width of the residual stream.", ge=2)
@@ -43,11 +43,11 @@ class ModelOptions:
 
     @property
     def hidden_ffn(self) -> int:
-        """The feed-forward width after the rule for 0: SwiGLU has three matrices, so 8/3 keeps the usual 8·dim² weights."""
+        """Feed-forward width, with 0 resolved: SwiGLU has three matrices, so 8/3 of dim keeps the usual 8·dim² weights."""
         return self.ffn_dim or -(-8 * self.dim // 3 // 32) * 32
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Rules that tie two fields together."""
+        """Problems between two fields, by field name."""
         if self.dim % self.num_heads or self.dim // self.num_heads % 2:
             legal = [h for h in range(1, self.dim + 1) if self.dim % h == 0 and self.dim // h % 2 == 0]
             near = sorted(legal, key=lambda h: abs(h - self.num_heads))[:3]

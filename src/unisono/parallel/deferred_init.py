@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.errors import PlanError
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 
 # factories whose names begin so are deferred; others give values that constructors read
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "normal")
@@ -404,7 +404,7 @@ def materialize(recipe: DeferredModel, model: nn.Module, pieces: ShardedParamete
         if part is None:
             target.copy_(whole)
             continue
-        for index, offset in part.boxes():
+        for index, offset in part.blocks():
             mine, block = target[index], whole
             for dim, (begin, extent) in enumerate(zip(offset, mine.shape, strict=True)):
                 block = block.narrow(dim, begin, extent)

@@ -18,13 +18,8 @@ from unisono.plan.plan import Plan
 MULTIPLE = 16  # rows and columns that the products want
 
 
-def use_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
-    """Have the linear layers of ``blocks`` compute in fp8, in place, where the plan says so; before they are cut or wrapped.
-
-    Raises PlanError, before anything is changed, where the device or the package lacks, and where no layer fits.
-    """
-    if plan.precision.compute != "fp8":
-        return
+def check_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
+    """Raises PlanError where the device or the package lacks, and where no linear layer of ``blocks`` fits."""
     lacking = [] if computes_fp8(plan.mesh.device) else [f"a {plan.mesh.device} without fp8 products"]
     lacking += [] if find_spec("torchao") else ["no torchao"]
     if lacking:
@@ -41,6 +36,10 @@ def use_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
             consequence="it would change nothing",
             nearest="plan.precision='bf16', or other sizes",
         )
+
+
+def apply_fp8(blocks: Sequence[nn.Module]) -> None:
+    """Have the linear layers of ``blocks`` compute in fp8, in place; before they are sharded or wrapped."""
     from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
 
     for block in blocks:

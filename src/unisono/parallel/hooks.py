@@ -1,7 +1,8 @@
-"""Where cut layers meet the rest of a model: what a module is given, and what it returns."""
+"""Changes of what a module takes, computes and returns. ``wrap_forward`` is the one place that replaces a forward pass."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,3 +30,14 @@ def map_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     module.register_forward_hook(hook)
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """``module`` computes ``wrapper(forward, *args, **kwargs)``, where ``forward`` is what it has computed so far."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
+
+    module.forward = forward

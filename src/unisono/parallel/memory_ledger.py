@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from unisono.errors import PlanError
 from unisono.optim import state_tensors
-from unisono.parallel.global_spec import GlobalParameterSpec
 from unisono.parallel.pipeline.partition import PipelinePartition
-from unisono.parallel.shard_notes import TensorParallelBlock
+from unisono.parallel.sharding import GlobalParameterSpec, TensorShard
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
 
@@ -88,13 +87,13 @@ def build_ledger(
     rank: int,
     *,
     state: Collection[str],
-    blocks: Mapping[str, TensorParallelBlock] | None = None,
+    shards: Mapping[str, TensorShard] | None = None,
     stacks: Collection[str] = (),
     layout: PipelinePartition | None = None,
 ) -> MemoryLedger:
     """What ``rank`` holds of ``whole``.
 
-    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``blocks``: what ``tp`` leaves this rank, by first
+    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``shards``: what ``tp`` leaves this rank, by first
     name. ``stacks``: names of parameters that are stacks of experts. ``layout``: where the stages of a pipeline begin.
     """
     place = coordinates_of(plan, rank)
@@ -105,7 +104,7 @@ def build_ledger(
     for name, entry in whole.parameters.items():
         if layout is not None and stages.isdisjoint(layout.stages_of_parameter[name]):
             continue
-        shape, block, expert = list(entry.shape), (blocks or {}).get(name), name in stacks
+        shape, block, expert = list(entry.shape), (shards or {}).get(name), name in stacks
         if block is not None:
             shape[block.dim] = sum(length for _, length in block.runs)
         if expert:

@@ -6,13 +6,14 @@ the backward pass too; they stay where they are.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from unisono.parallel.hooks import wrap_forward
 
 
 def offload_activations(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
@@ -22,12 +23,9 @@ def offload_activations(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
 
 
 def _offload(block: nn.Module, *, pinned: bool) -> None:
-    inner = block.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def offloading(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
+            return forward(*args, **kwargs)
         # a transposed weight is another tensor on the same memory; a sharded block's weights are there from now on
         stays = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
         host: Any = save_on_cpu(pin_memory=pinned)
@@ -39,6 +37,6 @@ def _offload(block: nn.Module, *, pinned: bool) -> None:
             return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
 
         with saved_tensors_hooks(pack, unpack):
-            return inner(*args, **kwargs)
+            return forward(*args, **kwargs)
 
-    block.forward = forward
+    wrap_forward(block, offloading)

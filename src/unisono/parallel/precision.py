@@ -7,10 +7,9 @@ after that, as cutting replaces what they do. The loss reads a head's weight its
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.utils import _pytree as pytree  # has no public name; it goes through
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.models.loss import LazyLogits
 from unisono.optim.groups import is_norm
-from unisono.parallel.shard_notes import note_grad_reduce_dtype
+from unisono.parallel.hooks import wrap_forward
 from unisono.plan.plan import Plan
 from unisono.plan.rules import DtypeRule, match_modules
 
@@ -27,18 +26,29 @@ TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 Field = Literal["parameters", "compute", "gradients"]
 
 
-def convert_parameters(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
-    """Convert parameters as the rules say, in place; returns what modules are to compute in, by path, for ``set_compute_dtypes``.
+class _Dtypes(NamedTuple):
+    """The dtypes that a plan's rules set: ``parameters`` and ``gradients`` by (module, own name), ``compute`` by module."""
 
-    Raises PlanError, before anything is changed, for rules that name nothing, one module twice, or act on nothing.
-    """
-    if not plan.precision.dtype_rules:
-        return {}
-    modules = dict(model.named_modules())
+    rules: dict[str, DtypeRule]
+    parameters: dict[tuple[str, str], str]
+    gradients: dict[tuple[str, str], str]
+    compute: dict[str, str]
+
+
+def _resolve(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[_Dtypes, list[Problem]]:
     rules, problems = _by_path(plan, modules)
-    kept = _of_parameters(rules, modules, "parameters")
-    travels = _of_parameters(rules, modules, "gradients")
-    computes = {path: rule.compute for path, rule in rules.items() if rule.compute}
+    parameters = _of_parameters(rules, modules, "parameters")
+    gradients = _of_parameters(rules, modules, "gradients")
+    return _Dtypes(
+        rules, parameters, gradients, {p: rule.compute for p, rule in rules.items() if rule.compute}
+    ), problems
+
+
+def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError for dtype rules that name nothing, name one module twice, or act on nothing."""
+    modules = dict(model.named_modules())
+    dtypes, problems = _resolve(plan, modules)
+    rules, kept, travels, computes = dtypes
     for rule in dict.fromkeys(rules.values()):
         paths = [path for path, each in rules.items() if each is rule]
         problems += _acts_on_nothing(rule, paths, plan, modules, kept, travels, computes)
@@ -65,12 +75,18 @@ def convert_parameters(plan: Plan, model: nn.Module) -> dict[str, torch.dtype]:
         )
     if problems:
         raise PlanError(*problems)
-    for (path, name), dtype in kept.items():
+
+
+def convert_parameters(model: nn.Module, plan: Plan) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """Convert parameters as the rules say, in place. Returns the dtypes that modules compute in, by path, for
+    ``set_compute_dtypes``, and those that gradients are reduced in where it is not their own, by parameter name."""
+    modules = dict(model.named_modules())
+    dtypes, _ = _resolve(plan, modules)
+    for (path, name), dtype in dtypes.parameters.items():
         parameter: nn.Parameter = getattr(modules[path], name)
         parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
-    for (path, name), dtype in travels.items():
-        note_grad_reduce_dtype(modules[path], name, TORCH_DTYPES[dtype])
-    return {path: TORCH_DTYPES[dtype] for path, dtype in computes.items()}
+    reduced = {f"{path}.{name}".lstrip("."): TORCH_DTYPES[dtype] for (path, name), dtype in dtypes.gradients.items()}
+    return {path: TORCH_DTYPES[dtype] for path, dtype in dtypes.compute.items()}, reduced
 
 
 def set_compute_dtypes(model: nn.Module, computes: Mapping[str, torch.dtype], device_type: str) -> None:
@@ -92,19 +108,16 @@ def set_compute_dtypes(model: nn.Module, computes: Mapping[str, torch.dtype], de
 
 
 def _compute_in(module: nn.Module, dtype: torch.dtype, device_type: str) -> None:
-    inner = module.forward
-
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def in_dtype(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if dtype == torch.float32:  # autocast would have converted for its own products only
             args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
         alone = not torch.is_autocast_enabled(device_type)
         with torch.autocast(device_type, dtype=dtype, enabled=dtype != torch.float32):
-            outputs = inner(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
         # fp32 layers around it do not take less; autocast around it does
         return pytree.tree_map_only(Tensor, _widened, outputs) if alone else outputs
 
-    module.forward = forward
+    wrap_forward(module, in_dtype)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.context_transformers import models_of_transformers
+from unisono.parallel.hooks import wrap_forward
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 from unisono.plan.trace import trace
@@ -57,8 +58,10 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
 
 
 def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
-    """The same of the modules of ``recompute.modules``; see ``find_recomputed_modules``. ``pieces`` of the model are here, each
-    the blocks of a stage in a row, or the whole model alone."""
+    """Have the modules in ``named`` (of ``find_recomputed_modules``) computed again in the backward pass.
+
+    ``pieces`` of the model are here: each is the blocks of a stage in a row, or the whole model alone.
+    """
     policy = _policy_of(plan)
     for module in named.values():
         _recompute(module, policy)
@@ -143,10 +146,10 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def check_kv_caches(plan: Plan, model: nn.Module) -> None:
+def check_kv_caches(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
     backward pass, and what recompute drops would be held by the cache."""
-    for each in models_of_transformers(model) if plan.recompute.mode != "none" else []:
+    for each in models_of_transformers(model):
         # encoders, such as BERT, have the setting and keep nothing
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
         if decodes and getattr(each.config, "use_cache", False):
@@ -241,39 +244,35 @@ def _all_operators() -> list[str]:
 
 
 def _recompute(block: nn.Module, policy: _Policy | None) -> None:
-    """Replace the block's forward by one that keeps only its inputs (and what the policy names)."""
-    inner = block.forward
+    """Have the block keep only its inputs (and what the policy names)."""
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if policy is not None:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     if any(True for _ in block.buffers()):
         arguments["context_fn"] = functools.partial(_contexts, block, arguments.get("context_fn"))
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Nothing is saved in evaluation, so there is nothing to compute again.
         if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        return checkpoint(inner, *args, **arguments, **kwargs)
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **arguments, **kwargs)
 
-    block.forward = forward
+    wrap_forward(block, recomputing)
 
 
 def _check_behind(last: nn.Module, policy: _Policy) -> None:
     """Names that nothing has run are known behind the forward pass of the ``last`` block, or of the model."""
-    forward = last.forward
     if not policy.unused:
         return
 
     # beside the others' forward, not in it: blocks that are alike are compiled once
-    @functools.wraps(forward)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             policy.check()
         return result
 
-    last.forward = checked
+    wrap_forward(last, checked)
 
 
 def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,14 +15,12 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig, create_kvstore
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
-from unisono.kvstore.compression import COARSE_CODEC_WITH_ADAM, Codec, auto_codec, find_codec
-from unisono.kvstore.server.child_servers import child_servers
-from unisono.kvstore.wire.tls import TLS_VARIABLE, read_tls
-from unisono.launch.options import LaunchOptions, tls_folder
+from unisono.kvstore.compression import Codec, auto_codec, find_codec
+from unisono.kvstore.compression.registry import COARSE_CODEC_WITH_ADAM
 from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic
@@ -44,7 +38,7 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
             given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
-            nearest="train.ema_decay=0, or plan.sync='dist_sync'",
+            nearest="train.ema_decay=0, or plan.sync.kind='dist_sync'",
         )
 
 
@@ -53,68 +47,8 @@ def open_store(plan: Plan, world: World) -> KVStore:
     if plan.sync.kind == "dist_async":
         return create_kvstore("local", world)
     if plan.sync.kind == "dist_local":
-        return create_kvstore(plan.sync.kind, world, rounds=local_sgd_config(plan))
+        return create_kvstore(plan.sync.kind, world, local_sgd=local_sgd_config(plan))
     return create_kvstore(plan.sync.kind, world)
-
-
-@contextmanager
-def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path) -> Generator[JobSpec]:
-    """``job`` with the addresses of parameter servers. Where its launcher started none (torchrun, mpirun, srun, one process) and
-    the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
-    snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
-    nothing, or its folder is no good."""
-    if plan.sync.kind != "dist_async":
-        if launch.tls:
-            raise _unused_tls_error(plan, launch)
-        yield job
-        return
-    with _tls_variable(launch) as tls:
-        if job.server_addresses:
-            yield job
-            return
-        # all meet once, to tell each other addresses and a secret; from then on they do without each other
-        world = join_world(job, device_type="cpu", timeout_s=launch.timeout_s)
-        try:
-            folder = run_dir.absolute() / "servers"
-            if world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            more = {
-                "UNISONO_REPLICAS": str(launch.num_replicas),
-                "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
-                "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
-            }
-            count = job.servers or launch.num_servers
-            with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
-                world.close()
-                file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
-                os.pwrite(file, secret, 0)
-                os.environ["UNISONO_SECRET_FD"] = str(file)  # whoever reads it closes it
-                yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
-        finally:
-            world.close()
-            os.environ.pop("UNISONO_SECRET_FD", None)
-
-
-@contextmanager
-def _tls_variable(launch: LaunchOptions) -> Generator[str]:
-    """Inside, UNISONO_TLS is the folder of the setting or of this process's launcher, if there is one; tried here, before
-    anything is started."""
-    folder = tls_folder(launch, os.environ)
-    with ExitStack() as stack:
-        if folder and not os.environ.get(TLS_VARIABLE):
-            os.environ[TLS_VARIABLE] = folder
-            stack.callback(os.environ.pop, TLS_VARIABLE, None)
-        read_tls(os.environ)
-        yield folder
-
-
-def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
-    return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
-        rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
-        consequence="it would act on nothing, and nothing was started",
-        nearest="plan.sync='dist_async', or a private network and no launch.tls",
-    )
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
@@ -217,10 +151,14 @@ class CompressionState:
         """Residuals and factors."""
         return self.sync.state_dict()
 
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
         """With other ranks or from a run without a codec, what was held back starts at zero."""
-        if own:
-            self.sync.load_state_dict(own)
+        if tensors:
+            self.sync.load_state_dict(tensors)
+
+    def consensus_parameters(self) -> AbstractContextManager[None]:
+        """See ``SyncState``: parameters do not diverge."""
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,17 +241,17 @@ class LocalSGDSync:
         return self._rounds.in_flight_state()
 
     @torch.no_grad()
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
         """Without what this rank had, it starts where all agree, with the optimizer state of whichever rank saved it."""
-        if own is not None:
-            self._rounds.load_in_flight_state(own)
+        if tensors is not None:
+            self._rounds.load_in_flight_state(tensors)
         else:
             outer = self._rounds.outer_state()
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])
 
     @contextmanager
-    def swapped_in(self) -> Generator[None]:
+    def consensus_parameters(self) -> Generator[None]:
         """Inside, the model's parameters are those that all ranks agree on."""
         outer = self._rounds.outer_state()
         with torch.no_grad():

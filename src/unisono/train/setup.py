@@ -1,29 +1,32 @@
-"""What is settled before a run's first step: device and plan, the log, what the model adds to the plan, the peak."""
+"""Parts of a run that are set up before its first step: device and plan, event log, loader, what the model adds to the plan."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unisono.data.options import default_cache_dir
+from unisono.data.dataset import Dataset
+from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.stream_loader import StreamLoader
+from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.dist import JobSpec, World
-from unisono.errors import CheckpointError, PlanError, Problem
+from unisono.errors import DataError, PlanError, Problem
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import COMPUTE_DTYPES, computes_bf16, find_device
-from unisono.parallel.expert import check_experts
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.partition import PipelinePartition, partition_model
 from unisono.parallel.recompute import check_called, find_recomputed_modules
-from unisono.parallel.tensor.tp_validation import resolve_rules
-from unisono.parallel.transforms import repeated_blocks
+from unisono.parallel.transforms import check_transforms, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan, load_plan
@@ -88,8 +91,7 @@ def resolve_for_model(
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
     """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
 
-    Raises PlanError with all that keeps stages, sequences, layers and experts of this model from being cut, and modules that are
-    named from being recomputed.
+    Raises PlanError with everything that keeps the plan from being applied to this model.
     """
     problems: list[Problem] = []
     layout = None
@@ -105,14 +107,9 @@ def resolve_for_model(
             check_called(
                 find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
             )
-    if plan.mesh.tp > 1 and not plan.tensor_parallel.placements:
-        with _collect_problems(problems):
-            resolve_rules(model, plan)
-    if plan.mesh.ep > 1:
-        with _collect_problems(problems):
-            check_experts(model, plan.mesh.ep)
+    problems += check_transforms(model, grid.plan)  # of asynchronous workers each is alone
     if problems:
-        raise PlanError(*problems)
+        raise PlanError(*dict.fromkeys(problems))
     return plan, layout, context
 
 
@@ -135,12 +132,60 @@ def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
     return PeakFlops(**world.broadcast_json(asdict(found) if found else None))
 
 
-def not_saved_error(step: int, committed: int | None, run_dir: Path) -> CheckpointError:
-    """The error about a run whose last state is not on disk."""
-    return CheckpointError(
-        given=f"the checkpoint of the last step, {step}, could not be written to {run_dir}",
-        rule="a run ends with its state committed",
-        consequence="the newest committed state is "
-        + (f"that of step {committed}" if committed is not None else "what was there before"),
-        nearest="free space in that folder and start again: the steps since then are repeated",
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputPipeline:
+    """What the trainer is given to make batches of: a data set or stream, and how to read it (see ``Loader``)."""
+
+    data: Dataset | Iterable[Any]
+    options: LoaderOptions
+    transform: Transform | None
+    pair: PairTransform | None
+    finish: BatchTransform | None
+    shuffle_block: int
+
+
+def build_loader(
+    pipeline: InputPipeline, plan: Plan, *, data_rank: int, seed: int, device: torch.device, batch_statistics: bool
+) -> Loader | StreamLoader:
+    """The loader of part ``data_rank`` of each batch; ``batch_statistics``: the model computes some (batch norm).
+
+    Raises DataError for an end of an epoch that ranks would not reach together, and for settings that a stream does not have.
+    """
+    data, options = pipeline.data, pipeline.options
+    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.mesh.pp > 1 else ""
+    if not together and plan.mesh.dp_world_size > 1 and batch_statistics:
+        together = "batch norm"
+    if together and options.last_batch == "keep":
+        raise DataError(
+            given=f"{together} on {plan.mesh.world_size} ranks with loader.last_batch=keep",
+            rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
+            consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
+            nearest="loader.last_batch=pad, which fills it up with weight 0",
+        )
+    common: dict[str, Any] = {
+        "seed": seed,
+        "global_batch": plan.batch.global_batch,
+        "micro_batch": plan.batch.micro_batch,
+        "rank": data_rank,
+        "world_size": plan.mesh.dp_world_size,
+        "transform": pipeline.transform,
+        "device": None if device.type == "cpu" else device,
+    }
+    if isinstance(data, Dataset):
+        return Loader(
+            data,
+            options=options,
+            shuffle_block=pipeline.shuffle_block,
+            pair_transform=pipeline.pair,
+            batch_transform=pipeline.finish,
+            **common,
+        )
+    defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
+    if (options, pipeline.pair, pipeline.finish, pipeline.shuffle_block) != (defaults, None, None, 0):
+        raise DataError(
+            given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",
+            rule="a stream is read from its beginning by one thread, in its own order",
+            consequence="they would act on nothing",
+            nearest="leave them out, or a data set with a length",
+        )
+    return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,8 +22,7 @@ from unisono.errors import CheckpointError
 from unisono.optim import state_tensors
 from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
-from unisono.parallel.sharding import TensorShard
+from unisono.parallel.sharding import ShardedParameters, TensorShard
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard
 
@@ -50,8 +50,12 @@ class SyncState(Protocol):
         """What this rank alone has, by name."""
         ...
 
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
-        """``shared`` was loaded. Take over ``own``; None: there is nothing of this rank's, and it starts from what is shared."""
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Load ``rank_state`` after ``global_state``; None: none was saved for this rank, which starts from the global state."""
+        ...
+
+    def consensus_parameters(self) -> AbstractContextManager[Any]:
+        """Where parameters diverge: inside, the model has those that ranks agree on."""
         ...
 
 
@@ -72,12 +76,20 @@ class TrainState:
     best_loss: float | None = None
     evaluations_without_gain: int = 0
 
-    def global_state(self) -> dict[str, Tensor | TensorShard]:
+    def averaged_weights(self) -> AbstractContextManager[Any]:
+        """Inside, the model has the weights that evaluation and export use: a moving average, or what ranks agree on."""
+        if self.sync_state is not None and self.sync_state.params_diverge:
+            return self.sync_state.consensus_parameters()
+        return self.average.swapped_in() if self.average is not None else torch.no_grad()
+
+    def global_state(self) -> dict[str, Tensor]:
         """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
 
-        A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
+        A tensor is the same on every rank, or this rank's part of one that is split over them, which ``shards`` describes.
         """
-        tensors = self.local_state() if self.stage_tensors is None else self.stage_tensors.complete(self.local_state())
+        tensors = self.local_state()
+        if self.stage_tensors is not None:
+            tensors |= self.stage_tensors.of_other_stages()
         if self.sync_state is not None:
             tensors |= self.sync_state.global_state()
         return tensors | self._step_statistics()
@@ -86,7 +98,18 @@ class TrainState:
         """What has been seen of losses and weights so far."""
         return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
-    def local_state(self) -> dict[str, Tensor | TensorShard]:
+    def shards(self) -> dict[str, TensorShard]:
+        """Where the tensors of ``global_state`` lie that are split over ranks, by path."""
+        shards: dict[str, TensorShard] = {}
+        for path, tensor in self.local_state().items():
+            # model/NAME, optim/KIND/NAME, ema/NAME
+            name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
+            shard = self.sharded.shard_of(name, tensor) if name in self.sharded.parameters else None
+            if shard is not None:
+                shards[path] = shard
+        return shards if self.stage_tensors is None else self.stage_tensors.shards(shards)
+
+    def local_state(self) -> dict[str, Tensor]:
         """What this rank holds of the model, its optimizer and average."""
         parameters = self.sharded.parameters
         # a parameter with several names is saved under its first one
@@ -96,11 +119,7 @@ class TrainState:
         tensors |= state_tensors(parameters, self.optimizer)
         if self.average is not None:
             tensors |= self.average.state()
-        found: dict[str, Tensor | TensorShard] = {}
-        for path, tensor in tensors.items():
-            name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
-            found[path] = (self.sharded.shard_of(name, tensor) if name in parameters else None) or tensor
-        return found
+        return tensors
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
         """The generators of ``Grid.draw_rank`` ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's
@@ -121,9 +140,7 @@ class TrainState:
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
     def _diverged_state(self) -> dict[str, Tensor]:
-        return {
-            path: each for path, each in self.local_state().items() if isinstance(each, Tensor)
-        } | self._step_statistics()
+        return self.local_state() | self._step_statistics()
 
     def meta(self) -> dict[str, Any]:
         """What is not a tensor."""
@@ -136,19 +153,19 @@ class TrainState:
     def restore(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> list[str]:
         """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
         dtypes are another model's."""
-        mine = self.global_state()
-        saved = _check_names(snapshot, mine)
+        mine, shards = self.global_state(), self.shards()
+        saved = _check_names(snapshot, mine, shards)
         missed = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
             if name not in saved:
                 missed.append(f"{name} is new")
                 continue
-            if isinstance(here, TensorShard):
-                for index, offset in here.boxes():
-                    if here.tensor[index].numel():
-                        snapshot.read_part(name, here.tensor[index], offset)
-            else:
+            if name not in shards:
                 snapshot.read_into(name, here)
+                continue
+            for index, offset in shards[name].blocks():
+                if here[index].numel():
+                    snapshot.read_part(name, here[index], offset)
         meta = snapshot.meta["state"]
         self.step = int(meta["step"])
         self.best_loss = meta["best_loss"]
@@ -192,39 +209,38 @@ class TrainState:
 class StageTensors:
     """The tensors of a pipeline, of which no rank holds all: what each stage has, by path."""
 
-    def __init__(self, mine: Mapping[str, Tensor | TensorShard], grid: ParallelDims) -> None:
-        """All ranks make it together."""
-        self._grid = grid
+    def __init__(self, state: TrainState, mesh: ParallelDims) -> None:
+        """Gather the tables of all stages. A collective."""
+        self._mesh, shards = mesh, state.shards()
         table = {
-            path: [list(_shape(each)), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()
+            path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
+            for path, t in state.local_state().items()
         }
-        tables: list[dict[str, Any]] = grid.world.gather_json(table)
-        self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
+        tables: list[dict[str, Any]] = mesh.world.gather_json(table)
+        self._table = {path: spec for stage in reversed(tables) for path, spec in stage.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
+        self._here = table.keys()
 
-    def complete(self, mine: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
-        """The tensors of all stages as parts: empty where another stage has it, a replica where an earlier rank has it too."""
-        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world_size // self._grid.plan.mesh.pp
-        found: dict[str, Tensor | TensorShard] = {}
-        for path, (shape, dtype) in sorted(self._table.items()):
-            here, first = mine.get(path), self._first[path]
-            if isinstance(here, TensorShard):
-                again = first // ranks_of_stage != rank // ranks_of_stage  # as a tied embedding on the last stage
-                found[path] = replace(here, replica=max(here.replica, 1)) if again else here
-                continue
-            block = torch.zeros([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
-            found[path] = TensorShard(
-                tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first)
-            )
-        return found
+    def of_other_stages(self) -> dict[str, Tensor]:
+        """An empty tensor for each that only other stages have, by path."""
+        return {
+            path: torch.zeros([0] * len(shape), dtype=getattr(torch, dtype))
+            for path, (shape, dtype) in sorted(self._table.items())
+            if path not in self._here
+        }
 
-
-def _shape(tensor: Tensor | TensorShard) -> Sequence[int]:
-    return tensor.global_shape if isinstance(tensor, TensorShard) else tensor.shape
-
-
-def _dtype(tensor: Tensor | TensorShard) -> torch.dtype:
-    return tensor.tensor.dtype if isinstance(tensor, TensorShard) else tensor.dtype
+    def shards(self, mine: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+        """All tensors of all stages as shards. Of one that several stages have (a tied embedding) the first stage's counts."""
+        rank, ranks_per_stage = self._mesh.world.rank, self._mesh.world.world_size // self._mesh.plan.mesh.pp
+        shards: dict[str, TensorShard] = {}
+        for path, (shape, _) in sorted(self._table.items()):
+            first = self._first[path]
+            if path in mine:
+                again = first // ranks_per_stage != rank // ranks_per_stage
+                shards[path] = replace(mine[path], replica=max(mine[path].replica, 1)) if again else mine[path]
+            else:
+                shards[path] = replace(TensorShard.whole(shape), replica=int(rank != first))
+        return shards
 
 
 def seed_generators(seed: int, rank: int, step: int = 0) -> None:
@@ -235,7 +251,7 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShard]) -> set[str]:
+def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
     """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
     saved = {name for name in snapshot.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [
@@ -246,7 +262,7 @@ def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShar
     ]
     for name in sorted(saved & mine.keys()):
         there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(_shape(own)), _dtype(own)
+        shape, dtype = shards[name].global_shape if name in shards else tuple(own.shape), own.dtype
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:

@@ -160,7 +160,8 @@ def test_parquet_columns_of_one_name(tmp_path: Path) -> None:
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.modules['pyarrow'] = None\nfrom pathlib import Path\nfrom unisono.data.convert.formats import open_table\n"
+        "import sys; sys.modules['pyarrow'] = None\nfrom pathlib import Path\n"
+        "from unisono.data.convert.formats import open_table\n"
         "from unisono.errors import ExtraError\n"
         "try: open_table(Path('a.parquet'))\nexcept ExtraError as error: print(error)"
     )

@@ -64,7 +64,7 @@ def batches(data: Any, *, world: int = 1, pair: Any = None, **options: Any) -> l
         images, targets = [], []
         for rank in range(world):
             one = Loader(
-                data, seed=4, global_batch=5, rank=rank, world=world, transform=TRANSFORM, pair=pair,
+                data, seed=4, global_batch=5, rank=rank, world_size=world, transform=TRANSFORM, pair_transform=pair,
                 options=LoaderOptions(**{"num_workers": 0, **options}),
             )  # fmt: skip
             for batch in one.iterate(step, step + 1):

@@ -27,10 +27,12 @@ from unisono.data.options import LoaderOptions
 from unisono.errors import DataError
 
 
-def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: bool = True, **options: Any) -> Loader:
+def loader(
+    data: Any, *, seed: int = 5, rank: int = 0, world_size: int = 1, shuffle: bool = True, **options: Any
+) -> Loader:
     given = {
         name: options.pop(name)
-        for name in ("transform", "pair", "finish", "micro_batch", "global_batch", "prefetch_depth")
+        for name in ("transform", "pair_transform", "batch_transform", "micro_batch", "global_batch", "prefetch_depth")
         if name in options
     }
     return Loader(
@@ -40,7 +42,7 @@ def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: 
             "global_batch": 12,
             "micro_batch": 5,
             "rank": rank,
-            "world": world,
+            "world_size": world_size,
             "shuffle": shuffle,
             **given,
         },
@@ -58,7 +60,7 @@ def rows(batches: Any) -> list[dict[str, list[Any]]]:
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("last_batch", ["keep", "pad"])
 def test_every_kind_and_number_of_workers_makes_the_same_batches(kind: str, workers: int, last_batch: str) -> None:
-    recipe = {"transform": samples.noise, "finish": samples.doubled, "last_batch": last_batch}
+    recipe = {"transform": samples.noise, "batch_transform": samples.doubled, "last_batch": last_batch}
     alone = rows(loader(samples.Rows(29), num_workers=0, **recipe).iterate(0, 7))
     with loader(samples.Rows(29), worker_kind=kind, num_workers=workers, prefetch_depth=4, **recipe) as one:
         assert rows(one.iterate(0, 7)) == alone
@@ -74,8 +76,8 @@ def test_mixing_pairs_is_the_same_on_any_number_of_ranks(world: int, last_batch:
         found = []
         for rank in range(world):
             one = loader(
-                samples.Rows(27), world=world, rank=rank, micro_batch=micro_batch, global_batch=11,
-                pair=samples.blend, last_batch=last_batch,
+                samples.Rows(27), world_size=world, rank=rank, micro_batch=micro_batch, global_batch=11,
+                pair_transform=samples.blend, last_batch=last_batch,
             )  # fmt: skip
             for part in one.batch(number).micro_batches:
                 found += list(zip(part["x"].tolist(), part["row"].tolist(), strict=True))
@@ -194,7 +196,11 @@ def test_a_skipped_sample_keeps_its_place_and_weighs_nothing(transform: Any, wor
         ids, weights, skipped, kept = [], [], [], {}
         for rank in range(world):
             one = loader(
-                samples.Rows(30, rotten=rotten), transform=transform, max_bad_sample_frac=0.2, rank=rank, world=world
+                samples.Rows(30, rotten=rotten),
+                transform=transform,
+                max_bad_sample_frac=0.2,
+                rank=rank,
+                world_size=world,
             )
             batch = one.batch(number)
             ids += batch.sample_ids.tolist()
@@ -438,7 +444,7 @@ def test_ranks_together_see_the_single_process_batch(
         found: list[list[tuple[Any, ...]]] = [[] for _ in range(5)]
         for rank in range(world):
             with loader(
-                samples.Rows(size), rank=rank, world=world, num_workers=workers, micro_batch=micro_batch, **common
+                samples.Rows(size), rank=rank, world_size=world, num_workers=workers, micro_batch=micro_batch, **common
             ) as one:
                 for batch in one.iterate(start, start + 5):
                     for part in rows([batch]):

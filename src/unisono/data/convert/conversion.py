@@ -1,6 +1,6 @@
-"""Rows from one file format to another, chosen by suffix. Nothing is dropped or cast: what a format cannot hold is an error.
+"""Convert rows from one file format to another, chosen by suffix. Nothing is dropped or cast.
 
-The formats, and what each holds, are in ``unisono.data.convert.formats``.
+``unisono.data.convert.formats`` describes the formats.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ def convert(
     base64: Collection[str] = (),
     arrays: Collection[str] = (),
 ) -> int:
-    """Write all rows of ``source`` to ``target``, which is there whole or not at all; returns how many.
+    """Write all rows of ``source`` to ``target``, completely or not at all; returns the number of rows.
 
-    A ``source`` that is one file of a set stands for the set. ``columns``: only these fields. ``base64``: fields that are
-    bytes, as base64 in CSV, source or target. ``arrays``: features of TFRecord that are arrays even with one value. Pictures
-    of MNIST and CIFAR become PNG in .rec (behind MXNet's image header, which has the labels) and in .mindrecord, and stay
-    arrays of uint8 elsewhere. Raises DataError for a suffix that is no format here, a target that exists, a damaged source,
-    and a row that the target's format cannot hold.
+    One file of a set stands for the set. ``columns``: only these fields. ``base64``: fields of bytes, which CSV holds as
+    base64. ``arrays``: features of TFRecord that are arrays even with one value. Images of MNIST and CIFAR become PNG in .rec
+    (after MXNet's image header with the labels) and .mindrecord, and uint8 arrays elsewhere. Raises DataError for an unknown
+    suffix, a target that exists, a damaged source, and a row that the target's format cannot hold.
     """
     if target.exists() and not overwrite:
         raise unwritable_error(

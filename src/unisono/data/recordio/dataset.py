@@ -1,4 +1,4 @@
-"""Record files as a data set: what a loader, and so a Trainer, reads."""
+"""Record files as a data set."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unisono.errors import DataError, UnisonoError
 
 
 class RecordDataset:
-    """All records of ``files`` in order, each made a sample by ``decode``.
+    """All records of ``files`` in order, each decoded to a sample.
 
-    ``decode(payload)`` gets a read-only view of one payload and returns what an item of a map-style data set may be: a dict of
-    arrays or numbers, a pair (inputs, targets), or one value; the side columns named ``side`` are added to it. It should not draw
-    random numbers: that is for the loader's ``transform``, whose generator is keyed by sample. Reading raises DataError naming
-    file and record where ``decode`` fails.
+    ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``: a dict of arrays or
+    numbers, a pair (inputs, targets), or one value. The side columns ``side`` are added to it. Random augmentation belongs into
+    the loader's ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record if
+    ``decode`` fails.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RecordDataset:
         return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
-        """Samples by number, one by one, so that a transform may make them alike."""
+        """Samples by number, one by one; their shapes may differ."""
         samples: list[Batch | None] = [None] * len(indices)
         homes = np.searchsorted(self._starts, indices, side="right") - 1
         for home in np.unique(homes).tolist():
@@ -63,10 +63,10 @@ class RecordDataset:
         try:
             return check_sample(self._decode(view)) | {name: np.asarray(file.side[name][number]) for name in self._side}
         except Exception as error:
-            said = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+            reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
             raise DataError(
                 given=f"{file.path}: record {number} of {len(view)} bytes: "
-                f"decode raised {type(error).__name__}: {said}",
+                f"decode raised {type(error).__name__}: {reason}",
                 rule="every record of a data set becomes a sample",
                 consequence="its batch cannot be made",
                 nearest=f"unisono data cat {file.path} --index {number} writes the payload to look at",

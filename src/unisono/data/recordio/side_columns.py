@@ -1,7 +1,7 @@
-"""What belongs to each record of a file besides its payload: a number, or a short array of its own length.
+"""Side columns: a number or a short array per record, besides its payload, such as labels or tile sizes.
 
-In the sidecar a column of numbers is ``side.NAME`` [records]. Arrays stand one after the other in ``side.NAME``, and
-``ends.NAME`` u8 [records] says where each ends: tile offsets of images, several labels.
+In the sidecar a column of numbers is ``side.NAME`` [records]. Arrays are concatenated in ``side.NAME``, and ``ends.NAME`` u8
+[records] holds their ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from unisono.errors import DataError
 
 SIDE_PREFIX: Final = "side."
 ENDS_PREFIX: Final = "ends."
-_KEPT: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
+_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
 
 class RaggedColumn:
-    """One array per record; ``column[i]`` is a read-only view. Indexing raises DataError where the ends lead outside."""
+    """One array per record; ``column[i]`` is a read-only view. Indexing raises DataError for ends outside the column."""
 
     def __init__(self, name: str, values: NDArray[Any], ends: NDArray[np.uint64]) -> None:
         self._name, self._values, self._ends = name, values, ends
@@ -40,7 +40,7 @@ class RaggedColumn:
         return self._values[low:high]
 
     def tolist(self) -> list[NDArray[Any]]:
-        """All of them."""
+        """The arrays of all records."""
         return [self[number] for number in range(len(self))]
 
 
@@ -48,7 +48,7 @@ SideColumn = NDArray[Any] | RaggedColumn
 
 
 def encode_side_columns(side: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[Any]]:
-    """Sidecar columns of side values per record: int64 where all are integers, else float64, or arrays as they are."""
+    """Sidecar columns of side values per record: int64 if all are integers, else float64, or arrays as they are."""
     columns: dict[str, NDArray[Any]] = {}
     for name, values in side.items():
         if any(isinstance(value, np.ndarray) and value.ndim for value in values):
@@ -75,7 +75,7 @@ def decode_side_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, SideCo
 def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
     arrays = [np.asarray(value) for value in values]
     kinds = {(array.dtype.newbyteorder("<").str, array.ndim) for array in arrays}
-    if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in _KEPT:
+    if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in _DTYPES:
         raise _refused(f"side values {name!r} of {sorted(kinds)} (dtype, dimensions)")
     ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
     return {SIDE_PREFIX + name: np.concatenate(arrays), ENDS_PREFIX + name: ends}
@@ -84,7 +84,7 @@ def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
 def _refused(given: str) -> DataError:
     return DataError(
         given=given,
-        rule=f"a side value is a number, or for every record a 1-d array of one of {', '.join(_KEPT)}",
+        rule=f"a side value is a number, or for every record a 1-d array of one of {', '.join(_DTYPES)}",
         consequence="the file was not written",
         nearest="flatten it, or make it part of the payload",
     )

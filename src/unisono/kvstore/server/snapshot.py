@@ -1,11 +1,11 @@
-"""A server's state on disk: one folder per snapshot, whole or not there, the newest two kept.
+"""A server's snapshots on disk: one folder each, written atomically; the newest two are kept.
 
-    snapshot-00000007/state.safetensors    tensors, see ``image``
+    snapshot-00000007/state.safetensors    tensors, see ``chunk_state``
     snapshot-00000007/state.json           facts, and the digest of both
     quarantine/snapshot-00000006/          found damaged, with reason.txt
 
-A folder is written under a temporary name, synced, and renamed. What does not hold on reading is set aside with its
-reason, and the one before is taken: what that costs is said, never hidden.
+A folder is written under a temporary name, synced, and renamed. A damaged snapshot is quarantined with the reason,
+which is reported, and the previous one is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSnapshot:
-    """What was read. ``set_aside``: newer ones that did not hold, and why."""
+    """A loaded snapshot. ``set_aside``: the reasons for which newer ones were quarantined."""
 
     number: int
     facts: dict[str, Any]
@@ -46,10 +46,10 @@ class ServerSnapshot:
 
 
 def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor], *, after: int) -> int:
-    """Commit a snapshot and delete all but the newest two; returns its number. Only its user can read it.
+    """Write a snapshot, readable by its user only, and delete all but the newest two; returns its number.
 
-    ``after``: the newest that this server knows, 0 for none. Raises CommError where there is a newer one: another server has
-    taken this one's place, and what this one knows is out of date. OSError where the disk does not take it.
+    ``after``: the newest snapshot that this server knows, 0 for none. Raises CommError where there is a newer one:
+    another server has taken this one's place, and this one's state is out of date. OSError where the disk fails.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if (newer := latest_snapshot_number(folder)) > after:
@@ -77,9 +77,9 @@ def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str,
 
 
 def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
-    """The newest snapshot that holds; None where there never was one.
+    """The newest intact snapshot; None where there never was one.
 
-    Raises CommError where there were some and none holds: starting from nothing would throw the run's work away.
+    Raises CommError where all snapshots are damaged: starting without state would lose the run.
     """
     set_aside: list[str] = []
     for number in reversed(_numbers(folder)):
@@ -108,7 +108,6 @@ def latest_snapshot_number(folder: Path) -> int:
 
 
 def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
-    """Another server writes here."""
     return CommError(
         given=f"snapshot {newer} in {folder}, which this server has not written (its last one is {known})",
         rule="one server at a time writes there: another one has taken this one's place",
@@ -118,7 +117,7 @@ def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
 
 
 def _numbers(folder: Path) -> list[int]:
-    """Of the committed snapshots, rising. Links and other names do not count."""
+    """The numbers of the committed snapshots, ascending. Links and other names are ignored."""
     if not folder.is_dir():
         return []
     matches = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir() if not path.is_symlink()]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.pipeline.partition import PipelinePartition
 
 
@@ -45,8 +46,7 @@ class PipelineStages:
             model,
             {name for name, stages in layout.stages_of_parameter.items() if set(stages).isdisjoint(self.stage_ids)},
         )
-        self._inner = model.forward
-        model.forward = self._forward
+        wrap_forward(model, self._run_stage)
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -67,12 +67,12 @@ class PipelineStages:
         """The next call of the model is of ``stage``, from ``received`` on; the first stage gets None."""
         self._active, self._received = stage, received
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_stage(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._active < 0:
             raise RuntimeError("a model in stages runs one stage per call: enter(stage, received) says which")
         try:
             with self._only_active():
-                return self._inner(*args, **kwargs)
+                return forward(*args, **kwargs)
         except _Leave as leave:
             return leave.hidden
         finally:

@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.utils import _pytree as pytree
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
-from unisono.parallel.shard_notes import TensorParallelBlock, note_block
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters, ShardTable
 from unisono.plan import rules
+from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
-from unisono.plan.tensor_layout import UNSHARDED, Layout
 
 AXIS = "tp"
 Dims = tuple[str | None, ...]
@@ -64,22 +65,23 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
             module.register_forward_hook(_sum_at_once)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             setattr(module, name, made[parameter])
-            dims = chosen.get(parameter, ())
-            if AXIS in dims:
-                note_block(module, name, _block(dims, tuple(parameter.shape), grid))
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None))
     _enter_and_leave(model, mesh)
 
 
-def apply_placements(model: nn.Module, grid: ParallelDims) -> None:
-    """Cut ``model`` in place as the placements of the plan say, and pin what goes into and out of modules. Raises PlanError, as
-    ``shard`` does."""
+def resolve_placements(
+    model: nn.Module, plan: Plan
+) -> tuple[dict[str, dict[str, Dims]], dict[str, rules.ParameterPlacement]]:
+    """By module, the placements of its parameters (dims by pattern), and those of its inputs and outputs.
+
+    Raises PlanError with everything that keeps the placements of ``plan`` from being followed.
+    """
     modules = dict(model.named_modules())
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for each in grid.plan.tensor_parallel.placements:
+    for each in plan.tensor_parallel.placements:
         found = match_modules(each.module, modules)
         if not found:
             problems.append(_no_module(each.module, modules))
@@ -96,11 +98,24 @@ def apply_placements(model: nn.Module, grid: ParallelDims) -> None:
     if problems:
         alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
         raise PlanError(*reversed(alike.values()))  # of repeated blocks those of the first
+    return wanted, moved
+
+
+def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+    """Shard ``model`` in place as the placements of the plan say, pin the inputs and outputs of modules, and record the shards in
+    ``table``."""
+    modules = dict(model.named_modules())
+    wanted, moved = resolve_placements(model, mesh.plan)
     for path, placements in wanted.items():
-        shard_module(modules[path], placements, grid)
+        shard_module(modules[path], placements, mesh)
+        _record(modules[path], path, mesh, table)
     for path, each in moved.items():
-        module = modules[path]
-        module.forward = shard_function(module.forward, inputs=each.inputs, outputs=each.outputs)
+        pinned = shard_function(modules[path].forward, inputs=each.inputs, outputs=each.outputs)
+        wrap_forward(modules[path], partial(_call, pinned))
+
+
+def _call(pinned: Callable[..., Any], _forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return pinned(*args, **kwargs)
 
 
 def _no_module(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
@@ -160,12 +175,16 @@ def _within(name: str, path: str) -> bool:
     return not path or name.startswith(path + ".")
 
 
-def _block(dims: Dims, shape: tuple[int, ...], grid: ParallelDims) -> TensorParallelBlock:
-    """Where this rank's part lies."""
-    layout = Layout((grid.plan.mesh.tp,), (AXIS,))(*(dim or UNSHARDED for dim in dims))
-    at = dims.index(AXIS)
-    held = layout.slices(shape)[grid.rank_along(AXIS)][at]
-    return TensorParallelBlock(dim=at, size=shape[at], runs=((held.start, held.stop - held.start),))
+def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable) -> None:
+    """Note in ``table`` which elements of each parameter of ``module``, at ``path``, are on this rank."""
+    for name, parameter in module.named_parameters():
+        dims = _dims(parameter)
+        if AXIS in dims:
+            dim = dims.index(AXIS)
+            size = -(-parameter.shape[dim] // mesh.plan.mesh.tp)
+            start = min(mesh.rank_along(AXIS) * size, parameter.shape[dim])
+            length = cast(DTensor, parameter).to_local().shape[dim]
+            table.select(f"{path}.{name}".lstrip("."), dim, [(start, length)])
 
 
 class DTensorGradients:
@@ -310,7 +329,7 @@ def _wrong_axes(what: str, dims: Dims) -> Problem | None:
         given=f"the placement {dims} of {what}",
         rule=f"a placement has {AXIS!r} for one dim at most and None for the others",
         consequence="there are no other ranks that compute the same samples and could share it",
-        nearest=f"plan.{AXIS} for what is pinned, plan.dp_shard for the state of all parameters",
+        nearest=f"plan.{AXIS} for what is pinned, plan.mesh.dp_shard for the state of all parameters",
     )
 
 
@@ -346,16 +365,14 @@ def _move(value: Any, dims: Dims, what: str) -> Any:
 
 
 def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
-    inner = model.forward
 
     def enter(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def with_dtensors(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, enter, (args, kwargs))
         try:
-            outputs = inner(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             text = str(error)
             if "sharding strategy" not in text and "mixed torch.Tensor and DTensor" not in text:
@@ -364,11 +381,11 @@ def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
                 given=f"{type(model).__name__} with pinned placements: {text.splitlines()[0]}",
                 rule="DTensor has a rule for every operation, and tensors made in the forward pass come from inputs",
                 consequence="the operation cannot run on parts",
-                nearest="shard() on a part of the model, such as a feed-forward layer, or plan.dp_shard",
+                nearest="shard() on a part of the model, such as a feed-forward layer, or plan.mesh.dp_shard",
             ) from error
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), outputs)
 
-    model.forward = forward
+    wrap_forward(model, with_dtensors)
 
 
 def _name(function: Callable[..., Any]) -> str:

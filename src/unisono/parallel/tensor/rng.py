@@ -10,12 +10,14 @@ common stream back to where it was, draw the same.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from unisono.parallel.hooks import wrap_forward
 
 
 class TensorParallelRNG:
@@ -47,17 +49,14 @@ class TensorParallelRNG:
         last.register_forward_pre_hook(end)
 
     def _wrap(self, module: nn.Module) -> None:
-        inner = module.forward
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def restoring(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                return inner(*args, **kwargs)
+                return forward(*args, **kwargs)
             finally:  # recompute stops as soon as it has what it needs
                 self._open.clear()
                 self._end()
 
-        module.forward = forward
+        wrap_forward(module, restoring)
 
     def _begin(self, device: torch.device) -> None:
         if self._common is not None:

@@ -7,7 +7,7 @@ all of them, gathered. Parts differ by one row at most, so any vocabulary can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.models.loss import LazyLogits
-from unisono.parallel.parameter_sharder import ParameterSharder, even_sizes
+from unisono.parallel.hooks import wrap_forward
+from unisono.parallel.sharding import ParameterSharder, even_sizes
 from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_tp_region, reduce_from_tp_region
 
 
@@ -53,37 +54,36 @@ class VocabShard:
         return gather_from_tp_region(logits, -1, self.group, self.sizes)
 
 
-def shard_embedding(layer: Any, cutter: ParameterSharder) -> VocabShard:
+def shard_embedding(layer: Any, sharder: ParameterSharder) -> VocabShard:
     """Keep this rank's rows of an ``nn.Embedding``."""
-    part = VocabShard(sizes=even_sizes(layer.num_embeddings, cutter.num_ranks), group=cutter.group)
+    part = VocabShard(sizes=even_sizes(layer.num_embeddings, sharder.num_ranks), group=sharder.group)
     padding = layer.padding_idx
     if padding is not None:  # the row whose gradient stays zero
         place, here = part.place(torch.tensor(padding))
         padding = int(place) if here else None
-    cutter.shard(layer, "weight", 0)
-    inner = layer.forward  # a subclass may scale what it looks up
+    sharder.shard(layer, "weight", 0)
 
-    def forward(tokens: Tensor) -> Tensor:
+    def look_up(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         places, here = part.place(tokens)
-        return reduce_from_tp_region(inner(places).where(here[..., None], 0), part.group)
+        # a subclass may scale the rows
+        return reduce_from_tp_region(forward(places).where(here[..., None], 0), part.group)
 
-    layer.forward = forward
-    layer.num_embeddings, layer.padding_idx = part.sizes[cutter.rank], padding
+    wrap_forward(layer, look_up)
+    layer.num_embeddings, layer.padding_idx = part.sizes[sharder.rank], padding
     return part
 
 
-def shard_output_layer(layer: Any, cutter: ParameterSharder) -> VocabShard:
+def shard_output_layer(layer: Any, sharder: ParameterSharder) -> VocabShard:
     """Keep this rank's rows of an ``nn.Linear``; called as a layer it returns all logits on every rank."""
-    part = VocabShard(sizes=even_sizes(layer.out_features, cutter.num_ranks), group=cutter.group)
-    cutter.shard(layer, "weight", 0)
-    cutter.shard(layer, "bias", 0)
-    layer.out_features = part.sizes[cutter.rank]
-    inner = layer.forward
+    part = VocabShard(sizes=even_sizes(layer.out_features, sharder.num_ranks), group=sharder.group)
+    sharder.shard(layer, "weight", 0)
+    sharder.shard(layer, "bias", 0)
+    layer.out_features = part.sizes[sharder.rank]
 
-    def forward(x: Tensor) -> Tensor:
-        return part.gather(inner(copy_to_tp_region(x, part.group)))
+    def gathered(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return part.gather(forward(copy_to_tp_region(x, part.group)))
 
-    layer.forward = forward
+    wrap_forward(layer, gathered)
     return part
 
 

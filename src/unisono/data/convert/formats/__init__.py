@@ -1,17 +1,17 @@
-"""Rows in and out of files, the format chosen by the file's name. Formats load what they need when they are used.
+"""Read and write tables of rows; a file's name determines its format.
 
-    .rec               read, write   one bytes field is the payload, numbers and lists are side columns, an int ``key`` its key
+    .rec               read, write   one bytes field is the payload, numbers and arrays are side columns, an int ``key`` the key
     .mindrecord        read, write   numbers (int32, int64, float32, float64), strings, bytes, arrays
     .jsonl             read, write   anything; bytes as {"base64": "…"}, arrays as lists
     .parquet           read, write   anything; needs pyarrow
     .tar               read, write   webdataset's samples; .tar.gz only read
-    .csv               read, write   ints, floats, strings; bytes as base64 in the columns said
-    .tfrecord(s)       read          features of tf.Example, else records as they are
+    .csv               read, write   ints, floats, strings; bytes as base64 in the given columns
+    .tfrecord(s)       read          features of tf.Example, else raw records
     …-idx3-ubyte(.gz)  read          MNIST's images and the labels beside them
     .bin               read          CIFAR-10 and CIFAR-100, binary version
 
-A row of MNIST or CIFAR has its ``image`` as a uint8 array; .rec and .mindrecord hold that as PNG, and .rec puts MXNet's image
-header with the labels before it, as im2rec does.
+A row of MNIST or CIFAR has its ``image`` as a uint8 array. It becomes PNG in .mindrecord and in .rec, there after MXNet's image
+header with the labels, as in im2rec. Formats import their packages on first use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _READ: Final = _WRITTEN | {
 
 
 def read_formats() -> tuple[str, ...]:
-    """The suffixes that ``open_table`` takes; ``idx`` stands for MNIST's names."""
+    """The suffixes that ``open_table`` reads; ``idx`` stands for MNIST's names."""
     return tuple(_READ)
 
 
@@ -57,11 +57,11 @@ def open_table(
     base64: Collection[str] = (),
     arrays: Collection[str] = (),
 ) -> Table:
-    """The rows of a file, and of all files of its set if it is one of ``name-00000-of-00005…``. Reads them as they are asked for.
+    """Open a file, or all files of the set ``name-00000-of-00005…`` that it belongs to. Rows are read lazily.
 
     ``columns``: only these fields, in this order. ``base64``: columns of a CSV file that are bytes. ``arrays``: features of
-    ``tf.Example`` that are arrays even where they have one value. Raises DataError for a suffix that is no format, an option
-    that the format has no use for, a missing file of a set, files of different fields; while rows are read, for damage.
+    ``tf.Example`` that are arrays even with one value. Raises DataError for an unknown suffix, an option without effect on the
+    format, a missing file of a set or files with different fields, and for damage while rows are read.
     """
     suffix = format_of(path)
     if suffix not in _READ:
@@ -87,10 +87,10 @@ def open_table(
 
 
 def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> int:
-    """Write all rows to ``path``, which is then there whole, in place of what was there, or not at all; returns how many.
+    """Write all rows to ``path``, completely or not at all, replacing an existing file; returns the number of rows.
 
-    ``base64``: fields of bytes that a CSV file has as base64. Raises DataError for a suffix that is no format to write, and
-    for what the format cannot hold, naming row and field.
+    ``base64``: fields of bytes that a CSV file holds as base64. Raises DataError for a suffix that cannot be written and,
+    naming row and field, for values that the format cannot hold.
     """
     suffix = format_of(path)
     if suffix not in _WRITTEN:
@@ -108,7 +108,7 @@ def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> in
 def _others(module: Any, files: list[Path], options: dict[str, Any], first: Table) -> Iterator[Row]:
     for file in files[1:]:
         table: Table = module.read(file, **options)
-        # where a file of no records cannot tell, its rows are not there to differ
+        # an empty file may not know its schema, but has no rows that could differ
         if None not in (table.schema, first.schema) and table.schema != first.schema:
             raise unreadable_error(
                 f"{file}, whose fields are not those of {files[0]}",

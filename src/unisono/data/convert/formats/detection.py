@@ -1,4 +1,4 @@
-"""Which format a name means, and which files it stands for: naming one shard of a set takes the set."""
+"""The format of a file name, and the set of files that it stands for."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def format_of(path: Path) -> str:
 
 
 def is_shard(path: Path) -> bool:
-    """Whether a name says that it is one of several."""
+    """Whether the name is that of one of several files."""
     return _OF.fullmatch(path.name) is not None
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files of the set that ``path`` is of, in order; itself where it is of none. Raises DataError if one is missing.
+    """The files of the set that ``path`` belongs to, in order; else ``path`` itself. Raises DataError if one is missing.
 
-    Sets are ``name-00000-of-00005…``, counted from 0, and CIFAR-10's five ``data_batch_N.bin``. MindRecord knows its own.
+    Sets are ``name-00000-of-00005…``, counted from 0, and CIFAR-10's five ``data_batch_N.bin``. MindRecord handles its own sets.
     """
     match = _OF.fullmatch(path.name)
     if match is not None:
@@ -45,9 +45,9 @@ def files_of(path: Path) -> list[Path]:
             raise unreadable_error(
                 f"{path}", f"shards are counted from 0, up to {_MAX_SHARDS:,} of them", "another name for a single file"
             )
-        files = [path.with_name(f"{stem}-{each:0{len(number)}}-of-{total}{rest}") for each in range(int(total))]
+        files = [path.with_name(f"{stem}-{shard:0{len(number)}}-of-{total}{rest}") for shard in range(int(total))]
     elif _CIFAR10.fullmatch(path.name):
-        files = [path.with_name(f"data_batch_{each}.bin") for each in range(1, 6)]
+        files = [path.with_name(f"data_batch_{batch}.bin") for batch in range(1, 6)]
     else:
         return [path]
     missing = [file for file in files if not file.exists()]

@@ -163,7 +163,7 @@ def refusals(world) -> list[str]:
     texts = []
     trained = parameters()
     try:
-        BucketedAllReduce(trained, world, codec=find_codec("int8"), travels={"weight": torch.bfloat16})
+        BucketedAllReduce(trained, world, codec=find_codec("int8"), reduce_dtypes={"weight": torch.bfloat16})
     except ConfigError as error:
         texts.append(str(error))
     plain = BucketedAllReduce(trained, world)

@@ -1,21 +1,22 @@
-"""One and two bits per element, packed as MXNet packs them (first element in a byte's highest bits, whole 32-bit words).
+"""One and two bits per element, packed as in MXNet (first element in a byte's highest bits, whole 32-bit words).
 
-Two bits: ``11`` is +t, ``10`` is -t, ``00`` is nothing; at most one t per step and element, the rest waits in the residual, which
-therefore grows without bound where gradients stay above t: watch ``Feedback.stats``, or take t relative to the rms of the value.
-One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847). One bit, MXNet's: +1 above
-t, else -1.
+Two bits: ``11`` is +t, ``10`` is -t, ``00`` is zero. At most one t per step and element is sent, the rest stays in the
+residual, which grows without bound where gradients stay above t: watch ``ErrorFeedback.stats``, or choose t relative to
+the tensor's rms. One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847).
+One bit, MXNet's: +1 above t, else -1.
 
-Code: level f32, elements u32, then the words. A level of NaN says that the value was not finite.
+Code: level f32, number of elements u32, then the words. A NaN level marks a non-finite tensor.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unisono.errors import ConfigError
 from unisono.kvstore.compression.codec import (
@@ -35,7 +36,7 @@ _GATHER_BITS = 0x8040201008040201 - 2**64
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Threshold ``factor``, or that many times the rms of the value. Source: MXNet's gradient compression, ``2bit``."""
+    """Threshold ``factor``, or ``factor`` times the tensor's rms. Source: MXNet's gradient compression, ``2bit``."""
 
     name: str
     factor: float
@@ -43,12 +44,10 @@ class TwoBit:
     summable: None = None
 
     def encoded_bytes(self, numel: int) -> int:
-        """8 and 4 for every 16 elements begun."""
         return _coded_bytes(numel, per_word=16)
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         value = value.to(accumulation_dtype(value.dtype)).contiguous()
         level = _or_nan(self.factor * _rms(value)) if self.relative else _fixed(self.factor, value)
         quanta = torch.zeros(_padded(value.numel(), 16), dtype=torch.uint8, device=value.device)
@@ -59,7 +58,6 @@ class TwoBit:
         return torch.cat([_header(level, value.numel()), packed])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``."""
         check_length(self, code, numel)
         body = code[_HEADER:]
         if not trusted:
@@ -72,7 +70,8 @@ class TwoBit:
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """A sign per element. ``threshold`` None: scaled by the mean; else MXNet's ``1bit``, levels +1 and -1."""
+    """One sign per element. ``threshold`` None: scaled by the mean absolute value; else MXNet's ``1bit``, levels +1 and
+    -1."""
 
     name: str
     threshold: float | None = None
@@ -80,16 +79,13 @@ class OneBit:
 
     @property
     def relative(self) -> bool:
-        """See ``codecs.codec``."""
         return self.threshold is None
 
     def encoded_bytes(self, numel: int) -> int:
-        """8 and 4 for every 32 elements begun."""
         return _coded_bytes(numel, per_word=32)
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         value = value.to(accumulation_dtype(value.dtype)).contiguous()
         if self.threshold is None:
             level, up = _or_nan(value.abs().sum() / max(value.numel(), 1)), value >= 0
@@ -101,7 +97,6 @@ class OneBit:
         return torch.cat([_header(level, value.numel()), packed])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``."""
         check_length(self, code, numel)
         body = code[_HEADER:]
         if not trusted:
@@ -169,7 +164,7 @@ def _unpacked(body: Tensor, bits: Literal[1, 2]) -> Tensor:
 
 @functools.cache
 def _table(bits: Literal[1, 2], meanings: tuple[float, ...], device: torch.device) -> Tensor:
-    """For each byte what its groups of bits mean, [256, 8 / bits]."""
+    """The values of each byte's groups of bits, [256, 8 / bits]."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
     return torch.tensor(meanings, device=device)[_unpacked(every, bits).int()].view(256, 8 // bits)
 
@@ -179,3 +174,69 @@ def _looked_up(
 ) -> Tensor:
     table = (_table(bits, meanings, body.device) * level).to(dtype)
     return table[body.int()].view(-1)[:numel]
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """Rounds to ``summable`` after division by ``divisor``."""
+
+    name: str
+    summable: torch.dtype
+    divisor: float = 1.0
+    relative: bool = True
+
+    def over(self, workers: int) -> Cast:
+        """The codec for codes that ``workers`` workers add."""
+        return replace(self, divisor=float(workers)) if self.summable == torch.float16 else self
+
+    def encoded_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    @torch.no_grad()
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        return as_bytes((value.to(accumulation_dtype(value.dtype)) / self.divisor).to(self.summable))
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        check_length(self, code, numel)
+        return (from_bytes(code, self.summable).to(accumulation_dtype(dtype)) * self.divisor).to(dtype)
+
+
+_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """Stochastic rounding as in QSGD (Alistarh et al. 2017, arXiv:1610.02132), with the block's maximum instead of its
+    norm."""
+
+    name: str = "int8"
+    summable: None = None
+    relative: bool = True
+
+    def encoded_bytes(self, numel: int) -> int:
+        return numel + 4 * -(-numel // _BLOCK)
+
+    @torch.no_grad()
+    def encode(self, value: Tensor, seed: int = 0) -> Tensor:
+        numel, blocks = value.numel(), -(-value.numel() // _BLOCK)
+        rows = pad(value.to(accumulation_dtype(value.dtype)), (0, blocks * _BLOCK - numel)).view(blocks, _BLOCK)
+        scale = (rows.abs().amax(1) / 127).float() if blocks else rows.new_zeros(0).float()
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+        noise = torch.rand(
+            rows.shape, generator=torch.Generator(value.device).manual_seed(seed), device=value.device
+        )  # [blocks, block]
+        steps = rows / torch.where(scale == 0, 1.0, scale)[:, None]
+        rounded = steps.add_(noise).floor_().clamp_(-127, 127).nan_to_num_(0.0).to(torch.int8)
+        return torch.cat([as_bytes(scale), as_bytes(rounded.view(-1)[:numel])])
+
+    def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
+        check_length(self, code, numel)
+        blocks = -(-numel // _BLOCK)
+        scale, rounded = from_bytes(code[: 4 * blocks], torch.float32), code[4 * blocks :].view(torch.int8)
+        if not trusted:
+            check_content(
+                self, numel, (scale < 0) | scale.isinf(), "a scale below 0 or infinite", "scales are 0 or more, or NaN"
+            )
+            check_content(self, numel, rounded == -128, "a -128", "elements are -127 to 127")
+        rows = pad(rounded.to(accumulation_dtype(dtype)), (0, blocks * _BLOCK - numel)).view(blocks, _BLOCK)
+        return (rows * scale[:, None]).view(-1)[:numel].to(dtype)

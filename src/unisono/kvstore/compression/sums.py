@@ -1,13 +1,14 @@
-"""The compressed sum of gradients over a process group: launched while the backward pass runs, finished after it.
+"""The compressed sum of gradients over a process group: launched during the backward pass, finished after it.
 
-Codes that may be added are all-reduced. All others are gathered, and every rank decodes and adds them in rank order, so all
-ranks hold the same bits. Gathering moves n - 1 codes to each rank: with n workers and ratio r it beats an all-reduce of the
-gradients only below n = 2r (int8: 8 workers, 2 bits: 32). Each parameter has a code of its own: how they share buckets changes
-no number.
+Codes that may be added are all-reduced. All others are gathered, and every rank decodes and adds them in rank order, so
+all ranks hold the same bits. Gathering moves n - 1 codes to each rank: with n workers and ratio r it is faster than an
+all-reduce of the gradients only for n < 2r (int8: 8 workers, 2 bits: 32). Each parameter has its own code, so bucket
+sizes change no number.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from unisono.kvstore.compression.cast import Cast
 from unisono.kvstore.compression.codec import Codec, accumulation_dtype
 from unisono.kvstore.compression.error_feedback import CommittedTensors, ErrorFeedback
-from unisono.kvstore.compression.powersgd import PowerSGD, orthonormal
+from unisono.kvstore.compression.quantize import Cast
 
 
 @dataclass(frozen=True, slots=True)
 class PendingSum:
-    """A collective under way, and what makes gradients of its result; how many bytes this rank gives to it and gets of it."""
+    """A running collective, the function that turns its result into gradients, and the bytes this rank sends and
+    receives."""
 
     work: Any
     then: Callable[[], None]
@@ -39,14 +40,15 @@ class PendingSum:
 
 
 class CompressedSum(Protocol):
-    """Sums gradients over a group and keeps what compression left out."""
+    """Sums gradients over a group and keeps the residuals."""
 
     def launch(self, gradients: Mapping[str, Tensor]) -> PendingSum:
-        """Start the sum of these, all ranks in the same order; ``wait`` overwrites them with it, again in one order."""
+        """Start the sum, on all ranks in the same order; ``wait`` overwrites ``gradients`` with it, also in the same
+        order."""
         ...
 
     def commit(self, good: Tensor | bool) -> None:
-        """The step is over; where ``good`` (0-dim bool) is false, it leaves no trace."""
+        """End the step; where ``good`` (0-dim bool) is false, it leaves no trace."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -54,25 +56,25 @@ class CompressedSum(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError if it is of other parameters or another compression."""
+        """Raises CheckpointError for a state of other parameters or another codec."""
         ...
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """See ``Feedback.stats``."""
+        """Compression statistics, see ``ErrorFeedback.stats``."""
         ...
 
 
 def compressed_sum(
     codec: Codec | PowerSGD, gradients: Mapping[str, Tensor], group: ProcessGroup | None
 ) -> CompressedSum:
-    """The exchange of gradients like these over ``group``, the default one if None."""
+    """The compressed sum of tensors like ``gradients`` over ``group``, None for the default group."""
     if isinstance(codec, PowerSGD):
         return PowerSGDSum(codec, gradients, group)
     return CodecSum(codec, gradients, group)
 
 
 class CodecSum:
-    """Any codec."""
+    """The sum of codes of any codec."""
 
     def __init__(self, codec: Codec, gradients: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
         self._group, self._ranks = group, dist.get_world_size(group)
@@ -83,7 +85,6 @@ class CodecSum:
 
     @torch.no_grad()
     def launch(self, gradients: Mapping[str, Tensor]) -> PendingSum:
-        """See ``Exchange``."""
         code = torch.cat([self._feedback.encode(self._codec, name, g) for name, g in gradients.items()])
         if self._codec.summable is not None:
             rows = code[None]
@@ -109,7 +110,7 @@ class CodecSum:
 
 
 class PowerSGDSum:
-    """PowerSGD. What has no smaller factors travels in full, beside the first factors."""
+    """PowerSGD. Tensors without smaller factors are sent uncompressed, together with the first factors."""
 
     def __init__(self, codec: PowerSGD, gradients: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
         self._codec, self._group = codec, group
@@ -122,7 +123,6 @@ class PowerSGDSum:
 
     @torch.no_grad()
     def launch(self, gradients: Mapping[str, Tensor]) -> PendingSum:
-        """See ``Exchange``."""
         whole = {name: g for name, g in gradients.items() if self._matrix(g) is None}
         matrices: dict[str, Tensor] = {}  # gradient plus residual, [rows, columns]
         for name, gradient in gradients.items():
@@ -160,28 +160,53 @@ class PowerSGDSum:
             self._factors.propose(name, total)
 
     def commit(self, good: Tensor | bool) -> None:
-        """See ``Exchange``."""
         self._feedback.commit(good)
         self._factors.commit(good)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See ``Exchange``."""
         factors = {f"factor/{name}": value for name, value in self._factors.state_dict().items()}
         return self._feedback.state_dict() | factors
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See ``Exchange``."""
         factors = {name: value for name, value in state.items() if name.startswith("factor/")}
         self._factors.load_state_dict({name.removeprefix("factor/"): value for name, value in factors.items()})
         self._feedback.load_state_dict({name: value for name, value in state.items() if name not in factors})
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """See ``Exchange``."""
         return self._feedback.stats()
 
 
 def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """One flat copy of all, and for each its view in there."""
+    """One flat copy of all tensors, and each one's view in it."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     parts = flat.split([tensor.numel() for tensor in tensors])
     return flat, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSGD:
+    """Not a ``Codec``: its second message depends on the sum of the first, so only groups that all-reduce can use it."""
+
+    name: str
+    rank: int
+
+    def matrix(self, value: Tensor) -> Tensor | None:
+        """``value`` as [rows, columns] if it has at least two dims and smaller factors, else None."""
+        if value.dim() < 2 or value.numel() == 0:
+            return None
+        matrix = value.reshape(value.shape[0], -1)
+        rows, columns = matrix.shape
+        return matrix if self.rank < min(rows, columns) and self.rank * (rows + columns) < rows * columns else None
+
+    def first_factor(self, name: str, matrix: Tensor) -> Tensor:
+        """Q of the first step, [columns, rank]: noise keyed by the parameter's name, so equal on all ranks."""
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        noise = torch.randn(
+            matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed), dtype=matrix.dtype
+        )
+        return noise.to(matrix.device)
+
+
+def orthonormal(factor: Tensor) -> Tensor:
+    """An orthonormal basis [rows, rank] of the columns of ``factor``."""
+    return torch.linalg.qr(factor).Q
