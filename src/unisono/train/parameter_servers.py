@@ -25,7 +25,7 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
             given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
             consequence="there is nobody to push gradients to, so nothing was started",
-            nearest="unisono train (it starts launch.servers of them), or unisono launch --servers 1 -- unisono train",
+            nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",
         )
     pairs = (address.rpartition(":") for address in job.server_addresses)
     return [(host, int(port)) for host, _, port in pairs]
@@ -37,7 +37,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
     the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
     snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
     nothing, or its folder is no good."""
-    if plan.sync != "dist_async":
+    if plan.sync.kind != "dist_async":
         if launch.tls:
             raise _unused_tls_error(plan, launch)
         yield job

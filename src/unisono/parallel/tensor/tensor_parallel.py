@@ -1,4 +1,4 @@
-"""Tensor parallelism: cuts the layers that rules name (``plan.rules``), with plain local tensors in place of whole ones.
+"""Tensor parallelism: cuts the layers that rules name (``plan.tensor_parallel.rules``), with plain local tensors in place of whole ones.
 
 In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
 of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
@@ -55,13 +55,15 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
     for each in matched:
         match each.rule:
             case ColwiseRowwise():
-                _cut_pair(each, each.rule, sharder, replicas, along_sequence=mesh.plan.sequence_parallel)
+                _cut_pair(
+                    each, each.rule, sharder, replicas, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                )
                 around = _called(model, each.path)
                 draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
                 *first, last = map(each.module.get_submodule, each.rule.layers)
                 draws[around].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.sequence_parallel)
+                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel)
             case EmbeddingRule():
                 tables[each.module] = shard_embedding(each.module, sharder)
             case OutputRule():
@@ -69,7 +71,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
             case _:
                 pass
     attach_vocab_shards(model, tables)
-    if mesh.plan.sequence_parallel:
+    if mesh.plan.tensor_parallel.sequence_parallel:
         apply_sequence_parallel(matched, sharder)
 
 
@@ -84,12 +86,12 @@ def _called(model: nn.Module, path: str) -> nn.Module:
 
 def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's group of ranks next to each other that hold the same block, by their number."""
-    count, counts = grid.plan.tp, set[int]()
+    count, counts = grid.plan.mesh.tp, set[int]()
     for each in matched:
-        if isinstance(each.rule, ColwiseRowwise) and each.rule.shared_units:
-            counts.add(count // min(count, attribute_value(each, each.rule.shared_units)))
+        if isinstance(each.rule, ColwiseRowwise) and each.rule.num_kv_heads_attr:
+            counts.add(count // min(count, attribute_value(each, each.rule.num_kv_heads_attr)))
     lines = {
-        str(n): torch.arange(grid.plan.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
+        str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
         if 1 < n < count
     }
@@ -143,8 +145,8 @@ def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
     local: dict[str, int] = {}
     for name in pair.local_attrs:
         local[name] = max(1, int(attrgetter(name)(module)) // count)
-    if pair.ratio:
-        local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+    if pair.kv_group_size_attr:
+        local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
     for name, number in local.items():
         path, _, attribute = name.rpartition(".")
         owner = attrgetter(path)(module) if path else module
