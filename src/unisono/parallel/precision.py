@@ -48,11 +48,11 @@ def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError for dtype rules that name nothing, name one module twice, or act on nothing."""
     modules = dict(model.named_modules())
     dtypes, problems = _resolve(plan, modules)
-    rules, kept, travels, computes = dtypes
+    rules, parameters, gradients, computes = dtypes
     for rule in dict.fromkeys(rules.values()):
-        paths = [path for path, each in rules.items() if each is rule]
-        problems += _acts_on_nothing(rule, paths, plan, modules, kept, travels, computes)
-    for (path, name), dtype in kept.items():
+        paths = [path for path, other in rules.items() if other is rule]
+        problems += _acts_on_nothing(rule, paths, plan, modules, parameters, gradients, computes)
+    for (path, name), dtype in parameters.items():
         if dtype == "bf16" and (around := _around(path, computes, plan.precision.compute)) != "bf16":
             problems.append(
                 Problem(
@@ -63,8 +63,8 @@ def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
                 )
             )
             break
-    problems += _shared_unlike(kept, modules)
-    if "bf16" in kept.values() and plan.uses_fsdp and plan.fsdp.zero > 1 and plan.batch.accumulation > 1:
+    problems += _shared_unlike(parameters, modules)
+    if "bf16" in parameters.values() and plan.uses_fsdp and plan.fsdp.zero > 1 and plan.batch.accumulation > 1:
         problems.append(
             Problem(
                 given=f"parameters 'bf16' with zero {plan.fsdp.zero} and accumulation {plan.batch.accumulation}",
@@ -126,7 +126,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, DtypeRule], list[Problem]]:
     """The rule of each named module, outer modules first."""
-    found: dict[str, DtypeRule] = {}
+    rules: dict[str, DtypeRule] = {}
     problems: list[Problem] = []
     paths = [path for path in modules if path]
     kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths}
@@ -142,32 +142,32 @@ def _by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Dt
                 )
             )
         for path in named:
-            if path in found:
+            if path in rules:
                 problems.append(
                     Problem(
-                        given=f"{path}, which is named by dtype rules for {found[path].module!r} and {rule.module!r}",
+                        given=f"{path}, which is named by dtype rules for {rules[path].module!r} and {rule.module!r}",
                         rule="a module is named by one rule; inside it other modules may be",
                         consequence="it would be unclear which of the two counts",
                         nearest="patterns that do not overlap",
                     )
                 )
-            found[path] = rule
-    return dict(sorted(found.items(), key=lambda each: each[0].count("."))), problems
+            rules[path] = rule
+    return dict(sorted(rules.items(), key=lambda item: item[0].count("."))), problems
 
 
 def _of_parameters(
     rules: Mapping[str, DtypeRule], modules: Mapping[str, nn.Module], field: Field
 ) -> dict[tuple[str, str], str]:
     """(module, name of its own parameter) → what the innermost rule that says anything of ``field`` says."""
-    found: dict[tuple[str, str], str] = {}
+    values: dict[tuple[str, str], str] = {}
     for path, rule in rules.items():
         value: str = getattr(rule, field)
         for inner, module in modules.items() if value else ():
             within = inner == path or inner.startswith(path + ".")
             if not within or (field == "parameters" and is_norm(module) and inner != path):
                 continue
-            found |= {(inner, name): value for name, p in module.named_parameters(recurse=False) if _floats(p)}
-    return found
+            values |= {(inner, name): value for name, p in module.named_parameters(recurse=False) if _floats(p)}
+    return values
 
 
 def _floats(parameter: nn.Parameter) -> bool:
@@ -188,8 +188,8 @@ def _acts_on_nothing(
     paths: list[str],
     plan: Plan,
     modules: Mapping[str, nn.Module],
-    kept: Mapping[tuple[str, str], str],
-    travels: Mapping[tuple[str, str], str],
+    parameters: Mapping[tuple[str, str], str],
+    gradients: Mapping[tuple[str, str], str],
     computes: Mapping[str, str],
 ) -> Iterator[Problem]:
     def inert(given: str, why: str) -> Problem:
@@ -208,8 +208,8 @@ def _acts_on_nothing(
             key: value for key, value in of.items() if any(key[0] == p or key[0].startswith(p + ".") for p in paths)
         }
 
-    mine, names = inside(kept), [path for path in paths if path in computes]
-    outer = any(rule.parameters != each.parameters for each in plan.precision.dtype_rules if each.parameters)
+    mine, names = inside(parameters), [path for path in paths if path in computes]
+    outer = any(rule.parameters != other.parameters for other in plan.precision.dtype_rules if other.parameters)
     if (
         rule.parameters
         and not outer
@@ -223,17 +223,17 @@ def _acts_on_nothing(
     ranks = plan.mesh.dp_replicate * plan.mesh.shard_degree
     if rule.gradients and ranks == 1:
         yield inert(f"gradients {rule.gradients!r}", "gradients travel between ranks that compute different samples")
-    elif rule.gradients == "fp32" and not any(value != "fp32" for value in travels.values()):
+    elif rule.gradients == "fp32" and not any(value != "fp32" for value in gradients.values()):
         yield inert("gradients 'fp32'", "gradients travel in fp32, unless a rule around it says otherwise")
 
 
-def _shared_unlike(kept: Mapping[tuple[str, str], str], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+def _shared_unlike(dtypes: Mapping[tuple[str, str], str], modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
     said: dict[nn.Parameter, tuple[str, str]] = {}
-    for key, value in kept.items():
+    for key, value in dtypes.items():
         first = said.setdefault(_own(modules, key), key)
-        if kept[first] != value:
+        if dtypes[first] != value:
             yield Problem(
-                given=f"parameters {kept[first]!r} for {'.'.join(first)} and {value!r} for {'.'.join(key)}",
+                given=f"parameters {dtypes[first]!r} for {'.'.join(first)} and {value!r} for {'.'.join(key)}",
                 rule="they are one parameter",
                 consequence="it would be unclear which of the two counts",
                 nearest="one of the two rules",

@@ -52,22 +52,28 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
     sharder = ParameterSharder(model, mesh, table)
     tables: dict[nn.Module, VocabShard] = {}
     draws: dict[nn.Module, TensorParallelRNG] = {}
-    for each in matched:
-        match each.rule:
+    for rule_match in matched:
+        match rule_match.rule:
             case ColwiseRowwise():
                 _cut_pair(
-                    each, each.rule, sharder, replicas, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                    rule_match,
+                    rule_match.rule,
+                    sharder,
+                    replicas,
+                    along_sequence=mesh.plan.tensor_parallel.sequence_parallel,
                 )
-                around = _called(model, each.path)
+                around = _called(model, rule_match.path)
                 draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
-                *first, last = map(each.module.get_submodule, each.rule.layers)
+                *first, last = map(rule_match.module.get_submodule, rule_match.rule.layers)
                 draws[around].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel)
+                shard_expert_hidden(
+                    rule_match.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                )
             case EmbeddingRule():
-                tables[each.module] = shard_embedding(each.module, sharder)
+                tables[rule_match.module] = shard_embedding(rule_match.module, sharder)
             case OutputRule():
-                tables[each.module] = shard_output_layer(each.module, sharder)
+                tables[rule_match.module] = shard_output_layer(rule_match.module, sharder)
             case _:
                 pass
     attach_vocab_shards(model, tables)
@@ -87,9 +93,9 @@ def _called(model: nn.Module, path: str) -> nn.Module:
 def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's group of ranks next to each other that hold the same block, by their number."""
     count, counts = grid.plan.mesh.tp, set[int]()
-    for each in matched:
-        if isinstance(each.rule, ColwiseRowwise) and each.rule.num_kv_heads_attr:
-            counts.add(count // min(count, attribute_value(each, each.rule.num_kv_heads_attr)))
+    for match in matched:
+        if isinstance(match.rule, ColwiseRowwise) and match.rule.num_kv_heads_attr:
+            counts.add(count // min(count, attribute_value(match, match.rule.num_kv_heads_attr)))
     lines = {
         str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
@@ -100,15 +106,15 @@ def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[in
 
 
 def _cut_pair(
-    each: RuleMatch,
+    match: RuleMatch,
     pair: ColwiseRowwise,
     sharder: ParameterSharder,
     replicas: dict[int, ProcessGroup],
     *,
     along_sequence: bool,
 ) -> None:
-    module, group = each.module, sharder.group
-    parts = attribute_value(each, pair.shared_units) if pair.shared_units else 0
+    module, group = match.module, sharder.group
+    parts = attribute_value(match, pair.shared_units) if pair.shared_units else 0
     for name in (*pair.column, *pair.shared, *pair.fused):
         layer = module.get_submodule(name)
         held = parts if name in pair.shared else 0
