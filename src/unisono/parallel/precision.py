@@ -1,14 +1,16 @@
-"""Follows the rules of ``precision.dtype_rules``: parameters in bf16, modules that compute in another precision, gradients that
-travel in another one (mixed precision as in Micikevicius et al. 2018, by module).
+"""Precision by module (Micikevicius et al. 2018), fp8 layers, and the loss scale of fp16.
 
-Parameters are converted, and notes made of how their gradients travel, before a model is cut; modules are told how to compute
-after that, as cutting replaces what they do. The loss reads a head's weight itself: there the precision goes with the ``Head``.
+``precision.dtype_rules`` keeps parameters in bf16, lets modules compute in another precision, and reduces gradients in another dtype.
+Parameters are converted before a model is sharded; modules get their compute dtype after that, around the collectives that
+sharding adds. The loss reads a head's weight itself, so its precision goes with ``LazyLogits``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from torch.utils import _pytree as pytree  # has no public name; it goes through
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.models.loss import LazyLogits
 from unisono.optim.groups import is_norm
+from unisono.parallel.device import computes_fp8
 from unisono.parallel.hooks import wrap_forward
 from unisono.plan.plan import Plan
 from unisono.plan.rules import DtypeRule, match_modules
@@ -242,3 +245,98 @@ def _shared_unlike(dtypes: Mapping[tuple[str, str], str], modules: Mapping[str, 
 
 def _own(modules: Mapping[str, nn.Module], key: tuple[str, str]) -> nn.Parameter:
     return getattr(modules[key[0]], key[1])
+
+
+# --- fp8 ---------------------------------------------------------------------------------------------------------------
+
+MULTIPLE = 16  # rows and columns that the products want
+
+
+# Products in fp8 are torchao's (Micikevicius et al. 2022, FP8 formats for deep learning): weights and their gradients keep their dtype,
+# a layer scales and rounds the operands of its three products. All other layers compute in bf16.
+
+
+def check_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
+    """Raises PlanError where the device or the package lacks, and where no linear layer of ``blocks`` fits."""
+    lacking = [] if computes_fp8(plan.mesh.device) else [f"a {plan.mesh.device} without fp8 products"]
+    lacking += [] if find_spec("torchao") else ["no torchao"]
+    if lacking:
+        raise PlanError(
+            given=f"precision 'fp8' on {' and '.join(lacking)}",
+            rule="fp8 products need torchao (the extra unisono[quant]) and a device with them (compute capability 8.9 up)",
+            consequence="nothing was started",
+            nearest="plan.precision='bf16'",
+        )
+    if not any(fits(layer) for block in blocks for layer in block.modules()):
+        raise PlanError(
+            given=f"precision 'fp8' for {len(blocks)} repeated blocks",
+            rule=f"it acts on linear layers in them whose sizes are multiples of {MULTIPLE}",
+            consequence="it would change nothing",
+            nearest="plan.precision='bf16', or other sizes",
+        )
+
+
+def apply_fp8(blocks: Sequence[nn.Module]) -> None:
+    """Have the linear layers of ``blocks`` compute in fp8, in place; before they are sharded or wrapped."""
+    from torchao.float8 import convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+    for block in blocks:
+        convert_to_float8_training(block, module_filter_fn=lambda layer, _path: fits(layer))
+
+
+def fits(layer: nn.Module) -> bool:
+    """Whether a layer's products can be made in fp8."""
+    return type(layer) is nn.Linear and not (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+
+
+# --- loss scale ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """Dynamic loss scale, on the device: ``scale`` [] and ``clean_steps`` [] are updated in place.
+
+    After an overflow the scale is divided by ``factor``, never below ``floor``; after ``window`` clean steps in a row it is
+    multiplied, never above ``cap``. The overflow flag comes from globally reduced gradients, so all ranks change alike.
+    """
+
+    scale: Tensor
+    clean_steps: Tensor
+    dynamic: bool
+    factor: float = 2.0
+    window: int = 2000
+    floor: float = 1.0
+    cap: float = 2.0**24
+
+    @staticmethod
+    def create(device: torch.device, *, initial: float) -> LossScale:
+        """A dynamic scale starting at ``initial``."""
+        return LossScale(
+            scale=torch.tensor(initial, device=device),
+            clean_steps=torch.zeros((), dtype=torch.int64, device=device),
+            dynamic=True,
+        )
+
+    @staticmethod
+    def off(device: torch.device) -> LossScale:
+        """The fixed scale 1."""
+        return LossScale(
+            scale=torch.ones((), device=device),
+            clean_steps=torch.zeros((), dtype=torch.int64, device=device),
+            dynamic=False,
+        )
+
+    def update(self, overflow: Tensor) -> None:
+        """One step's rule; ``overflow`` is a 0-dim bool on the device. No host synchronisation."""
+        if not self.dynamic:
+            return
+        clean = torch.where(overflow, 0, self.clean_steps + 1)
+        grow = clean >= self.window
+        grown = (self.scale * self.factor).clamp(max=self.cap)
+        shrunk = (self.scale / self.factor).clamp(min=self.floor)
+        self.scale.copy_(torch.where(overflow, shrunk, torch.where(grow, grown, self.scale)))
+        self.clean_steps.copy_(torch.where(grow, 0, clean))
+
+    def state(self) -> dict[str, Tensor]:
+        """Named tensors of the mutable state."""
+        return {"scaler/scale": self.scale, "scaler/clean_steps": self.clean_steps}

@@ -1,4 +1,4 @@
-"""Recompute: activations that are dropped in the forward pass and computed again in the backward pass (Chen et al. 2016)."""
+"""Activations that are recomputed in the backward pass (Chen et al. 2016), or wait for it in host memory (Rhu et al. 2016)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import PlanError, Problem, nearest_name
@@ -294,3 +295,35 @@ def _buffers_aside(block: nn.Module, inner: AbstractContextManager[Any]) -> Gene
     finally:
         for module, name, buffer in buffers:
             setattr(module, name, buffer)
+
+
+# --- offload ----------------------------------------------------------------------------------------------------------
+
+
+def offload_activations(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
+    """Copy what the forward passes of ``blocks`` save to the host and back when the backward pass asks for it, in place.
+
+    ``pinned`` memory is copied without a wait. Parameters, which are saved too, stay where they are.
+    """
+    for block in blocks:
+        _offload(block, pinned=pinned)
+
+
+def _offload(block: nn.Module, *, pinned: bool) -> None:
+    def offloading(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # a transposed weight is another tensor on the same memory; a sharded block's weights are there from now on
+        stays = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        host: Any = save_on_cpu(pin_memory=pinned)
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if tensor.untyped_storage().data_ptr() in stays else host.pack_hook(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    wrap_forward(block, offloading)

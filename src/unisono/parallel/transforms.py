@@ -18,14 +18,18 @@ from unisono.errors import PlanError, Problem
 from unisono.parallel.batch_norm import apply_sync_batch_norm, batch_norms, check_batch_norm
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.expert import apply_expert_parallel, check_experts, expert_layers, sum_balance_counts
-from unisono.parallel.fp8 import apply_fp8, check_fp8
 from unisono.parallel.fsdp import apply_fsdp, check_unsharded
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.offload import offload_activations
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.pipeline.stages import PipelineStages
-from unisono.parallel.precision import check_dtype_rules, convert_parameters, set_compute_dtypes
-from unisono.parallel.recompute import check_kv_caches, find_recomputed_modules, recompute_blocks, recompute_modules
+from unisono.parallel.precision import apply_fp8, check_dtype_rules, check_fp8, convert_parameters, set_compute_dtypes
+from unisono.parallel.recompute import (
+    check_kv_caches,
+    find_recomputed_modules,
+    offload_activations,
+    recompute_blocks,
+    recompute_modules,
+)
 from unisono.parallel.sharding import ShardTable
 from unisono.parallel.tensor.dtensor_placements import apply_placements, resolve_placements
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
