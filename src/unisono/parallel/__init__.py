@@ -1,4 +1,4 @@
-"""Applies a plan to a model: shards, precision, recompute, pipeline stages. Importing this package alone does not import torch."""
+"""Applies a plan to a model: shards, precision, recompute, stages. Importing this package alone does not import torch."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
 """Precision by module (Micikevicius et al. 2018), fp8 layers, and the loss scale of fp16.
 
-``precision.dtype_rules`` keeps parameters in bf16, lets modules compute in another precision, and reduces gradients in another dtype.
+The rules of ``precision.dtype_rules`` set, by module, dtypes of parameters, of computation, and of the reduction of gradients.
 Parameters are converted before a model is sharded; modules get their compute dtype after that, around the collectives that
 sharding adds. The loss reads a head's weight itself, so its precision goes with ``LazyLogits``.
 """
@@ -252,8 +252,8 @@ def _own(modules: Mapping[str, nn.Module], key: tuple[str, str]) -> nn.Parameter
 MULTIPLE = 16  # rows and columns that the products want
 
 
-# Products in fp8 are torchao's (Micikevicius et al. 2022, FP8 formats for deep learning): weights and their gradients keep their dtype,
-# a layer scales and rounds the operands of its three products. All other layers compute in bf16.
+# Products in fp8 are torchao's (Micikevicius et al. 2022, FP8 formats for deep learning): weights and their gradients keep their
+# dtype, a layer scales and rounds the operands of its three products. All other layers compute in bf16.
 
 
 def check_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:

@@ -1,12 +1,12 @@
-"""Tensor parallelism: cuts the layers that rules name (``plan.tensor_parallel.rules``), with plain local tensors in place of whole ones.
+"""Tensor parallelism: shards the layers that the rules of ``plan.tensor_parallel`` name; local tensors replace global ones.
 
-In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
-of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
-over the ranks ends it. Forward that is one all-reduce behind the last layer, backward one before the first.
+In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are split column-wise (by output features: whole attention heads, or
+hidden units of a feed-forward layer) and the last row-wise (by input features). Everything in between is computed on the local
+part, with one all-reduce after the row-wise layer forward and one before the column-wise layers backward.
 
-    pair        input x, the same on all ranks         ∂x summed over ranks
+    pair        input x, replicated                    ∂x summed over ranks
     column      y_r = x W_rᵀ + b_r
-    row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
+    row         z = Σ_r y_r V_rᵀ + c                    ∂z replicated
 
 Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
 same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
