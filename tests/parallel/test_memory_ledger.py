@@ -31,8 +31,8 @@ def by_hand(whole: GlobalParameterSpec, plan: Plan, rank: int) -> dict[str, Tens
         dim, index = DIMS.get(name.split(".")[-2]), coordinates_of(plan, rank)["tp"]
         if dim is not None and plan.mesh.tp > 1:
             size = entry.shape[dim]
-            length = size // plan.tp + (index < size % plan.tp)
-            start = index * (size // plan.tp) + min(index, size % plan.tp)
+            length = size // plan.mesh.tp + (index < size % plan.mesh.tp)
+            start = index * (size // plan.mesh.tp) + min(index, size % plan.mesh.tp)
             found[name] = TensorShard.whole(entry.shape).select(dim, [(start, length)])
     return found
 

@@ -95,7 +95,7 @@ def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
 
 
 def check_unsharded(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError where ``plan.ignored_modules`` names nothing, or experts that ``ep`` spreads."""
+    """Raises PlanError where ``plan.fsdp.ignored_modules`` names nothing, or experts that ``ep`` spreads."""
     paths = [path for path, _ in model.named_modules() if path]
     spread = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
     for pattern in plan.fsdp.ignored_modules:
@@ -152,8 +152,8 @@ def _by_kind(
 
 
 def _policy(kind: Kind) -> MixedPrecisionPolicy:
-    kept, travels = kind
-    return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
+    stored, reduced = kind
+    return MixedPrecisionPolicy(reduce_dtype=None if reduced == stored else reduced, cast_forward_inputs=False)
 
 
 def reshard(model: nn.Module) -> None:
