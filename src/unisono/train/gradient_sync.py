@@ -38,7 +38,7 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
             given=f"train.ema_decay {options.ema_decay} with plan.sync.kind {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
-            nearest="train.ema_decay=0, or plan.sync.kind='dist_sync'",
+            nearest="train.ema_decay=0, or plan.sync='dist_sync'",
         )
 
 
