@@ -60,18 +60,23 @@ class GradientSync(Protocol):
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Declare the next backward pass to be the step's last one, through the whole model or through ``part`` of it.
         Gradients may be sent as soon as they are complete."""
+        ...
 
     def wait(self, totals: Tensor) -> None:
         """Block until all gradients and ``totals`` [k] hold the sum over workers. Raises CommError if a peer is lost."""
+        ...
 
     def gradients(self) -> list[Tensor]:
         """The reduced gradients in parameter order; zeros for a parameter that no sample used."""
+        ...
 
     def zero_grad(self) -> None:
         """Clear the gradients before the next step."""
+        ...
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""
+        ...
 
 
 class Backend(Protocol):
@@ -80,44 +85,57 @@ class Backend(Protocol):
 
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Store ``values`` under new keys. They are equal on all workers, and the backend owns them."""
+        ...
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
         """The device on which several values of one push are added."""
+        ...
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
         """Sum over workers. The caller may change or reuse a value at once: the backend copies what it still needs."""
+        ...
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
         """Write the stored value into each of the key's tensors."""
+        ...
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
         """Rows of the stored value; ``ids`` are sorted and distinct."""
+        ...
 
     def barrier(self) -> None:
         """Return once every worker has called it and all pushes are applied."""
+        ...
 
     def set_optimizer(self, options: OptimOptions) -> None:
         """Treat later sums as gradients."""
+        ...
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of all later updates."""
+        ...
 
     def set_compression(self, codec: str | None) -> None:
         """Set the codec of later pushes. Raises ConfigError if this backend sends nothing or has already sent data."""
+        ...
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Compression statistics by key."""
+        ...
 
     def step(self) -> None:
         """Return when this worker may begin its next step."""
+        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """All state that a later process needs to continue, by name."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
     def close(self) -> None:
         """Release memory and connections. Not a collective."""
+        ...
 
 
 class KVStore:

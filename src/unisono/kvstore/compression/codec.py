@@ -27,19 +27,23 @@ class Codec(Protocol):
     @property
     def name(self) -> str:
         """The text that ``find_codec`` accepts."""
+        ...
 
     @property
     def summable(self) -> torch.dtype | None:
         """The dtype in which codes of several workers may be added elementwise; None if they may not."""
+        ...
 
     def encoded_bytes(self, numel: int) -> int:
         """Length of the code of ``numel`` elements."""
+        ...
 
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
         """Encode ``value`` [numel], of any floating dtype, as uint8 [encoded_bytes(numel)] on its device.
 
         ``seed`` keys the noise of codecs that round stochastically: the same value and seed give the same code.
         """
+        ...
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
         """Decode ``code`` [encoded_bytes(numel)] to [numel] of ``dtype``. Raises CommError for a code that no encoder
@@ -47,6 +51,7 @@ class Codec(Protocol):
 
         ``trusted``: skip the checks of its content, which synchronise with the device; for codes of this program.
         """
+        ...
 
 
 def can_compress_values(codec: Codec) -> bool:

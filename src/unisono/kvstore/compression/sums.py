@@ -45,18 +45,23 @@ class CompressedSum(Protocol):
     def launch(self, gradients: Mapping[str, Tensor]) -> PendingSum:
         """Start the sum, on all ranks in the same order; ``wait`` overwrites ``gradients`` with it, also in the same
         order."""
+        ...
 
     def commit(self, good: Tensor | bool) -> None:
         """End the step; where ``good`` (0-dim bool) is false, it leaves no trace."""
+        ...
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's residuals and factors."""
+        ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises CheckpointError for a state of other parameters or another codec."""
+        ...
 
     def stats(self) -> dict[str, dict[str, float]]:
         """Compression statistics, see ``ErrorFeedback.stats``."""
+        ...
 
 
 def compressed_sum(

@@ -63,6 +63,7 @@ class RunningServer(Protocol):
 
     def close(self) -> None:
         """Answer running requests and accept no more."""
+        ...
 
 
 def server_settings(environ: Mapping[str, str]) -> ServerSettings:

@@ -35,12 +35,15 @@ class RequestHandler(Protocol):
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
         """Admit a peer that proved itself. Raises UnisonoError to refuse; the peer gets its text."""
+        ...
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
         """The answer. May block; a UnisonoError becomes an ERROR reply. The request may come twice (a lost answer)."""
+        ...
 
     def gone(self, peer: Peer) -> None:
         """A connection that ``hello`` admitted has closed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
