@@ -99,7 +99,7 @@ def test_what_cannot_be_beside_placements() -> None:
     plan = changed(planned(2), placements=FFN, rules=(ColwiseRowwise(module="a", rowwise="b"),))
     with pytest.raises(PlanError, match="placements with rules 1"):
         validate_plan(plan, 2)
-    with pytest.raises(PlanError, match="FSDP2 would cut each parameter again"):
+    with pytest.raises(PlanError, match="FSDP2 would shard each parameter again"):
         validate_plan(changed(planned(2, tp=1, dp_shard=2), placements=FFN), 2)
     with pytest.raises(PlanError, match=r"placements with plan\.tp=1"):
         validate_plan(changed(planned(1), placements=FFN), 1)
