@@ -53,11 +53,11 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             if world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             more = {
-                "UNISONO_REPLICAS": str(launch.replicas),
+                "UNISONO_REPLICAS": str(launch.num_replicas),
                 "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
                 "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
             }
-            count = job.servers or launch.servers
+            count = job.servers or launch.num_servers
             with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
                 world.close()
                 file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
@@ -84,7 +84,7 @@ def _tls_variable(launch: LaunchOptions) -> Generator[str]:
 
 def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
     return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync!r}",
+        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
         rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
         consequence="it would act on nothing, and nothing was started",
         nearest="plan.sync='dist_async', or a private network and no launch.tls",

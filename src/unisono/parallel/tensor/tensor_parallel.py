@@ -108,17 +108,17 @@ def _cut_pair(
     along_sequence: bool,
 ) -> None:
     module, group = each.module, sharder.group
-    parts = attribute_value(each, pair.shared_units) if pair.shared_units else 0
-    for name in (*pair.column, *pair.shared, *pair.fused):
+    parts = attribute_value(each, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
+    for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
-        held = parts if name in pair.shared else 0
-        fused = 3 if name in pair.fused else 1
+        held = parts if name in pair.kv_colwise else 0
+        fused = 3 if name in pair.fused_colwise else 1
         sharder.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
         sharder.shard(layer, "bias", 0, parts=held, fused=fused)
         if 0 < held < sharder.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
                 sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // held])
-    last = module.get_submodule(pair.row)
+    last = module.get_submodule(pair.rowwise)
     sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
