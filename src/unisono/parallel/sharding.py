@@ -315,7 +315,7 @@ class ShardedParameters:
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """``values`` computed from this rank's tokens, summed over all tokens of the step, in place."""
         values = self._mesh.sum(self._mesh.sum(values, "dp_replicate"), "shard")
-        return self._mesh.sum(values, "tp") if self._mesh.plan.sequence_parallel else values
+        return self._mesh.sum(values, "tp") if self._mesh.plan.tensor_parallel.sequence_parallel else values
 
     def max_over_shards(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold shards; NaN where one has it."""

@@ -175,7 +175,7 @@ def _recompute(state: ParallelModel, _mesh: ParallelDims | None) -> None:
 
 def _check_recompute(model: nn.Module, plan: Plan) -> None:
     if not plan.recompute.modules:
-        _check_blocks("recompute", "'none'", model, plan)
+        _check_blocks("recompute", plan.recompute.mode, "'none'", model)
     check_kv_caches(model, plan)
     find_recomputed_modules(plan, model, repeated_blocks(model))
 
@@ -190,7 +190,7 @@ def _compile(state: ParallelModel, _mesh: ParallelDims | None) -> None:
 
 def _check_compile(model: nn.Module, plan: Plan) -> None:
     if plan.backend.compile == "regional":
-        _check_blocks("compile", "'model'", model, plan)
+        _check_blocks("compile", plan.backend.compile, "'model'", model)
     if any(expert_layers(model)):
         raise PlanError(
             given=f"plan.compile={plan.backend.compile!r} for {type(model).__name__} with experts",
@@ -200,13 +200,13 @@ def _check_compile(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _check_blocks(choice: str, near: str, model: nn.Module, plan: Plan) -> None:
+def _check_blocks(option: str, value: object, near: str, model: nn.Module) -> None:
     if not repeated_blocks(model):
         raise PlanError(
-            given=f"plan.{choice}={getattr(plan, choice)!r} for {type(model).__name__}",
+            given=f"plan.{option}={value!r} for {type(model).__name__}",
             rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
             consequence="it would change nothing",
-            nearest=f"plan.{choice}={near}, or keep the blocks in a ModuleList",
+            nearest=f"plan.{option}={near}, or keep the blocks in a ModuleList",
         )
 
 
@@ -270,7 +270,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "context_parallel",
         lambda plan: plan.mesh.cp > 1,
-        lambda model, plan: _check_blocks("cp", "1", model, plan),
+        lambda model, plan: _check_blocks("cp", plan.mesh.cp, "1", model),
         _join_attention,
     ),
     Transform("pipeline", lambda plan: plan.mesh.pp > 1, _nothing, _split_stages),
@@ -279,7 +279,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "offload",
         lambda plan: plan.recompute.offload,
-        lambda model, plan: _check_blocks("offload", "False", model, plan),
+        lambda model, plan: _check_blocks("offload", plan.recompute.offload, "False", model),
         lambda state, _mesh: offload_activations(state.blocks, pinned=True),
     ),
     Transform("compile", lambda plan: plan.backend.compile != "off", _check_compile, _compile),

@@ -131,7 +131,8 @@ class BatchBuilder:
             if self.pair_transform is not None:
                 samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
             batch = _name_step(spec, lambda: collate(samples[: spec.num_rows], ids))
-        for transform in (self._two_phase and self._two_phase.transform_batch, self.batch_transform):
+        second_phase = None if self._two_phase is None else self._two_phase.transform_batch
+        for transform in (second_phase, self.batch_transform):
             if transform is not None:
                 batch = _name_step(spec, lambda f=transform, batch=batch: check_batch(f(batch), spec.num_rows))
         bad_rows = [row for row, sample in enumerate(ids) if sample in bad]

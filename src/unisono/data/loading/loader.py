@@ -76,8 +76,8 @@ class Loader:
     ``batch_transform(batch)`` gets all rows of a micro-batch.
 
     At least ``prefetch_depth`` steps are built ahead; 0 builds each step when it is requested. Batches are pinned if ``device``
-    is an accelerator with memory of its own. With ``last_batch`` pad or ``max_bad_sample_frac`` above 0, each batch has
-    ``weights``, 0 in rows that must not count; the objectives of ``train`` apply them. Workers live until ``close()`` or until the loader is
+    is an accelerator with memory of its own. With ``last_batch`` pad or ``max_bad_sample_frac`` above 0, a batch has ``weights``,
+    0 in rows that must not count; the objectives of ``train`` apply them. Workers live until ``close()`` or until the loader is
     garbage-collected.
 
     Raises DataError for impossible batch sizes, and while iterating for samples that cannot be read.

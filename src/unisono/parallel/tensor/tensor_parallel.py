@@ -10,8 +10,8 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
 
 Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
 same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
-layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops the same
-elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
+layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops
+the same elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
 """
 
 from __future__ import annotations
