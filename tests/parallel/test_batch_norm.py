@@ -119,7 +119,7 @@ def test_plans_that_could_not_meet() -> None:
         "1. 3 batch norms in Net on 2 data ranks with global_batch 7\n"
         "  rule: their statistics are of all ranks, which run the same passes: global_batch is a multiple of the ranks\n"
         "  so:   a rank that is done would keep the others waiting\n"
-        "  try:  plan.batch.global_batch=6, or group norms\n"
+        "  try:  plan.global_batch=6, or group norms\n"
         "2. 3 batch norms in Net on 2 data ranks with compile 'model'\n"
         "  rule: sums of statistics between ranks are not traced by the compiler\n"
         "  so:   the graph would break at each of them\n"

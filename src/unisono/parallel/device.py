@@ -21,7 +21,7 @@ def find_device(asked: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if present is None or asked not in ("auto", present.type):
         raise PlanError(
-            given=f"plan.mesh.device {asked!r}",
+            given=f"plan.device {asked!r}",
             rule=f"this torch ({torch.__version__}) sees "
             + ("only the CPU" if present is None else f"{present.type!r} and the CPU"),
             consequence="nothing was started",

@@ -22,7 +22,7 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
     """Host and port of each server of the job. Raises LaunchError where it has none."""
     if not job.server_addresses:
         raise LaunchError(
-            given=f"plan.sync.kind 'dist_async' in a job that {job.source} started without parameter servers",
+            given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
             consequence="there is nobody to push gradients to, so nothing was started",
             nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",

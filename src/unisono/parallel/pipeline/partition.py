@@ -55,7 +55,7 @@ def partition_model(
     paths = tuple(names[id(block)] for block in blocks)
     if not paths:
         raise PlanError(
-            given=f"plan.mesh.pp for {type(model).__name__}, which has no repeated blocks",
+            given=f"plan.pp for {type(model).__name__}, which has no repeated blocks",
             rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
             consequence="there is no place to cut",
             nearest="plan.pp=1 with plan.dp_shard to spread the state",
@@ -157,7 +157,7 @@ def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]])
         if given:
             problems.append(
                 Problem(
-                    given=f"plan.mesh.pp for a model whose {given}",
+                    given=f"plan.pp for a model whose {given}",
                     rule="stages pass on one tensor: a block's first argument is the first output of the block before it",
                     consequence="what the next stage needs would be missing",
                     nearest="plan.pp=1, or a forward that hands one hidden state from block to block",
@@ -197,7 +197,7 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
                 ] = None
     return [
         Problem(
-            given=f"plan.mesh.pp for a model where {what}",
+            given=f"plan.pp for a model where {what}",
             rule="between stages only the hidden state travels; the rest is made from the inputs on every stage",
             consequence="it would be computed from zeros, and get no gradient",
             nearest="plan.pp=1, or hand it on inside the hidden state",
@@ -217,7 +217,7 @@ def _shared_from_inside(model: nn.Module, paths: tuple[str, ...], users: Mapping
         if owner and set(users.get(name, [owner])) != {owner}:
             problems.append(
                 Problem(
-                    given=f"plan.mesh.pp for a model whose {name} is used outside its block too",
+                    given=f"plan.pp for a model whose {name} is used outside its block too",
                     rule="a block's parameters go where the block goes",
                     consequence="another stage would have it under another name",
                     nearest="plan.pp=1, or keep the parameter in a module outside the blocks",

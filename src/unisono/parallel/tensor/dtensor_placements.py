@@ -329,7 +329,7 @@ def _wrong_axes(what: str, dims: Dims) -> Problem | None:
         given=f"the placement {dims} of {what}",
         rule=f"a placement has {AXIS!r} for one dim at most and None for the others",
         consequence="there are no other ranks that compute the same samples and could share it",
-        nearest=f"plan.{AXIS} for what is pinned, plan.mesh.dp_shard for the state of all parameters",
+        nearest=f"plan.{AXIS} for what is pinned, plan.dp_shard for the state of all parameters",
     )
 
 
@@ -381,7 +381,7 @@ def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
                 given=f"{type(model).__name__} with pinned placements: {text.splitlines()[0]}",
                 rule="DTensor has a rule for every operation, and tensors made in the forward pass come from inputs",
                 consequence="the operation cannot run on parts",
-                nearest="shard() on a part of the model, such as a feed-forward layer, or plan.mesh.dp_shard",
+                nearest="shard() on a part of the model, such as a feed-forward layer, or plan.dp_shard",
             ) from error
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), outputs)
 
