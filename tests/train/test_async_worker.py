@@ -147,7 +147,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         tiny.trainer(tmp_path / "a", sync="dist_async", world=alone).__enter__()
     with pytest.raises(ConfigError, match="'dist_async' with a stream"):
         tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
-    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync.kind 'dist_async'"):
+    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
         tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
 
 

@@ -13,14 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from unisono.config.toml_file import NOTHING_STARTED, KeyPath
-from unisono.config.values import shown
 from unisono.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from unisono.config.sources import SourceEntry
-
-LOG = logging.getLogger("unisono")
+    from unisono.config.toml_file import KeyPath
 
 # old dotted key of an option or a section → new one; None: the option is gone, and a value given for it is ignored
 OPTIONS: Mapping[str, str | None] = {
@@ -126,7 +123,9 @@ class OptionRenames:
 def announce(where: str, renamed: Iterable[str]) -> None:
     """Print the migration line, if anything was renamed."""
     if names := ", ".join(dict.fromkeys(renamed)):
-        LOG.warning("%s uses names of an earlier version, which were read as: %s", where, names)
+        logging.getLogger("unisono").warning(
+            "%s uses names of an earlier version, which were read as: %s", where, names
+        )
 
 
 def _rename(
@@ -215,7 +214,7 @@ def _renaming(
             if new is None:
                 continue
             if new.rpartition(".")[2] in keywords:
-                raise ConfigError(_given_twice(f"{type(self).__name__}({name}={shown(value)})", old, new))
+                raise ConfigError(_given_twice(f"{type(self).__name__}({name}={value!r})", old, new))
             keywords[new.rpartition(".")[2]] = value
         original(self, *args, **keywords)
 
@@ -223,11 +222,15 @@ def _renaming(
 
 
 def _both(entry: SourceEntry, present: SourceEntry, old: str, new: str, raw: Any) -> Problem:
+    from unisono.config.values import shown
+
     here, there = entry.origin(tuple(old.split("."))), present.origin(tuple(new.split(".")))
     return _given_twice(f"{here}: {old} = {shown(raw)} beside {new} ({there})", old, new)
 
 
 def _given_twice(given: str, old: str, new: str) -> Problem:
+    from unisono.config.toml_file import NOTHING_STARTED
+
     rule = f"{old} is the earlier name of {new}, and one source gives an option once"
     return Problem(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=f"leave {old} out")
 

@@ -158,7 +158,7 @@ class BERT(nn.Module):
     def check_length(self, tokens: int) -> None:
         """Raise ``DataError`` if ``tokens``, the length of a text, exceeds ``max_length``.
 
-        With ``plan.mesh.cp`` a rank's forward sees a part of each text, so ``parallel.context`` calls this with the whole length.
+        With ``plan.cp`` a rank's forward sees a part of each text, so ``parallel.context`` calls this with the whole length.
         """
         if tokens > self.options.max_length:
             raise DataError(

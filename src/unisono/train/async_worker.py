@@ -355,7 +355,7 @@ def require_random_access(loader: Loader | StreamLoader) -> Loader:
     """Return ``loader``. Raises ConfigError for a stream, whose batch shards cannot be read in any order."""
     if isinstance(loader, StreamLoader):
         raise ConfigError(
-            given=f"plan.sync.kind 'dist_async' with a stream ({type(loader).__name__})",
+            given=f"plan.sync 'dist_async' with a stream ({type(loader).__name__})",
             rule="shares of steps are dealt to whoever is free, so any sample can be read at any time",
             consequence="a worker could not read the share it was dealt",
             nearest="a data set with a length, or plan.sync='dist_sync'",

@@ -35,7 +35,7 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
     """Raises ConfigError for what ranks that are apart cannot do."""
     if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
-            given=f"train.ema_decay {options.ema_decay} with plan.sync.kind {plan.sync.kind!r}",
+            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
             nearest="train.ema_decay=0, or plan.sync='dist_sync'",
