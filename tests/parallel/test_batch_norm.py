@@ -12,8 +12,8 @@ from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.parallel.batch_norm import apply_sync_batch_norm, check_batch_norm
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 SIZES = (5, 1, 3)  # samples of each rank
 
@@ -108,7 +108,7 @@ def test_plans_that_could_not_meet() -> None:
     model = Net()
 
     def check(ranks: int, **options: object) -> None:
-        check_batch_norm(model, derive_plan(PlanOptions(**options), world=ranks, device="cpu", native_bf16=False))
+        check_batch_norm(model, derive_plan(PlanOptions(**options), world_size=ranks, device="cpu", native_bf16=False))
 
     check(1, global_batch=7, compile="model")
     check(2, global_batch=8)

@@ -13,8 +13,8 @@ from unisono import PlanOptions
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.observe.formatting import event_message
-from unisono.plan.derive import derive_plan
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ColwiseRowwise, ParameterPlacement
 from unisono.plan.validate import validate_plan
 
@@ -28,7 +28,7 @@ FFN = (
 
 def planned(ranks: int, **options: int) -> Plan:
     given = PlanOptions(**{"device": "cpu", "global_batch": 8, "precision": "fp32", "tp": ranks, **options})
-    return derive_plan(given, world=ranks, device="cpu", native_bf16=False)
+    return derive_plan(given, world_size=ranks, device="cpu", native_bf16=False)
 
 
 MOVED = (*FFN, ParameterPlacement(module="blocks.*.ffn.down", inputs=((None, "tp", None),), outputs=(None, None, None)))
@@ -96,7 +96,7 @@ def test_a_placement_says_one_thing() -> None:
 
 
 def test_what_cannot_be_beside_placements() -> None:
-    plan = replace(planned(2), placements=FFN, rules=(ColwiseRowwise(module="a", row="b"),))
+    plan = replace(planned(2), placements=FFN, rules=(ColwiseRowwise(module="a", rowwise="b"),))
     with pytest.raises(PlanError, match="placements with rules 1"):
         validate_plan(plan, 2)
     with pytest.raises(PlanError, match="FSDP2 would cut each parameter again"):

@@ -20,8 +20,8 @@ from unisono.checkpoint import verify
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train import async_worker
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         tiny.trainer(tmp_path / "a", sync="dist_async", world=alone).__enter__()
     with pytest.raises(ConfigError, match="'dist_async' with a stream"):
         tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
-    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
+    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync.kind 'dist_async'"):
         tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
 
 
@@ -170,7 +170,7 @@ def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> di
             samples.append(step.sample_ids.tolist())
             (folder / f"begun.{job.rank}").touch()
             begun(3)
-    return {"samples": samples, "values": digests(run), "world": run.plan.world_size}
+    return {"samples": samples, "values": digests(run), "world": run.plan.mesh.world_size}
 
 
 @pytest.mark.full

@@ -15,7 +15,9 @@ from typing import Any, TypeVar, cast
 import click
 
 from unisono.config import Resolved, load_config
-from unisono.errors import CheckpointError, ConfigError
+from unisono.config.renames import announce
+from unisono.dist import job_from_environ
+from unisono.errors import CheckpointError, ConfigError, LaunchError
 from unisono.train.config import RunConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,6 +67,7 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[
         # "never" and a path were about that one start; asking again for the folder means: go on
         resolved = load_config(RunConfig, [kept], overrides=["run.resume=auto", *overrides], environ=os.environ)
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
+    _announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, kept or ", ".join(files) or "defaults")
     return resolved
 
@@ -87,7 +90,17 @@ def load_run(run_dir: str) -> Resolved[RunConfig]:
     """
     kept = require_run(run_dir) / RESOLVED
     here = [f"run.dir={json.dumps(run_dir)}"]
-    return load_config(RunConfig, [kept], overrides=here, environ=os.environ)
+    resolved = load_config(RunConfig, [kept], overrides=here, environ=os.environ)
+    _announce(str(kept), resolved.renamed)
+    return resolved
+
+
+def _announce(where: str, renamed: Sequence[str]) -> None:
+    """Print what was renamed, in one process of a job: rank 0, or the launcher that started it."""
+    with suppress(LaunchError):
+        job = job_from_environ(os.environ)
+        if job.rank == 0 and job.source != "unisono":
+            announce(where, renamed)
 
 
 def require_run(run_dir: str) -> Path:

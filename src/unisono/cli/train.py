@@ -24,8 +24,8 @@ from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
 from unisono.errors import CommError, ConfigError, LaunchError, Problem, UnisonoError
-from unisono.plan.derive import load_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import load_plan
 from unisono.train.config import RunConfig
 
 USER_ERROR = 2
@@ -55,8 +55,8 @@ def command(
         return 0
     if debug and job.world_size > 1:
         raise LaunchError(_debug_in_a_job(job))
-    servers = job.servers or resolved.value.launch.servers
-    if sync == "dist_async" and resolved.value.launch.replicas > servers:
+    servers = job.servers or resolved.value.launch.num_servers
+    if sync == "dist_async" and resolved.value.launch.num_replicas > servers:
         raise ConfigError(_no_room_for_replicas(servers))
     run_dir = Path(resolved.value.run.dir)
     made = make_folder(run_dir)
@@ -90,7 +90,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
     run_dir, options = Path(resolved.value.run.dir), resolved.value.launch
     command_line = [sys.executable, "-m", "unisono", "train", *flags, *arguments]
     if (sync := _sync(resolved.value.plan)) != "dist_async":
-        if options.servers > 1 or options.replicas > 1:
+        if options.num_servers > 1 or options.num_replicas > 1:
             LOG.warning("no servers are started: plan.sync %r all-reduces gradients among the ranks", sync)
         return launch_local(command_line, options, run_dir=run_dir, run_id=run_dir.absolute().name)
     return run_job(with_servers(command_line, options, run_dir), run_dir)
@@ -108,15 +108,15 @@ def _leave(error: CommError) -> NoReturn:
 
 def _no_room_for_replicas(servers: int) -> Problem:
     return Problem(
-        given=f"launch.replicas 2 with {servers} server",
+        given=f"launch.num_replicas 2 with {servers} server",
         rule="a replica is on another server than the values it is of",
         consequence="nothing was started",
-        nearest="launch.servers=2, or launch.replicas=1",
+        nearest="launch.num_servers=2, or launch.num_replicas=1",
     )
 
 
 def _sync(options: PlanOptions) -> str:
-    return load_plan(options).sync if options.file else options.sync
+    return load_plan(options).sync.kind if options.file else options.sync
 
 
 def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
@@ -149,7 +149,7 @@ def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
     eager = replace(
         config,
         plan=replace(config.plan, compile="off"),
-        loader=replace(config.loader, workers=0),
+        loader=replace(config.loader, num_workers=0),
         checkpoint=replace(config.checkpoint, asynchronous=False),
     )
     return replace(resolved, value=eager)

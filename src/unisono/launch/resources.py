@@ -82,7 +82,7 @@ def divide_host(
     processor time that others use; None measures it, which takes 0.1 s.
     """
     environ = os.environ if environ is None else environ
-    processes = options.processes or max(1, count_accelerators())
+    processes = options.num_processes or max(1, count_accelerators())
     cores = allowed_cores()
     quota = cpu_quota()
     usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
@@ -105,8 +105,8 @@ def divide_host(
 
 
 def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, processes: int) -> tuple[int, str]:
-    if options.threads:
-        return options.threads, "launch.threads"
+    if options.num_threads:
+        return options.num_threads, "launch.num_threads"
     given = environ.get(_THREAD_VARIABLES[0], "")
     if given.isdigit() and int(given) > 0:
         return int(given), f"environment {_THREAD_VARIABLES[0]}"

@@ -72,7 +72,7 @@ class ContextParallel:
 
     def __init__(self, grid: ParallelDims, model: nn.Module) -> None:
         index = grid.rank_along("cp")
-        self._group, self._count = grid.group("cp"), grid.plan.cp
+        self._group, self._count = grid.group("cp"), grid.plan.mesh.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)

@@ -39,7 +39,7 @@ class TransformersModels:
             chosen = each.config._attn_implementation
             if chosen not in ("sdpa", _NAME):
                 raise PlanError(
-                    given=f"plan.cp above 1 for {type(each).__name__} with attention {chosen!r}",
+                    given=f"plan.mesh.cp above 1 for {type(each).__name__} with attention {chosen!r}",
                     rule="the ranks of a sequence join their parts in torch's scaled_dot_product_attention",
                     consequence="each token would see a part of its sequence only",
                     nearest="model.set_attn_implementation('sdpa')",

@@ -472,6 +472,6 @@ def _refused(what: str, tensor: Tensor | None, rule: str) -> PlanError:
         given=f"{what}{of} while a model is built without its values",
         rule=rule,
         consequence="its values could not be drawn later, a tensor at a time",
-        nearest="give the trainer (or return from parts.model) a module that was built before; each rank then holds all "
+        nearest="give the trainer (or return from components.model) a module that was built before; each rank then holds all "
         "of it once, at the start",
     )

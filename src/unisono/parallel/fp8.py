@@ -20,7 +20,7 @@ MULTIPLE = 16  # rows and columns that the products want
 
 def check_fp8(plan: Plan, blocks: Sequence[nn.Module]) -> None:
     """Raises PlanError where the device or the package lacks, and where no linear layer of ``blocks`` fits."""
-    lacking = [] if computes_fp8(plan.device) else [f"a {plan.device} without fp8 products"]
+    lacking = [] if computes_fp8(plan.mesh.device) else [f"a {plan.mesh.device} without fp8 products"]
     lacking += [] if find_spec("torchao") else ["no torchao"]
     if lacking:
         raise PlanError(

@@ -1,5 +1,5 @@
-"""Follows the rules of ``plan.dtypes``: parameters in bf16, modules that compute in another precision, gradients that travel
-in another one (mixed precision as in Micikevicius et al. 2018, by module).
+"""Follows the rules of ``precision.dtype_rules``: parameters in bf16, modules that compute in another precision, gradients that
+travel in another one (mixed precision as in Micikevicius et al. 2018, by module).
 
 Parameters are converted, and notes made of how their gradients travel, before a model is cut; modules are told how to compute
 after that, as cutting replaces what they do. The loss reads a head's weight itself: there the precision goes with the ``Head``.
@@ -19,9 +19,8 @@ from unisono.errors import PlanError, Problem, nearest_name
 from unisono.models.loss import LazyLogits
 from unisono.optim.groups import is_norm
 from unisono.parallel.hooks import wrap_forward
-from unisono.plan.dtype_rules import DtypeRule
 from unisono.plan.plan import Plan
-from unisono.plan.rules import match_modules
+from unisono.plan.rules import DtypeRule, match_modules
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Field = Literal["parameters", "compute", "gradients"]
@@ -54,7 +53,7 @@ def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
         paths = [path for path, each in rules.items() if each is rule]
         problems += _acts_on_nothing(rule, paths, plan, modules, kept, travels, computes)
     for (path, name), dtype in kept.items():
-        if dtype == "bf16" and (around := _around(path, computes, plan.precision)) != "bf16":
+        if dtype == "bf16" and (around := _around(path, computes, plan.precision.compute)) != "bf16":
             problems.append(
                 Problem(
                     given=f"parameters 'bf16' for {path}.{name}, computed in {around}",
@@ -65,13 +64,13 @@ def check_dtype_rules(model: nn.Module, plan: Plan) -> None:
             )
             break
     problems += _shared_unlike(kept, modules)
-    if "bf16" in kept.values() and plan.uses_fsdp and plan.zero > 1 and plan.accumulation > 1:
+    if "bf16" in kept.values() and plan.uses_fsdp and plan.fsdp.zero > 1 and plan.batch.accumulation > 1:
         problems.append(
             Problem(
-                given=f"parameters 'bf16' with zero {plan.zero} and accumulation {plan.accumulation}",
+                given=f"parameters 'bf16' with zero {plan.fsdp.zero} and accumulation {plan.batch.accumulation}",
                 rule="gradients of micro-batches pile up in fp32; FSDP2 keeps what it has reduced in the parameter's dtype",
                 consequence="small ones would be rounded away",
-                nearest=f"zero=1, or micro_batch={plan.micro_batch * plan.accumulation}",
+                nearest=f"zero=1, or micro_batch={plan.batch.micro_batch * plan.batch.accumulation}",
             )
         )
     if problems:
@@ -131,7 +130,7 @@ def _by_path(plan: Plan, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Dt
     problems: list[Problem] = []
     paths = [path for path in modules if path]
     kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in paths}
-    for rule in plan.dtypes:
+    for rule in plan.precision.dtype_rules:
         named = match_modules(rule.module, paths)
         if not named:
             problems.append(
@@ -210,7 +209,7 @@ def _acts_on_nothing(
         }
 
     mine, names = inside(kept), [path for path in paths if path in computes]
-    outer = any(rule.parameters != each.parameters for each in plan.dtypes if each.parameters)
+    outer = any(rule.parameters != each.parameters for each in plan.precision.dtype_rules if each.parameters)
     if (
         rule.parameters
         and not outer
@@ -218,10 +217,10 @@ def _acts_on_nothing(
     ):
         yield inert(f"parameters {rule.parameters!r}", "parameters are in fp32, norms unless they are named themselves")
     if rule.compute and all(
-        _around(path.rpartition(".")[0], computes, plan.precision) == rule.compute for path in names
+        _around(path.rpartition(".")[0], computes, plan.precision.compute) == rule.compute for path in names
     ):
         yield inert(f"compute {rule.compute!r}", f"what is around it computes in {rule.compute} already")
-    ranks = plan.dp_replicate * plan.shard_degree
+    ranks = plan.mesh.dp_replicate * plan.mesh.shard_degree
     if rule.gradients and ranks == 1:
         yield inert(f"gradients {rule.gradients!r}", "gradients travel between ranks that compute different samples")
     elif rule.gradients == "fp32" and not any(value != "fp32" for value in travels.values()):

@@ -40,12 +40,12 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
     Raises PlanError: more blocks than there are, an operator that does not exist; and in the first forward pass where an
     operator to keep was not run.
     """
-    if plan.recompute == "none":
+    if plan.recompute.mode == "none":
         return
-    count = plan.recompute_blocks[piece] if plan.recompute_blocks else len(blocks)
+    count = plan.recompute.blocks_per_stage[piece] if plan.recompute.blocks_per_stage else len(blocks)
     if count > len(blocks):
         raise PlanError(
-            given=f"recompute_blocks[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
+            given=f"recompute.blocks_per_stage[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
             rule="it counts blocks of the piece, from the first on",
             consequence="less memory would be free than was planned",
             nearest=f"{len(blocks)}",
@@ -75,12 +75,12 @@ def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequen
 
 
 def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """What ``recompute_modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
+    """What ``recompute.modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
     modules = {name: module for name, module in model.named_modules() if name}
     found: dict[str, str] = {}
     problems: dict[str, Problem] = {}  # of modules alike one is enough
-    for pattern in plan.recompute_modules:
-        given = f"recompute_modules {pattern!r}"
+    for pattern in plan.recompute.modules:
+        given = f"recompute.modules {pattern!r}"
         if not (names := match_modules(pattern, modules)):
             problems[pattern] = Problem(
                 given=given,
@@ -120,7 +120,7 @@ def check_called(named: Mapping[str, nn.Module], model: nn.Module, inputs: Mappi
     called = {call.module for call in trace(model, inputs).calls}
     missing = {_kind(name): name for name in named if name not in called}
     if missing:
-        raise PlanError(*(_never_called(f"recompute_modules for {kind!r}", name) for kind, name in missing.items()))
+        raise PlanError(*(_never_called(f"recompute.modules for {kind!r}", name) for kind, name in missing.items()))
 
 
 def _never_called(given: str, name: str) -> Problem:
@@ -135,7 +135,7 @@ def _never_called(given: str, name: str) -> Problem:
 def _twice(given: str) -> Problem:
     return Problem(
         given=given,
-        rule="one pattern of recompute_modules names a module, and none one inside it",
+        rule="one pattern of recompute.modules names a module, and none one inside it",
         consequence="it would be computed again for each of them, or be unclear which counts",
         nearest="the outer or the inner modules, by patterns that do not overlap",
     )
@@ -154,7 +154,7 @@ def check_kv_caches(model: nn.Module, plan: Plan) -> None:
         decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
         if decodes and getattr(each.config, "use_cache", False):
             raise PlanError(
-                given=f"plan.recompute={plan.recompute!r} for {type(each).__name__} with config.use_cache=True",
+                given=f"plan.recompute={plan.recompute.mode!r} for {type(each).__name__} with config.use_cache=True",
                 rule="a block that is computed again leaves nothing behind; a cache takes its keys and values each time",
                 consequence="the second pass would see another cache than the first, and nothing be saved of keys and values",
                 nearest="model.config.use_cache=False (a cache is of use in generation only)",
@@ -168,7 +168,7 @@ class _Policy:
         known = {name.partition("::")[2].partition(".")[0] for name in _all_operators() if name.startswith("aten::")}
         problems = [
             Problem(
-                given=f"recompute_keep {name!r}",
+                given=f"recompute.saved_ops {name!r}",
                 rule="it names operators of aten, without overload, such as 'mm', that make a new tensor and draw nothing",
                 consequence="nothing could be kept, or what is drawn again would be other numbers",
                 nearest=nearest_name(name, known - {name}),
@@ -193,10 +193,10 @@ class _Policy:
         name = str(operator.overloadpacket.__name__)
         if name in self._names and (dropout := _dropout_of(operator, args, kwargs)):
             raise PlanError(
-                given=f"recompute_keep {name!r} of attention with dropout {dropout}",
+                given=f"recompute.saved_ops {name!r} of attention with dropout {dropout}",
                 rule="what is kept is not run again, and then draws nothing",
                 consequence="dropout behind it in the block would draw other numbers than in the forward pass",
-                nearest=f"recompute_keep without {name!r}, or attention without dropout",
+                nearest=f"recompute.saved_ops without {name!r}, or attention without dropout",
             )
         self.unused.discard(name)
         return CheckpointPolicy.MUST_SAVE if name in self._names else CheckpointPolicy.PREFER_RECOMPUTE
@@ -205,7 +205,7 @@ class _Policy:
         """After the blocks have run. Raises PlanError for a name that nothing was kept by."""
         if self.unused:
             raise PlanError(
-                given=f"recompute_keep {', '.join(sorted(self.unused))}",
+                given=f"recompute.saved_ops {', '.join(sorted(self.unused))}",
                 rule="it names operators that the recomputed blocks run",
                 consequence="it would keep nothing",
                 nearest="leave it out, or see which operators run with torch.profiler",
@@ -213,7 +213,7 @@ class _Policy:
 
 
 def _policy_of(plan: Plan) -> _Policy | None:
-    return _one_policy(plan.recompute_keep).begin() if plan.recompute == "selective" else None
+    return _one_policy(plan.recompute.saved_ops).begin() if plan.recompute.mode == "selective" else None
 
 
 @functools.cache

@@ -33,9 +33,9 @@ _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 def check_sync_options(plan: Plan, options: TrainOptions) -> None:
     """Raises ConfigError for what ranks that are apart cannot do."""
-    if options.ema_decay and plan.sync in ("dist_async", "dist_local"):
+    if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
-            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync!r}",
+            given=f"train.ema_decay {options.ema_decay} with plan.sync.kind {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
             nearest="train.ema_decay=0, or plan.sync='dist_sync'",
@@ -44,28 +44,30 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
 
 def open_store(plan: Plan, world: World) -> KVStore:
     """The store of the plan's kind; of asynchronous workers each has one of its own, beside the servers."""
-    if plan.sync == "dist_async":
+    if plan.sync.kind == "dist_async":
         return create_kvstore("local", world)
-    if plan.sync == "dist_local":
-        return create_kvstore(plan.sync, world, local_sgd=local_sgd_config(plan))
-    return create_kvstore(plan.sync, world)
+    if plan.sync.kind == "dist_local":
+        return create_kvstore(plan.sync.kind, world, local_sgd=local_sgd_config(plan))
+    return create_kvstore(plan.sync.kind, world)
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
     """The ranks that keep step with this one: all of the job, or, asynchronously, none (docs/adr/0010)."""
     return (
-        World.alone(job) if plan.sync == "dist_async" else join_world(job, device_type=device_type, timeout_s=timeout_s)
+        World.alone(job)
+        if plan.sync.kind == "dist_async"
+        else join_world(job, device_type=device_type, timeout_s=timeout_s)
     )
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
     """When ``dist_local`` averages."""
     return LocalSGDConfig(
-        local_steps=plan.local_steps,
-        outer_lr=plan.outer_lr,
-        outer_momentum=plan.outer_momentum,
-        num_fragments=plan.fragments,
-        outer_delay_steps=plan.overlap_steps,
+        local_steps=plan.sync.local_steps,
+        outer_lr=plan.sync.outer_lr,
+        outer_momentum=plan.sync.outer_momentum,
+        num_fragments=plan.sync.num_fragments,
+        outer_delay_steps=plan.sync.outer_delay_steps,
     )
 
 
@@ -84,10 +86,10 @@ def build_gradient_sync(
     device = next(iter(pieces.parameters.values())).device
     if plan.uses_fsdp:
         return FSDPGradients(model, pieces, grid), None
-    if plan.placements:
+    if plan.tensor_parallel.placements:
         return DTensorGradients(model, pieces, grid), None
     codec = _choose_codec(plan, grid, device, optimizer, events)
-    if plan.sync == "dist_local":
+    if plan.sync.kind == "dist_local":
         found = None if codec == "none" else cast(Codec, find_codec(codec))  # the plan has no factors here
         rounds = LocalSGDSync(plan, pieces.parameters, grid.world, step, found)
         return rounds, rounds
@@ -95,7 +97,7 @@ def build_gradient_sync(
     if codec != "none":
         store.set_compression(codec)
     travels = pieces.grad_reduce_dtypes if codec == "none" else None
-    sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes)
+    sync = store.gradients(pieces.parameters, group, travels, plan.sync.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
     events.emit("gradients", path=sync.path)
@@ -104,14 +106,14 @@ def build_gradient_sync(
 
 def _choose_codec(plan: Plan, grid: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
     """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
-    chosen = plan.compression
+    chosen = plan.sync.compression
     if chosen == "none":
         return chosen
     why = compression_reason(chosen, optimizer)
     if chosen == "auto":
         choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.is_model_sharded else None)
         chosen, why = choice.codec or "none", choice.reason
-    events.emit("compression", asked=plan.compression, codec=chosen, why=why)
+    events.emit("compression", asked=plan.sync.compression, codec=chosen, why=why)
     return chosen
 
 

@@ -41,13 +41,13 @@ def partition_model(
     blocks: Sequence[nn.Module],
     inputs: Mapping[str, Tensor],
     pieces: int,
-    splits: tuple[int, ...] = (),
-    weights: Sequence[float] = (),
+    layers_per_stage: tuple[int, ...] = (),
+    block_costs: Sequence[float] = (),
 ) -> PipelinePartition:
     """How to cut ``model`` into ``pieces`` stages; ``inputs`` are those of any micro-batch; nothing is computed or changed.
 
-    Where there are no ``splits`` they are derived from ``weights``: of what is before the blocks, of each block, of what is
-    behind them; without those, from the numbers that are multiplied there.
+    Empty ``layers_per_stage`` are balanced by ``block_costs`` (what comes before the blocks, each block, what follows them);
+    without those, by the multiplications counted there.
 
     Raises PlanError with everything about the model that keeps it from being cut.
     """
@@ -55,23 +55,24 @@ def partition_model(
     paths = tuple(names[id(block)] for block in blocks)
     if not paths:
         raise PlanError(
-            given=f"plan.pp for {type(model).__name__}, which has no repeated blocks",
+            given=f"plan.mesh.pp for {type(model).__name__}, which has no repeated blocks",
             rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
             consequence="there is no place to cut",
             nearest="plan.pp=1 with plan.dp_shard to spread the state",
         )
-    if splits and (sum(splits) != len(paths) or len(splits) != pieces):
+    if layers_per_stage and (sum(layers_per_stage) != len(paths) or len(layers_per_stage) != pieces):
         raise PlanError(
-            given=f"splits {list(splits)} for {type(model).__name__} with {len(paths)} blocks in {pieces} pieces",
-            rule="splits says for each piece how many of the blocks it has",
-            consequence=f"{sum(splits)} blocks would have a place",
-            nearest="numbers that add up, or none (they are chosen by weight)",
+            given=f"layers_per_stage {list(layers_per_stage)} for {type(model).__name__} with {len(paths)} blocks "
+            f"in {pieces} stages",
+            rule="layers_per_stage has the number of blocks of each stage",
+            consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
+            nearest="numbers that add up, or none (stages are balanced by cost)",
         )
-    if weights and len(weights) != len(paths) + 2:
+    if block_costs and len(block_costs) != len(paths) + 2:
         raise PlanError(
-            given=f"{len(weights)} weights for {type(model).__name__} with {len(paths)} blocks",
-            rule="one number for what is before the blocks, one for each block, one for what is behind them",
-            consequence="it would be unclear what each of them weighs",
+            given=f"{len(block_costs)} block_costs for {type(model).__name__} with {len(paths)} blocks",
+            rule="one cost for what comes before the blocks, one for each block, one for what follows them",
+            consequence="it would be unclear what each of them is the cost of",
             nearest=f"{len(paths) + 2} numbers, or none (they are counted)",
         )
     seen = trace(model, inputs)
@@ -81,9 +82,9 @@ def partition_model(
     users = _users(seen, ordered)
     _raise(_ways_around(seen, ordered) + _shared_from_inside(model, paths, users))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    before, *inside, behind = weights or _counted(seen, ordered, model)
-    splits = splits or balance_stages(inside, before, behind, pieces)
-    of_block = [stage for stage, count in enumerate(splits) for _ in range(count)]
+    before, *inside, behind = block_costs or _counted(seen, ordered, model)
+    layers_per_stage = layers_per_stage or balance_stages(inside, before, behind, pieces)
+    of_block = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
     places = [0, *of_block, pieces - 1]
     homes: dict[str, tuple[int, ...]] = {}
     for name in sizes:
@@ -91,7 +92,7 @@ def partition_model(
         homes[name] = tuple(sorted({places[place] for place in (inside or users.get(name) or [0])}))
     return PipelinePartition(
         blocks=paths,
-        layers_per_stage=splits,
+        layers_per_stage=layers_per_stage,
         stages_of_parameter=homes,
         num_block_outputs=len(ordered[0].outputs) * ordered[0].returns_tuple,
     )
@@ -156,7 +157,7 @@ def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]])
         if given:
             problems.append(
                 Problem(
-                    given=f"plan.pp for a model whose {given}",
+                    given=f"plan.mesh.pp for a model whose {given}",
                     rule="stages pass on one tensor: a block's first argument is the first output of the block before it",
                     consequence="what the next stage needs would be missing",
                     nearest="plan.pp=1, or a forward that hands one hidden state from block to block",
@@ -196,7 +197,7 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
                 ] = None
     return [
         Problem(
-            given=f"plan.pp for a model where {what}",
+            given=f"plan.mesh.pp for a model where {what}",
             rule="between stages only the hidden state travels; the rest is made from the inputs on every stage",
             consequence="it would be computed from zeros, and get no gradient",
             nearest="plan.pp=1, or hand it on inside the hidden state",
@@ -216,7 +217,7 @@ def _shared_from_inside(model: nn.Module, paths: tuple[str, ...], users: Mapping
         if owner and set(users.get(name, [owner])) != {owner}:
             problems.append(
                 Problem(
-                    given=f"plan.pp for a model whose {name} is used outside its block too",
+                    given=f"plan.mesh.pp for a model whose {name} is used outside its block too",
                     rule="a block's parameters go where the block goes",
                     consequence="another stage would have it under another name",
                     nearest="plan.pp=1, or keep the parameter in a module outside the blocks",

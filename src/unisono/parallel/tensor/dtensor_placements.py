@@ -45,7 +45,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     """
     names = _names(model)
     chosen, problems = _match(names, placements)
-    if grid.plan.tp == 1:
+    if grid.plan.mesh.tp == 1:
         problems.append(_inert())
     if problems:
         raise PlanError(*problems)
@@ -81,7 +81,7 @@ def resolve_placements(
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for each in plan.placements:
+    for each in plan.tensor_parallel.placements:
         found = match_modules(each.module, modules)
         if not found:
             problems.append(_no_module(each.module, modules))
@@ -181,7 +181,7 @@ def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable)
         dims = _dims(parameter)
         if AXIS in dims:
             dim = dims.index(AXIS)
-            size = -(-parameter.shape[dim] // mesh.plan.tp)
+            size = -(-parameter.shape[dim] // mesh.plan.mesh.tp)
             start = min(mesh.rank_along(AXIS) * size, parameter.shape[dim])
             length = cast(DTensor, parameter).to_local().shape[dim]
             table.select(f"{path}.{name}".lstrip("."), dim, [(start, length)])
@@ -275,7 +275,7 @@ def _sum_at_once(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> An
 
 def _mesh(grid: ParallelDims) -> DeviceMesh:
     line = torch.tensor(grid.ranks_along(AXIS))
-    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.device, mesh=line, mesh_dim_names=(AXIS,))
+    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
 
 
 def _torch_placements(dims: Dims) -> list[Placement]:
@@ -329,7 +329,7 @@ def _wrong_axes(what: str, dims: Dims) -> Problem | None:
         given=f"the placement {dims} of {what}",
         rule=f"a placement has {AXIS!r} for one dim at most and None for the others",
         consequence="there are no other ranks that compute the same samples and could share it",
-        nearest=f"plan.{AXIS} for what is pinned, plan.dp_shard for the state of all parameters",
+        nearest=f"plan.{AXIS} for what is pinned, plan.mesh.dp_shard for the state of all parameters",
     )
 
 

@@ -10,8 +10,8 @@ over the ranks ends it. Forward that is one all-reduce behind the last layer, ba
 
 Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
 same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
-layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops the same
-elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
+layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops
+the same elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
     for each in matched:
         match each.rule:
             case ColwiseRowwise():
-                _cut_pair(each, each.rule, sharder, replicas, along_sequence=mesh.plan.sequence_parallel)
+                _cut_pair(
+                    each, each.rule, sharder, replicas, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                )
                 around = _called(model, each.path)
                 draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
                 *first, last = map(each.module.get_submodule, each.rule.layers)
                 draws[around].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.sequence_parallel)
+                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel)
             case EmbeddingRule():
                 tables[each.module] = shard_embedding(each.module, sharder)
             case OutputRule():
@@ -69,7 +71,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
             case _:
                 pass
     attach_vocab_shards(model, tables)
-    if mesh.plan.sequence_parallel:
+    if mesh.plan.tensor_parallel.sequence_parallel:
         apply_sequence_parallel(matched, sharder)
 
 
@@ -84,12 +86,12 @@ def _called(model: nn.Module, path: str) -> nn.Module:
 
 def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's group of ranks next to each other that hold the same block, by their number."""
-    count, counts = grid.plan.tp, set[int]()
+    count, counts = grid.plan.mesh.tp, set[int]()
     for each in matched:
-        if isinstance(each.rule, ColwiseRowwise) and each.rule.shared_units:
-            counts.add(count // min(count, attribute_value(each, each.rule.shared_units)))
+        if isinstance(each.rule, ColwiseRowwise) and each.rule.num_kv_heads_attr:
+            counts.add(count // min(count, attribute_value(each, each.rule.num_kv_heads_attr)))
     lines = {
-        str(n): torch.arange(grid.plan.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
+        str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
         if 1 < n < count
     }
@@ -106,17 +108,17 @@ def _cut_pair(
     along_sequence: bool,
 ) -> None:
     module, group = each.module, sharder.group
-    parts = attribute_value(each, pair.shared_units) if pair.shared_units else 0
-    for name in (*pair.column, *pair.shared, *pair.fused):
+    parts = attribute_value(each, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
+    for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
-        held = parts if name in pair.shared else 0
-        fused = 3 if name in pair.fused else 1
+        held = parts if name in pair.kv_colwise else 0
+        fused = 3 if name in pair.fused_colwise else 1
         sharder.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
         sharder.shard(layer, "bias", 0, parts=held, fused=fused)
         if 0 < held < sharder.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
                 sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // held])
-    last = module.get_submodule(pair.row)
+    last = module.get_submodule(pair.rowwise)
     sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
@@ -143,8 +145,8 @@ def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
     local: dict[str, int] = {}
     for name in pair.local_attrs:
         local[name] = max(1, int(attrgetter(name)(module)) // count)
-    if pair.ratio:
-        local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+    if pair.kv_group_size_attr:
+        local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
     for name, number in local.items():
         path, _, attribute = name.rpartition(".")
         owner = attrgetter(path)(module) if path else module

@@ -41,10 +41,10 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
     Raises PlanError with all that cannot be cut as they say.
     """
     modules = {path: module for path, module in model.named_modules() if path}
-    rules = plan.rules or built_in_rules(modules)
+    rules = plan.tensor_parallel.rules or built_in_rules(modules)
     if not rules:
         raise PlanError(
-            given=f"plan.tp={plan.tp} for {type(model).__name__}",
+            given=f"plan.tp={plan.mesh.tp} for {type(model).__name__}",
             rule=f"layers are cut by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
             consequence="every rank would compute the same",
             nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
@@ -57,9 +57,9 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
             for pattern in module_patterns(rule)
             for path in match_modules(pattern, modules)
         ]
-        problems = list(_wrong_layers(found, model, modules)) or [*_sizes(found, plan.tp), *_widths(found)]
+        problems = list(_wrong_layers(found, model, modules)) or [*_sizes(found, plan.mesh.tp), *_widths(found)]
         problems += _recomputed_in_part(found, plan, modules)
-        if plan.sequence_parallel and not any(isinstance(rule, SequenceRule) for rule in rules):
+        if plan.tensor_parallel.sequence_parallel and not any(isinstance(rule, SequenceRule) for rule in rules):
             problems.append(
                 Problem(
                     given=f"sequence_parallel for {type(model).__name__}",
@@ -75,7 +75,7 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
 
 def _recomputed_in_part(found: list[RuleMatch], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
     """Between the layers of a pair a rank draws from a stream of its own (``draws``), which begins and ends at them."""
-    named = [name for pattern in plan.recompute_modules for name in match_modules(pattern, modules)]
+    named = [name for pattern in plan.recompute.modules for name in match_modules(pattern, modules)]
     for each in found:
         layers = [f"{each.path}.{layer}" for layer in each.rule.layers] if isinstance(each.rule, ColwiseRowwise) else []
         for name in named:
@@ -83,7 +83,7 @@ def _recomputed_in_part(found: list[RuleMatch], plan: Plan, modules: Mapping[str
             if inside and len(inside) < len(layers):
                 (other, *_) = (layer for layer in layers if layer not in inside)
                 yield Problem(
-                    given=f"recompute_modules for {name} with plan.tp={plan.tp}, which holds {inside[0]} and not {other}",
+                    given=f"recompute.modules for {name} with plan.tp={plan.mesh.tp}, which holds {inside[0]} and not {other}",
                     rule="between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of "
                     "them, or is one of them, or holds none",
                     consequence="dropout would draw other numbers in the backward pass",
@@ -133,22 +133,26 @@ def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) ->
 def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
     if len(pair.layers) == 1:
         yield Problem(
-            given=f"a pair for {pair.module!r} with row {pair.row!r} alone",
+            given=f"a pair for {pair.module!r} with row {pair.rowwise!r} alone",
             rule="in a pair the row takes in what layers cut by output features give",
             consequence="the row would get whole inputs, and have weights for a part of them",
-            nearest='those layers as "column", "shared" or "fused"',
+            nearest='those layers as "colwise", "kv_colwise" or "fused_colwise"',
         )
-    if pair.ratio and not (pair.units and pair.shared_units):
+    if pair.kv_group_size_attr and not (pair.num_heads_attr and pair.num_kv_heads_attr):
         yield Problem(
-            given=f"a pair for {pair.module!r} with ratio {pair.ratio!r}",
-            rule="ratio is units per shared unit",
+            given=f"a pair for {pair.module!r} with kv_group_size_attr {pair.kv_group_size_attr!r}",
+            rule="it is set to the number of heads per key/value head",
             consequence="it would be unclear what it is set to",
-            nearest='"units" and "shared_units" beside it, or no ratio',
+            nearest='"num_heads_attr" and "num_kv_heads_attr" beside it, or no "kv_group_size_attr"',
         )
 
 
 def _attributes(rule: ColwiseRowwise) -> list[str]:
-    return [name for name in (rule.units, rule.shared_units, rule.ratio, *rule.divided) if name]
+    return [
+        name
+        for name in (rule.num_heads_attr, rule.num_kv_heads_attr, rule.kv_group_size_attr, *rule.size_attrs)
+        if name
+    ]
 
 
 def _holds(module: nn.Module, path: str) -> bool:
@@ -201,7 +205,7 @@ def _claimed(each: RuleMatch) -> Iterator[tuple[str, str]]:
     match each.rule:
         case ColwiseRowwise() as pair:
             for layer in pair.layers:
-                yield f"{each.path}.{layer}", "row" if layer == pair.row else "column"
+                yield f"{each.path}.{layer}", "row" if layer == pair.rowwise else "column"
         case ExpertRule():
             yield each.path, "experts"
         case EmbeddingRule() | OutputRule():
@@ -220,7 +224,7 @@ def _fits(layer: nn.Module, cut: str) -> bool:
 
 
 def _said(rule: Rule) -> str:
-    return f"the {type(rule).__name__.lower()} rule for {', '.join(map(repr, module_patterns(rule)))}"
+    return f"the {rule.__struct_config__.tag} rule for {', '.join(map(repr, module_patterns(rule)))}"
 
 
 def _sizes(found: list[RuleMatch], count: int) -> Iterator[Problem]:
@@ -244,18 +248,18 @@ def _widths(found: list[RuleMatch]) -> Iterator[Problem]:
     said: set[tuple[ColwiseRowwise, str]] = set()
     for each in found:
         pair = each.rule
-        if not isinstance(pair, ColwiseRowwise) or pair.units:
+        if not isinstance(pair, ColwiseRowwise) or pair.num_heads_attr:
             continue
-        into = _width(each, pair.row, 1)
-        for name in (*pair.column, *pair.shared, *pair.fused):
-            width, due = _width(each, name, 0), into * 3 if name in pair.fused else into
+        into = _width(each, pair.rowwise, 1)
+        for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
+            width, due = _width(each, name, 0), into * 3 if name in pair.fused_colwise else into
             if width != due and (pair, name) not in said:
                 said.add((pair, name))
                 yield Problem(
-                    given=f"{each.path}.{name}, of {width} output features, before {pair.row}, of {into} input features",
-                    rule="without units, columns give what the row takes in, and fused ones three times that",
+                    given=f"{each.path}.{name}, of {width} output features, before {pair.rowwise}, of {into} input features",
+                    rule="without num_heads_attr, columns give what the row takes in, and fused ones three times that",
                     consequence="a rank would compute with features that do not belong together",
-                    nearest="units, the attribute that counts heads; a gate and its values as two layers",
+                    nearest="num_heads_attr, the attribute that counts heads; a gate and its values as two layers",
                 )
 
 
@@ -272,8 +276,8 @@ def _counts(each: RuleMatch) -> Iterator[tuple[str, int, bool]]:
     if not isinstance(each.rule, ColwiseRowwise):
         return
     pair = each.rule
-    if pair.units:
-        yield pair.units, attribute_value(each, pair.units), False
-    if pair.shared_units:
-        yield pair.shared_units, attribute_value(each, pair.shared_units), True
-    yield f"width of {pair.row}", _width(each, pair.row, 1), False
+    if pair.num_heads_attr:
+        yield pair.num_heads_attr, attribute_value(each, pair.num_heads_attr), False
+    if pair.num_kv_heads_attr:
+        yield pair.num_kv_heads_attr, attribute_value(each, pair.num_kv_heads_attr), True
+    yield f"width of {pair.rowwise}", _width(each, pair.rowwise, 1), False
