@@ -36,7 +36,7 @@ TOKEN_METRICS = ("bits_per_byte", "accuracy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What a run reads: both data sets, and for text what tokenized it."""
+    """The data sets of a run, and for text the tokenized corpus."""
 
     train: Dataset
     held_out: Dataset
@@ -80,7 +80,7 @@ def build_data(config: RunConfig) -> RunData:
 
 
 def find_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """What the text of this configuration is tokenized by; None for data of the user's own. Reads no corpus."""
+    """The tokenizer of the configuration's text; None for the user's own data. Reads no corpus."""
     return load_tokenizer(config.data.tokenizer) if config.components.data == TOKENS else None
 
 
