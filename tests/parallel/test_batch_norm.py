@@ -133,7 +133,7 @@ def recomputed(world: World, recompute: str) -> dict[str, list]:
     if world.group is not None:
         apply_sync_batch_norm(model, world.group)
     options = PlanOptions(device="cpu", recompute=recompute)
-    parallelize(derive_plan(options, world=1, device="cpu", native_bf16=False), model).model.train()
+    parallelize(derive_plan(options, world_size=1, device="cpu", native_bf16=False), model).model.train()
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(2):
         model(torch.randn(4, 6, generator=generator)).square().sum().backward()
