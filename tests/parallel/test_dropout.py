@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -76,10 +75,8 @@ class Net(nn.Module):
 def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     """Which probabilities each layer's attention kept, what dropout between the pairs kept, and gradients."""
     options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world_size, recompute=recompute, **axes)
-    plan = replace(
-        derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False),
-        rules=(RULE,) * ("tp" in axes),
-    )
+    derived = derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False)
+    plan = derived.updated(tensor_parallel={"rules": (RULE,) * ("tp" in axes)})
     grid = ParallelDims(plan, world)
     net = Net()
     context = ContextParallel(grid, net) if plan.mesh.cp > 1 else None

@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono.errors import PlanError
 from unisono.parallel.device import computes_fp8
-from unisono.parallel.fp8 import fits
+from unisono.parallel.precision import fits
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from unisono.errors import PlanError
 from unisono.models.loss import cross_entropy_sum
-from unisono.parallel import offload as module
-from unisono.parallel.offload import offload_activations
+from unisono.parallel import recompute as module
+from unisono.parallel.recompute import offload_activations
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import derive_plan
 

@@ -45,7 +45,7 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
         sum(p.numel() for each in ranks for p in each.model.parameters())
         == sum(names.values()) + names["embedding.weight"]
     )
-    with pytest.raises(RuntimeError, match="enter"):
+    with pytest.raises(RuntimeError, match="activate"):
         ranks[0].model(**TOKENS)
 
 

@@ -14,7 +14,7 @@ from unisono.models.gpt import GPT
 from unisono.models.loss import cross_entropy_sum
 from unisono.models.options import ModelOptions
 from unisono.parallel.device import find_device
-from unisono.parallel.transforms import parallelize, repeated_blocks
+from unisono.parallel.transforms import TRANSFORMS, Transform, check_transforms, parallelize, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
@@ -215,3 +215,21 @@ def test_a_device_that_is_absent_is_an_error() -> None:
         f"plan.device 'cuda'\n  rule: this torch ({torch.__version__}) sees only the CPU\n"
         "  so:   nothing was started\n  try:  plan.device='cpu', or a torch built for 'cuda' and its driver"
     )
+
+
+def test_checks_and_application_walk_one_list() -> None:
+    """A transform of one's own is an entry among the others; what it says against a model comes with what they say."""
+    applied: list[str] = []
+
+    def refuse(_model: nn.Module, _plan: Plan) -> None:
+        raise PlanError(given="a tap", rule="it taps something", consequence="it would change nothing", nearest="none")
+
+    tap = Transform("tap", lambda _plan: True, lambda _model, _plan: None, lambda state, _mesh: applied.append("tap"))
+    model = parallelize(plan(recompute="full"), gpt(), transforms=[*TRANSFORMS, tap]).model
+    assert applied == ["tap"]
+    assert isinstance(model, GPT)
+    assert [t.name for t in TRANSFORMS if t.is_active(plan(recompute="full"))] == ["recompute"]
+    with pytest.raises(PlanError) as raised:
+        parallelize(plan(recompute="full"), nn.Linear(2, 2), transforms=[*TRANSFORMS, tap._replace(validate=refuse)])
+    assert [problem.given for problem in raised.value.problems] == ["plan.recompute='full' for Linear", "a tap"]
+    assert check_transforms(gpt(), plan(recompute="full")) == []

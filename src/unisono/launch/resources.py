@@ -1,4 +1,4 @@
-"""What this host offers a job (cores, CPU quota, accelerators), and how it is divided among the job's processes. No torch.
+"""The resources of this host (cores, CPU quota, accelerators) and their division among the processes of a job. No torch.
 
 The division is set explicitly and recorded: torchrun sets one thread and mpirun none, so a launcher that sets nothing
 makes the same job give other bits under another launcher. Variables the user has set stay as they are. Affinity masks
@@ -47,7 +47,7 @@ _BUSY_FRAC = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceShare:
-    """What each process of a launch gets of this host.
+    """The share of this host that each process of a launch gets.
 
     ``affinity`` has the logical CPUs of each process, or is None if processes are not pinned. ``cpu_quota`` is the
     control group's limit in CPUs. ``*_from`` says where a value comes from.

@@ -90,8 +90,8 @@ def _track(norm: _Norm, mean: Tensor, variance: Tensor) -> None:
     # without momentum: the mean over all batches so far
     batches = norm.num_batches_tracked.double()
     share = 1 / batches if norm.momentum is None else torch.full_like(batches, norm.momentum)
-    for kept, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        kept.lerp_(new.to(kept.dtype), share.to(kept))
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.lerp_(new.to(running.dtype), share.to(running))
 
 
 class _Normalise(torch.autograd.Function):

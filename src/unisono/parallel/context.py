@@ -180,12 +180,15 @@ class ContextParallel:
         length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
         runs = 2 * self._count
         if length == 0 or length % runs:
-            near = [each for each in (length // runs * runs, -(-length // runs) * runs) if each] or [runs]
+            near = [
+                near_length for near_length in (length // runs * runs, -(-length // runs) * runs) if near_length
+            ] or [runs]
             raise PlanError(
                 given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
                 rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
                 consequence=f"{length} tokens cannot be shared equally",
-                nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
+                nearest=" or ".join(f"sequences of {near_length}" for near_length in dict.fromkeys(near))
+                + ", or plan.cp=1",
             )
         return length
 

@@ -132,8 +132,8 @@ def _elsewhere(compute: Compute, group: ProcessGroup) -> Compute:
         order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        made = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
-        return _AllToAll.apply(gather_rows(made, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
+        outputs = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
+        return _AllToAll.apply(gather_rows(outputs, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
 
     return exchanged
 

@@ -152,8 +152,8 @@ def _by_kind(
 
 
 def _policy(kind: Kind) -> MixedPrecisionPolicy:
-    kept, travels = kind
-    return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
+    stored, reduced = kind
+    return MixedPrecisionPolicy(reduce_dtype=None if reduced == stored else reduced, cast_forward_inputs=False)
 
 
 def reshard(model: nn.Module) -> None:

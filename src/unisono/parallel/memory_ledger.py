@@ -55,20 +55,20 @@ class MemoryLedger:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(each.parameter_bytes for each in self.parameters.values())
+        return sum(parameter.parameter_bytes for parameter in self.parameters.values())
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(each.gradient_bytes for each in self.parameters.values())
+        return sum(parameter.gradient_bytes for parameter in self.parameters.values())
 
     @property
     def state_bytes(self) -> int:
-        return sum(each.state_bytes for each in self.parameters.values())
+        return sum(parameter.state_bytes for parameter in self.parameters.values())
 
     @property
     def numel(self) -> int:
         """Elements of parameters."""
-        return sum(each.numel for each in self.parameters.values())
+        return sum(parameter.numel for parameter in self.parameters.values())
 
 
 def coordinates_of(plan: Plan, rank: int) -> dict[str, int]:
@@ -118,7 +118,7 @@ def build_ledger(
         numel, size = math.prod(shape), entry.dtype.itemsize
         # of what rules make bf16, gradients and moments stay in fp32
         wide = max(size, 4) if plan.precision.dtype_rules and entry.dtype == torch.bfloat16 else size
-        moments = [each for each in state if each not in _COUNTERS] if entry.trained else []
+        moments = [moment for moment in state if moment not in _COUNTERS] if entry.trained else []
         counters = len(state) - len(moments) if entry.trained else 0
         held[name] = ParameterMemory(
             shape=tuple(shape),
@@ -148,7 +148,7 @@ def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter],
         want, piece, state = held[name], parameters[name], states.get(name, [])
         if (tuple(piece.shape), piece.dtype) != (want.shape, want.dtype):
             wrong.append(f"{name} is {list(piece.shape)} {piece.dtype}, and should be {list(want.shape)} {want.dtype}")
-        elif (have := sum(each.nbytes for each in state)) != want.state_bytes:
+        elif (have := sum(state_tensor.nbytes for state_tensor in state)) != want.state_bytes:
             wrong.append(f"the optimizer holds {have} bytes for {name}, and should hold {want.state_bytes}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""

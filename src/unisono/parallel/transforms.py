@@ -18,14 +18,18 @@ from unisono.errors import PlanError, Problem
 from unisono.parallel.batch_norm import apply_sync_batch_norm, batch_norms, check_batch_norm
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.expert import apply_expert_parallel, check_experts, expert_layers, sum_balance_counts
-from unisono.parallel.fp8 import apply_fp8, check_fp8
 from unisono.parallel.fsdp import apply_fsdp, check_unsharded
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.offload import offload_activations
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.pipeline.stages import PipelineStages
-from unisono.parallel.precision import check_dtype_rules, convert_parameters, set_compute_dtypes
-from unisono.parallel.recompute import check_kv_caches, find_recomputed_modules, recompute_blocks, recompute_modules
+from unisono.parallel.precision import apply_fp8, check_dtype_rules, check_fp8, convert_parameters, set_compute_dtypes
+from unisono.parallel.recompute import (
+    check_kv_caches,
+    find_recomputed_modules,
+    offload_activations,
+    recompute_blocks,
+    recompute_modules,
+)
 from unisono.parallel.sharding import ShardTable
 from unisono.parallel.tensor.dtensor_placements import apply_placements, resolve_placements
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
@@ -175,7 +179,7 @@ def _recompute(state: ParallelModel, _mesh: ParallelDims | None) -> None:
 
 def _check_recompute(model: nn.Module, plan: Plan) -> None:
     if not plan.recompute.modules:
-        _check_blocks("recompute", plan.recompute.mode, "'none'", model)
+        _check_blocks(f"recompute={plan.recompute.mode!r}", "recompute='none'", model)
     check_kv_caches(model, plan)
     find_recomputed_modules(plan, model, repeated_blocks(model))
 
@@ -190,7 +194,7 @@ def _compile(state: ParallelModel, _mesh: ParallelDims | None) -> None:
 
 def _check_compile(model: nn.Module, plan: Plan) -> None:
     if plan.backend.compile == "regional":
-        _check_blocks("compile", plan.backend.compile, "'model'", model)
+        _check_blocks("compile='regional'", "compile='model'", model)
     if any(expert_layers(model)):
         raise PlanError(
             given=f"plan.compile={plan.backend.compile!r} for {type(model).__name__} with experts",
@@ -200,13 +204,13 @@ def _check_compile(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _check_blocks(option: str, value: object, near: str, model: nn.Module) -> None:
+def _check_blocks(choice: str, near: str, model: nn.Module) -> None:
     if not repeated_blocks(model):
         raise PlanError(
-            given=f"plan.{option}={value!r} for {type(model).__name__}",
+            given=f"plan.{choice} for {type(model).__name__}",
             rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
             consequence="it would change nothing",
-            nearest=f"plan.{option}={near}, or keep the blocks in a ModuleList",
+            nearest=f"plan.{near}, or keep the blocks in a ModuleList",
         )
 
 
@@ -270,7 +274,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "context_parallel",
         lambda plan: plan.mesh.cp > 1,
-        lambda model, plan: _check_blocks("cp", plan.mesh.cp, "1", model),
+        lambda model, plan: _check_blocks(f"cp={plan.mesh.cp}", "cp=1", model),
         _join_attention,
     ),
     Transform("pipeline", lambda plan: plan.mesh.pp > 1, _nothing, _split_stages),
@@ -279,7 +283,7 @@ TRANSFORMS: tuple[Transform, ...] = (
     Transform(
         "offload",
         lambda plan: plan.recompute.offload,
-        lambda model, plan: _check_blocks("offload", plan.recompute.offload, "False", model),
+        lambda model, _plan: _check_blocks("offload=True", "offload=False", model),
         lambda state, _mesh: offload_activations(state.blocks, pinned=True),
     ),
     Transform("compile", lambda plan: plan.backend.compile != "off", _check_compile, _compile),

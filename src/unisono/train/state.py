@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from unisono.checkpoint import CheckpointReader
 from unisono.errors import CheckpointError
 from unisono.optim import state_tensors
-from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.precision import LossScale
 from unisono.parallel.sharding import ShardedParameters, TensorShard
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard

@@ -42,10 +42,10 @@ from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import find_device, set_backend
 from unisono.parallel.expert import expert_parameters
-from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
+from unisono.parallel.precision import LossScale
 from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements

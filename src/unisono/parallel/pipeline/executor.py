@@ -207,8 +207,8 @@ class PipelineExecutor:
         """Shape and dtype of what ``action`` receives, where they are known."""
         if action.kind == "F":
             return self._specs.get((action.stage, _shapes(micros[action.micro])))
-        kept = self._kept.get(action[1:])
-        return None if kept is None else (kept[1].shape, kept[1].dtype)
+        activations = self._kept.get(action[1:])
+        return None if activations is None else (activations[1].shape, activations[1].dtype)
 
     def _post_next(self, actions: Sequence[Action], micros: Sequence[Micro]) -> None:
         """Post the receive of the first action, and of the first one behind it that has any, where its spec is known: a header
@@ -275,7 +275,7 @@ class PipelineExecutor:
             self._keep_sending(result.detach().contiguous(), *way)
 
     def _keep_sending(self, tensor: Tensor, sender: int, receiver: int) -> None:
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
         with self._world.guard_collectives(f"send to stage {receiver}"):
             self._sending.append((self._isend(tensor, sender, receiver), tensor))
 
@@ -285,8 +285,8 @@ class PipelineExecutor:
                 work.wait()
 
     def _forget(self) -> None:
-        for each in (self._sending, self._posted, self._here, self._kept):
-            each.clear()
+        for store in (self._sending, self._posted, self._here, self._kept):
+            store.clear()
 
     def _isend(self, tensor: Tensor, sender: int, receiver: int) -> Any:
         return dist.isend(tensor, self._peers[self._place[receiver]], group=self._groups[_link(sender, receiver)])

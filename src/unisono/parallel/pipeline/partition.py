@@ -123,15 +123,15 @@ def _multiplied(seen: Trace, first: int, end: int, model: nn.Module) -> set[str]
 
 def _users(seen: Trace, ordered: Sequence[TracedCall]) -> dict[str, list[int]]:
     """By parameter, the places that read it: 0 before the blocks, then each block from 1, then behind them."""
-    found: dict[str, list[int]] = {}
+    users: dict[str, list[int]] = {}
     bounds = _bounds(seen, ordered)
     for place, (first, end) in enumerate(bounds):
         for name in {name for op in seen.ops[first:end] for name in op.parameters}:
-            found.setdefault(name, []).append(place)
+            users.setdefault(name, []).append(place)
     for name in seen.returned:
-        if len(bounds) - 1 not in (places := found.setdefault(name, [])):
+        if len(bounds) - 1 not in (places := users.setdefault(name, [])):
             places.append(len(bounds) - 1)
-    return found
+    return users
 
 
 def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]]) -> list[Problem]:
@@ -171,15 +171,15 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
     weighed = seen.parameter_dependent()
     bounds = _bounds(seen, ordered)
     place = {number: index for index, (first, end) in enumerate(bounds) for number in range(first, end)}
-    made: dict[int, int] = {}  # value: place of the operation that made it; -1 between two blocks
+    origin: dict[int, int] = {}  # value: place of the operation that made it; -1 between two blocks
     for number, op in enumerate(seen.ops):
         for value in op.outputs:
-            made.setdefault(value, place.get(number, -1))
-    found: dict[str, None] = {}
+            origin.setdefault(value, place.get(number, -1))
+    violations: dict[str, None] = {}
     for call in ordered:
         for name, values in call.arguments[1:]:
             if not weighed.isdisjoint(values):
-                found[f"{call.module} is given {_argument(name)}, which depends on parameters outside it"] = None
+                violations[f"{call.module} is given {_argument(name)}, which depends on parameters outside it"] = None
     incoming = [(), *(call.arguments[0][1] for call in ordered), ordered[-1].outputs[0]]
     for index in range(1, len(bounds)):
         allowed = {
@@ -191,18 +191,18 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
             uses.append(("", seen.outputs))
             allowed = set(incoming[index])
         for module, values in uses:
-            if any(value in weighed and made[value] != index and value not in allowed for value in values):
-                found[
+            if any(value in weighed and origin[value] != index and value not in allowed for value in values):
+                violations[
                     f"{module or 'the model itself'} uses what another block, or what is before the blocks, computed"
                 ] = None
     return [
         Problem(
-            given=f"plan.pp for a model where {what}",
+            given=f"plan.pp for a model where {violation}",
             rule="between stages only the hidden state travels; the rest is made from the inputs on every stage",
             consequence="it would be computed from zeros, and get no gradient",
             nearest="plan.pp=1, or hand it on inside the hidden state",
         )
-        for what in found
+        for violation in violations
     ]
 
 

@@ -1,12 +1,12 @@
-"""Tensor parallelism: cuts the layers that rules name (``plan.tensor_parallel.rules``), with plain local tensors in place of whole ones.
+"""Tensor parallelism: shards the layers that the rules of ``plan.tensor_parallel`` name; local tensors replace global ones.
 
-In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
-of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
-over the ranks ends it. Forward that is one all-reduce behind the last layer, backward one before the first.
+In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are split column-wise (by output features: whole attention heads, or
+hidden units of a feed-forward layer) and the last row-wise (by input features). Everything in between is computed on the local
+part, with one all-reduce after the row-wise layer forward and one before the column-wise layers backward.
 
-    pair        input x, the same on all ranks         ∂x summed over ranks
+    pair        input x, replicated                    ∂x summed over ranks
     column      y_r = x W_rᵀ + b_r
-    row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
+    row         z = Σ_r y_r V_rᵀ + c                    ∂z replicated
 
 Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
 same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
@@ -52,22 +52,28 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
     sharder = ParameterSharder(model, mesh, table)
     tables: dict[nn.Module, VocabShard] = {}
     draws: dict[nn.Module, TensorParallelRNG] = {}
-    for each in matched:
-        match each.rule:
+    for rule_match in matched:
+        match rule_match.rule:
             case ColwiseRowwise():
                 _cut_pair(
-                    each, each.rule, sharder, replicas, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                    rule_match,
+                    rule_match.rule,
+                    sharder,
+                    replicas,
+                    along_sequence=mesh.plan.tensor_parallel.sequence_parallel,
                 )
-                around = _called(model, each.path)
+                around = _called(model, rule_match.path)
                 draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
-                *first, last = map(each.module.get_submodule, each.rule.layers)
+                *first, last = map(rule_match.module.get_submodule, rule_match.rule.layers)
                 draws[around].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel)
+                shard_expert_hidden(
+                    rule_match.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                )
             case EmbeddingRule():
-                tables[each.module] = shard_embedding(each.module, sharder)
+                tables[rule_match.module] = shard_embedding(rule_match.module, sharder)
             case OutputRule():
-                tables[each.module] = shard_output_layer(each.module, sharder)
+                tables[rule_match.module] = shard_output_layer(rule_match.module, sharder)
             case _:
                 pass
     attach_vocab_shards(model, tables)
@@ -87,9 +93,9 @@ def _called(model: nn.Module, path: str) -> nn.Module:
 def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's group of ranks next to each other that hold the same block, by their number."""
     count, counts = grid.plan.mesh.tp, set[int]()
-    for each in matched:
-        if isinstance(each.rule, ColwiseRowwise) and each.rule.num_kv_heads_attr:
-            counts.add(count // min(count, attribute_value(each, each.rule.num_kv_heads_attr)))
+    for match in matched:
+        if isinstance(match.rule, ColwiseRowwise) and match.rule.num_kv_heads_attr:
+            counts.add(count // min(count, attribute_value(match, match.rule.num_kv_heads_attr)))
     lines = {
         str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
@@ -100,15 +106,15 @@ def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[in
 
 
 def _cut_pair(
-    each: RuleMatch,
+    match: RuleMatch,
     pair: ColwiseRowwise,
     sharder: ParameterSharder,
     replicas: dict[int, ProcessGroup],
     *,
     along_sequence: bool,
 ) -> None:
-    module, group = each.module, sharder.group
-    parts = attribute_value(each, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
+    module, group = match.module, sharder.group
+    parts = attribute_value(match, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
     for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
         held = parts if name in pair.kv_colwise else 0
