@@ -66,7 +66,7 @@ def test_one_worker_is_one_process_bit_for_bit(
     [
         {},
         pytest.param({"staleness": 0}, marks=pytest.mark.full),
-        pytest.param({"compression": "int8", "damping": True}, marks=pytest.mark.full),
+        pytest.param({"compression": "int8", "staleness_lr_decay": True}, marks=pytest.mark.full),
     ],
 )
 def test_workers_share_the_work_and_end_with_the_same_values(
@@ -129,7 +129,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
     def plan(**options: Any) -> None:
         derive_plan(
             PlanOptions(**{"global_batch": 8, "sync": "dist_async", **options}),
-            world=4,
+            world_size=4,
             device="cpu",
             native_bf16=False,
         )

@@ -117,7 +117,7 @@ def test_compression_that_would_act_on_nothing_is_refused(options: dict[str, Any
     with pytest.raises(PlanError, match=text):
         derive_plan(
             PlanOptions(**{"global_batch": 8, "compression": "int8", **options}),
-            world=2,
+            world_size=2,
             device="cpu",
             native_bf16=True,
         )

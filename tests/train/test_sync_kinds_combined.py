@@ -193,7 +193,7 @@ def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, rank
     with pytest.MonkeyPatch.context() as patch:
         around(patch, started, finishing)
         with tiny.trainer(
-            folder, world=world, sync="dist_async", steps=1, staleness=0, damping=damping, **changes
+            folder, world=world, sync="dist_async", steps=1, staleness=0, staleness_lr_decay=damping, **changes
         ) as run:
             before = values()
             for _ in run:

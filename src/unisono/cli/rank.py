@@ -72,7 +72,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
             "launch": launch_facts(),
             "data": asdict(data.prepared.report) if data.prepared else {},
         }
-        trainer = build_trainer(config, data, world=world, events=events, provenance=provenance)
+        trainer = build_trainer(config, data, plan, world=world, events=events, provenance=provenance)
         with trainer as run:
             if job.rank == 0:
                 # from here on the folder is a run, and starting it again continues the run

@@ -37,18 +37,6 @@ _EVENT_EVERY_SHARDS = 100
 _BYTE_FIELDS = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
 
 
-def worker_plan(plan: Plan) -> Plan:
-    """The plan of one asynchronous worker, which computes one batch shard; other plans are returned as they are."""
-    if plan.sync.kind != "dist_async":
-        return plan
-    share = plan.batch.global_batch // plan.mesh.dp_replicate
-    return plan.updated(
-        mesh={"dp_replicate": 1},
-        batch={"global_batch": share},
-        sync={"kind": "local", "compression": "none", "staleness": None, "staleness_lr_decay": False},
-    )
-
-
 class RemoteOptimizer:
     """Used in place of an optimizer: ``step`` pushes gradients to the servers, which update, once per ``batch_shard``.
 

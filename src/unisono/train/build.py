@@ -24,10 +24,10 @@ from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
 from unisono.models.options import ModelOptions
 from unisono.observe.events import EventLog
+from unisono.plan.plan import Plan
 from unisono.train.config import RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
-from unisono.train.setup import resolve_plan
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
@@ -120,18 +120,21 @@ def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOption
 def build_trainer(
     config: RunConfig,
     data: RunData,
+    plan: Plan,
     *,
     world: World,
     events: EventLog,
     provenance: Mapping[str, Any],
 ) -> Trainer:
-    """The trainer of this configuration; before it is entered nothing is started, and no model built that the plan spreads."""
-    _, plan = resolve_plan(config.plan, world.job)
+    """The trainer of this configuration and of the plan resolved from it.
+
+    Nothing is started before it is entered, and a model that the plan shards is built then.
+    """
     build = partial(build_model, config, data.tokenizer)
     return Trainer(
         build if plan.is_model_sharded else build(),
         data.train,
-        config.plan,
+        plan,
         objective=find_objective(config),
         optimizer=config.optim,
         schedule=config.schedule,

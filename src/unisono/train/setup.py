@@ -17,7 +17,7 @@ from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Tr
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.data.options import LoaderOptions, default_cache_dir
-from unisono.dist import JobSpec, World
+from unisono.dist import JobSpec, World, agree
 from unisono.errors import DataError, PlanError, Problem
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
@@ -37,16 +37,15 @@ from unisono.plan.validate import validate_plan
 from unisono.train.step import input_selector
 
 
-def resolve_plan(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
-    """Return this rank's device and the job's plan. Raises PlanError."""
-    given = load_plan(options) if options.file else None
-    device = find_device(given.mesh.device if given else options.device, job.local_rank)
-    if given is None:
-        return device, derive_plan(
-            options, world_size=job.world_size, device=device.type, native_bf16=computes_bf16(device)
-        )
-    validate_plan(given, job.world_size)
-    return device, given
+def resolve_plan(asked: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """This rank's device, and the plan of the job: derived from options, or as it is given. Raises PlanError."""
+    given = load_plan(asked) if isinstance(asked, PlanOptions) and asked.file else asked
+    if isinstance(given, Plan):
+        validate_plan(given, job.world_size)
+        return find_device(given.mesh.device, job.local_rank), given
+    device = find_device(given.device, job.local_rank)
+    native_bf16 = computes_bf16(device)
+    return device, derive_plan(given, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 
 
 def open_events(run_dir: Path, world: World) -> EventLog:
@@ -86,26 +85,30 @@ def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> 
 
 
 def resolve_for_model(
-    plan: Plan, model: nn.Module, dims: ParallelDims, batch: Callable[[], Mapping[str, Tensor]]
+    plan: Plan, model: nn.Module, dims: ParallelDims, batch: Callable[[], Mapping[str, Tensor]], events: EventLog
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
-    """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
+    """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Raises PlanError with everything that keeps the plan from being applied to this model.
+    Also returns the partition of a pipeline, and what shards sequences. ``dims`` gets the plan of one worker. Raises
+    PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
     """
     problems: list[Problem] = []
     layout = None
+    inputs = input_selector(model)
+    if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.placements):
+        plan = dims.plan = infer_tp_rules(plan, model, lambda: inputs(batch()), events)
+        agree(dims.world, "inferred rules", plan.decisions())
     context = ContextParallel(dims, model) if plan.mesh.cp > 1 else None
     if plan.mesh.pp > 1:
         with _collect_problems(problems):
-            plan, layout = split_stages(plan, model, input_selector(model)(batch()))
+            plan, layout = split_stages(plan, model, inputs(batch()))
+            dims.plan = plan
     if context is not None:
         with _collect_problems(problems):
             context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
     if plan.recompute.modules:
         with _collect_problems(problems):
-            check_called(
-                find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
-            )
+            check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))
     problems += check_transforms(model, dims.plan)  # of asynchronous workers each is alone
     if problems:
         raise PlanError(*dict.fromkeys(problems))

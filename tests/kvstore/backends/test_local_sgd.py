@@ -137,8 +137,8 @@ def test_rounds_say_all_that_is_wrong_at_once() -> None:
     text = str(caught.value)
     for part in (
         "outer_lr = 0.0",
-        "num_fragments = 5 with local_steps = 4",
-        "outer_delay_steps = 4",
+        "num_fragments 5 with local_steps 4",
+        "outer_delay_steps 4 with",
         "outer_momentum = 1.0",
     ):
         assert part in text

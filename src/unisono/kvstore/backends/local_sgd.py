@@ -32,6 +32,7 @@ from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_c
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions
+from unisono.plan.validate import round_problems
 
 _RESIDUAL = "compression/"
 
@@ -61,16 +62,6 @@ class LocalSGDConfig:
                 "outer_momentum is at least 0 and below 1",
                 not 0 <= self.outer_momentum < 1,
             ),
-            (
-                f"num_fragments = {self.num_fragments} with local_steps = {self.local_steps}",
-                "each fragment has a boundary of its own within local_steps",
-                not 1 <= self.num_fragments <= max(self.local_steps, 1),
-            ),
-            (
-                f"outer_delay_steps = {self.outer_delay_steps} with local_steps = {self.local_steps}",
-                "a sum arrives before the next boundary of its fragment",
-                not 0 <= self.outer_delay_steps < max(self.local_steps, 1),
-            ),
             (f"mix = {self.mix}", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
             (f"mix = {self.mix} without overlap", "own parameters are mixed in where a sum arrives later", own),
         ]
@@ -84,6 +75,7 @@ class LocalSGDConfig:
             for given, rule, bad in broken
             if bad
         ]
+        problems += round_problems(self.local_steps, self.num_fragments, self.outer_delay_steps)
         if problems:
             raise ConfigError(*problems)
 
