@@ -21,6 +21,7 @@ PACKAGES = (
     "unisono.optim",
     "unisono.parallel",
     "unisono.kvstore",
+    "unisono.kvstore.compression",
     "unisono.train",
     "unisono.checkpoint",
     "unisono.storage",

@@ -25,9 +25,9 @@ from unisono.observe.events import events_path, read_events
 STEPS = 400
 SETTINGS = {
     "plan.sync": "dist_async",
-    "launch.processes": 2,
-    "launch.threads": 1,
-    "launch.servers": 2,
+    "launch.num_processes": 2,
+    "launch.num_threads": 1,
+    "launch.num_servers": 2,
     "launch.snapshot_every_s": 0.5,
     "train.steps": STEPS,
     "train.eval_every": 0,

@@ -93,7 +93,7 @@ def test_a_launch_under_tls_and_a_worker_of_another_authority(desk: Desk, folder
 @pytest.mark.full
 def test_a_server_beside_a_worker_comes_back(desk: Desk, folder: Path, tmp_path: Path) -> None:
     steps, run_dir = 200, tmp_path / "run"
-    settings = {**ASYNCHRONOUS, "launch.servers": 2, "launch.tls": folder, "launch.snapshot_every_s": 0.5}
+    settings = {**ASYNCHRONOUS, "launch.num_servers": 2, "launch.tls": folder, "launch.snapshot_every_s": 0.5}
     run = train(desk, **settings, **{"train.steps": steps, "checkpoint.every_steps": 100, "run.dir": run_dir})
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "unisono", *run]
     with subprocess.Popen(

@@ -51,7 +51,7 @@ def test_killed_and_stopped_ranks_are_replaced_by_the_next_attempt(tmp_path: Pat
 @pytest.mark.full
 def test_five_of_five_restarts_come_up(tmp_path: Path) -> None:
     script = DRILL.format(plan="{epoch: (epoch % 3, signal.SIGKILL) for epoch in range(5)}")
-    code, said, launched = run(script, tmp_path, processes=3, max_restarts=5)
+    code, said, launched = run(script, tmp_path, num_processes=3, max_restarts=5)
     assert code == 0, said
     assert [attempt["root_rank"] for attempt in launched.record()["attempts"]] == [0, 1, 2, 0, 1, None]
 

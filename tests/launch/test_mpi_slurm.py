@@ -104,7 +104,7 @@ def test_mpirun_names_variables_and_shows_no_value(tmp_path: Path) -> None:
         hostfile=tmp_path / "hosts",
         interface="lo",
         forwarded={"A": "value"},
-        options=LaunchOptions(threads=3),
+        options=LaunchOptions(num_threads=3),
     )
     assert handover.argv[:5] == ["mpirun", "--hostfile", str(tmp_path / "hosts"), "--bind-to", "none"]
     assert handover.argv[-1] == "train"

@@ -25,8 +25,8 @@ from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import TRANSFORMS, parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import masked_token, next_token
 
 B, T, VOCAB = 2, 24, 48
@@ -34,7 +34,7 @@ B, T, VOCAB = 2, 24, 48
 
 def grid_of(world: World, **axes: Any) -> ParallelDims:
     options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
-    return ParallelDims(derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    return ParallelDims(derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world)
 
 
 def documents() -> Tensor:
@@ -151,7 +151,7 @@ def test_attention_alone(pool: Pool, ranks: int) -> None:
 
 def gpt(dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    sizes = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
     return GPT(ModelOptions(**sizes)).double()
 
 
@@ -496,7 +496,7 @@ class Tokens:
 
 def entered(world: World, folder: str) -> dict[str, str]:
     """What a trainer says on entering, by model; twelve tokens on two ranks are six on each, for a table of eight."""
-    bert = BERT(BertOptions(vocab_size=VOCAB, layers=2, dim=16, heads=4, ffn_dim=32, max_length=8))
+    bert = BERT(BertOptions(vocab_size=VOCAB, num_layers=2, dim=16, num_heads=4, ffn_dim=32, max_length=8))
     cases: dict[str, tuple[nn.Module, Any, Any]] = {
         "resnet": matrix.MODELS["resnet"](4),
         "bert": (bert, Tokens(), masked_token),

@@ -15,11 +15,11 @@ from unisono.optim import OptimOptions, state_names
 from unisono.parallel import fsdp
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger, coordinates_of
 from unisono.parallel.sharding import GlobalParameterSpec, TensorShard
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 
-WIDE = {"heads": 4, "kv_heads": 2, "vocab_size": 49}
+WIDE = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 49}
 # the dimension of each matrix of the reference GPT that tp cuts
 DIMS = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "out": 1, "down": 1}
 
@@ -29,10 +29,10 @@ def by_hand(whole: GlobalParameterSpec, plan: Plan, rank: int) -> dict[str, Tens
     found: dict[str, TensorShard] = {}
     for name, entry in whole.parameters.items():
         dim, index = DIMS.get(name.split(".")[-2]), coordinates_of(plan, rank)["tp"]
-        if dim is not None and plan.tp > 1:
+        if dim is not None and plan.mesh.tp > 1:
             size = entry.shape[dim]
-            length = size // plan.tp + (index < size % plan.tp)
-            start = index * (size // plan.tp) + min(index, size % plan.tp)
+            length = size // plan.mesh.tp + (index < size % plan.mesh.tp)
+            start = index * (size // plan.mesh.tp) + min(index, size % plan.mesh.tp)
             found[name] = TensorShard.whole(entry.shape).select(dim, [(start, length)])
     return found
 
@@ -84,7 +84,7 @@ def test_ranks_hold_what_the_plan_says(pool: Pool, tmp_path: Path, ranks: int, c
 
 def plan(world: int, **options: object) -> Plan:
     return derive_plan(
-        PlanOptions(device="cpu", global_batch=8 * world, **options), world=world, device="cpu", native_bf16=False
+        PlanOptions(device="cpu", global_batch=8 * world, **options), world_size=world, device="cpu", native_bf16=False
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from plan_edit import changed
 from torch import Tensor, nn
 
 from unisono.dist import World
@@ -15,8 +15,8 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import Rule
 
 Loss = Callable[[nn.Module], Tensor]
@@ -35,11 +35,11 @@ def difference(
     ranks = world.world_size
     plan = derive_plan(
         PlanOptions(device="cpu", global_batch=ranks, **{"tp": ranks, **options}),
-        world=ranks,
+        world_size=ranks,
         device="cpu",
         native_bf16=False,
     )
-    plan = replace(plan, rules=rules)
+    plan = changed(plan, rules=rules)
     grid = ParallelDims(plan, world)
     parallel = parallelize(plan, model, grid)
     model, table = parallel.model, parallel.table
@@ -49,7 +49,7 @@ def difference(
     pieces.collect_grads()
     ReplicatedGradients(table.replicated_grad_groups, world).reduce(pieces)
     for piece in pieces.parameters.values():
-        piece.grad /= plan.dp_world_size  # they all computed the same samples
+        piece.grad /= plan.mesh.dp_world_size  # they all computed the same samples
     gradients: dict[str, Boxes] = {}
     for name, piece in pieces.parameters.items():
         part = pieces.shard_of(name, piece.grad)

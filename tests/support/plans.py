@@ -19,8 +19,8 @@ OF_RANKS = {
     *(
         "dp_shard",
         "zero",
-        "shard_threshold_numel",
-        "unsharded",
+        "fsdp.shard_threshold_numel",
+        "fsdp.ignored_modules",
         "micro_batch",
         "tp",
         "sequence_parallel",

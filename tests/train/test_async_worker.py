@@ -20,8 +20,8 @@ from unisono.checkpoint import verify
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train import async_worker
 
 
@@ -170,7 +170,7 @@ def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> di
             samples.append(step.sample_ids.tolist())
             (folder / f"begun.{job.rank}").touch()
             begun(3)
-    return {"samples": samples, "values": digests(run), "world": run.plan.world_size}
+    return {"samples": samples, "values": digests(run), "world": run.plan.mesh.world_size}
 
 
 @pytest.mark.full

@@ -10,8 +10,8 @@ import tiny
 from pool import Pool
 
 from unisono.errors import PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.gradient_sync import compression_reason
 
 STEPS = 8

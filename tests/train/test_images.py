@@ -72,7 +72,7 @@ def run(folder: Path, train: Path, held_out: Path, *, stop_after: int = 40, **lo
         metrics={"accuracy": find_metric("accuracy")},
         transform=ImageTransform(augment=augment),
         pair=Mixup(classes=2),
-        loader=LoaderOptions(max_bad_frac=0.1, **loader),
+        loader=LoaderOptions(max_bad_sample_frac=0.1, **loader),
     ) as trainer:
         losses = []
         for step in trainer:

@@ -14,8 +14,8 @@ from pool import Pool
 
 from unisono.data.order.permutation import Permutation
 from unisono.errors import ConfigError, PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 STEPS = 9
 PLAN = {"sync": "dist_local", "local_steps": 4}
@@ -108,7 +108,7 @@ def test_goes_on_under_another_kind(tmp_path: Path, pool: Pool, first: dict[str,
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     def plan(**options: Any) -> None:
-        derive_plan(PlanOptions(**{"global_batch": 8, **options}), world=4, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(**{"global_batch": 8, **options}), world_size=4, device="cpu", native_bf16=False)
 
     with pytest.raises(PlanError) as caught:
         plan(sync="dist_local", dp_shard=2, precision="fp16", global_batch=6, fragments=3)
@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "sync 'dist_local' with fp16",
         "fragments 3 with local_steps 16",
     ]
-    assert "try:  plan.fragments=2, or plan.local_steps=18" in str(caught.value)
+    assert "try:  plan.num_fragments=2, or plan.local_steps=18" in str(caught.value)
     with pytest.raises(
         PlanError, match=r"local_steps 4 with sync 'dist_sync'\n  rule: local_steps is read by dist_local"
     ):

@@ -1,4 +1,4 @@
-"""``unisono generate``: let a trained language model write."""
+"""``unisono generate``: samples text from a trained language model."""
 
 from __future__ import annotations
 

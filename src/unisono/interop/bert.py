@@ -40,9 +40,9 @@ _IGNORED = re.compile(
 )
 _SETTINGS = {
     "vocab_size": "vocab_size",
-    "num_hidden_layers": "layers",
+    "num_hidden_layers": "num_layers",
     "hidden_size": "dim",
-    "num_attention_heads": "heads",
+    "num_attention_heads": "num_heads",
     "intermediate_size": "ffn_dim",
     "max_position_embeddings": "max_length",
     "type_vocab_size": "segments",
@@ -65,7 +65,7 @@ def bert_tensors(model: BERT) -> list[ExportedTensor]:
 
 
 def bert_config(model: BERT) -> dict[str, Any]:
-    """Content of ``config.json``."""
+    """Content of ``config.json`` for ``BertForMaskedLM``."""
     return {
         "architectures": ["BertForMaskedLM"],
         **_FIXED,

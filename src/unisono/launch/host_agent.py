@@ -35,7 +35,7 @@ from typing import Any
 from unisono.dist import JobSpec, read_failure
 from unisono.errors import LaunchError
 from unisono.launch.network_interface import NetworkInterface, interface_by_name, interface_towards
-from unisono.launch.options import LaunchOptions
+from unisono.launch.options import options_of_message
 from unisono.launch.resources import ResourceShare, divide_host
 from unisono.launch.workers import Reaper, Worker, WorkerSpec, start_worker
 
@@ -73,7 +73,7 @@ class HostAgent:
         try:
             match message["do"]:
                 case "job":
-                    self.share = divide_host(LaunchOptions(**message["options"]))
+                    self.share = divide_host(options_of_message(message["options"]))
                     self.secret = bytes.fromhex(message["secret"]) if message["secret"] else None
                     self.send(event="ready", share=self.share.record())
                 case "listen":

@@ -111,17 +111,17 @@ def refuse_inside_a_job(run_dir: Path) -> None:
 
 def with_servers(command: Sequence[str], options: LaunchOptions, run_dir: Path) -> JobLayout:
     """The layout of an asynchronous job on this host: ``command`` as workers, with parameter servers."""
-    processes = options.processes or max(1, count_accelerators())
+    processes = options.num_processes or max(1, count_accelerators())
     hosts = (Host(name="this host", slots=processes, here=True),)
     return JobLayout(
         command=tuple(command),
         server_command=SERVER,
         hosts=hosts,
-        slots=assign_processes(hosts, processes, options.servers),
+        slots=assign_processes(hosts, processes, options.num_servers),
         run_id=run_dir.absolute().name,
         options=options,
         environ={
-            "UNISONO_REPLICAS": str(options.replicas),
+            "UNISONO_REPLICAS": str(options.num_replicas),
             "UNISONO_SNAPSHOT_EVERY_S": str(options.snapshot_every_s),
         },
         snapshots=str(run_dir.absolute() / "servers"),
@@ -138,7 +138,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
     """
     if job.plain:
         interface = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
-        options = replace(job.options, processes=len(job.workers))
+        options = replace(job.options, num_processes=len(job.workers))
         return launch_local(
             job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=interface
         )
@@ -160,7 +160,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
 
 
 def describe_launch(job: JobLayout) -> dict[str, Any]:
-    """What ``run_job`` would start, as JSON types; starts nothing and contacts no host.
+    """Describe, in JSON types, the processes that ``run_job`` would start. Starts nothing and contacts no host.
 
     ``hosts`` has the command run here for each host, ``processes`` each process's argument vector and variables in
     start order. Ports are free ones of now; a launch chooses again. The secret is not shown: it is made when the job
@@ -179,7 +179,7 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
         spec = job.job_spec(slot, restart_count=0, master=master, servers=addresses)
         environ = job.variables(slot) | spec.environ()
         if host.here:
-            share = divide_host(replace(job.options, processes=len(workers)), {**os.environ, **job.environ})
+            share = divide_host(replace(job.options, num_processes=len(workers)), {**os.environ, **job.environ})
             interface = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
             environ |= share.environ() | interface.environ()
         processes.append(

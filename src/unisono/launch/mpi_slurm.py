@@ -55,12 +55,12 @@ def mpirun(
     environ = dict(forwarded) | _interface(interface)
     if hostfile is None:
         count = processes or 1
-        environ |= divide_host(replace(options, processes=count), {**os.environ, **environ}).environ()
+        environ |= divide_host(replace(options, num_processes=count), {**os.environ, **environ}).environ()
         where = ["-n", str(count), "--oversubscribe"]
     else:
         hosts = read_hostfile(hostfile)
         # the host with the most ranks decides: every rank has the same number of threads
-        most = replace(options, processes=max(host.slots for host in hosts))
+        most = replace(options, num_processes=max(host.slots for host in hosts))
         environ |= divide_host(most, {**os.environ, **environ}).environ()
         environ.setdefault("MASTER_ADDR", hosts[0].name)
         where = ["--hostfile", str(hostfile), *(["-n", str(processes)] if processes else [])]

@@ -12,6 +12,7 @@ from typing import Any
 from unisono.dist.jobspec import LOOPBACK
 from unisono.errors import CommError, LaunchError
 from unisono.launch.host_agent_client import HostAgentClient, RemoteWorker
+from unisono.launch.options import options_message
 from unisono.launch.process_layout import JobLayout, ProcessSlot
 from unisono.launch.secret import new_secret
 
@@ -113,7 +114,7 @@ class MultiHostJob:
             self._agents[number].cut()
         agent = self._agents[number] = HostAgentClient(host, self._logs, sys.stdout, self._say)
         processes = sum(slot.host == number and slot.role == "worker" for slot in self.job.slots)
-        options = asdict(replace(self.job.options, processes=max(1, processes)))
+        options = options_message(replace(self.job.options, num_processes=max(1, processes)))
         try:
             share = agent.open(self.job.environ, options, self._secret)
         except LaunchError as error:

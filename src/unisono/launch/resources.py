@@ -1,4 +1,4 @@
-"""What this host offers a job (cores, CPU quota, accelerators), and how it is divided among the job's processes. No torch.
+"""The resources of this host (cores, CPU quota, accelerators) and their division among the processes of a job. No torch.
 
 The division is set explicitly and recorded: torchrun sets one thread and mpirun none, so a launcher that sets nothing
 makes the same job give other bits under another launcher. Variables the user has set stay as they are. Affinity masks
@@ -47,7 +47,7 @@ _BUSY_FRAC = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceShare:
-    """What each process of a launch gets of this host.
+    """The share of this host that each process of a launch gets.
 
     ``affinity`` has the logical CPUs of each process, or is None if processes are not pinned. ``cpu_quota`` is the
     control group's limit in CPUs. ``*_from`` says where a value comes from.
@@ -82,7 +82,7 @@ def divide_host(
     processor time that others use; None measures it, which takes 0.1 s.
     """
     environ = os.environ if environ is None else environ
-    processes = options.processes or max(1, count_accelerators())
+    processes = options.num_processes or max(1, count_accelerators())
     cores = allowed_cores()
     quota = cpu_quota()
     usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
@@ -105,8 +105,8 @@ def divide_host(
 
 
 def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, processes: int) -> tuple[int, str]:
-    if options.threads:
-        return options.threads, "launch.threads"
+    if options.num_threads:
+        return options.num_threads, "launch.num_threads"
     given = environ.get(_THREAD_VARIABLES[0], "")
     if given.isdigit() and int(given) > 0:
         return int(given), f"environment {_THREAD_VARIABLES[0]}"

@@ -36,9 +36,9 @@ class BertOptions:
     """
 
     vocab_size: int
-    layers: int = 12
+    num_layers: int = 12
     dim: int = 768
-    heads: int = 12
+    num_heads: int = 12
     ffn_dim: int = 3072
     max_length: int = 512
     segments: int = 2
@@ -46,22 +46,22 @@ class BertOptions:
     norm_eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        if self.dim % self.heads:
+        if self.dim % self.num_heads:
             near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             raise ConfigError(
-                given=f"heads {self.heads} with dim {self.dim}",
-                rule="dim is divisible by heads",
+                given=f"num_heads {self.num_heads} with dim {self.dim}",
+                rule="dim is divisible by num_heads",
                 consequence="the attention cannot be built",
-                nearest=f"heads={min(near, key=lambda h: abs(h - self.heads))}",
+                nearest=f"num_heads={min(near, key=lambda h: abs(h - self.num_heads))}",
             )
 
 
 class BertAttention(nn.Module):
-    """Bidirectional multi-head self-attention."""
+    """Multi-head self-attention over all tokens of a text."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
-        self.heads, self.width = options.heads, options.dim // options.heads
+        self.heads, self.width = options.num_heads, options.dim // options.num_heads
         self.q = nn.Linear(options.dim, options.dim)
         self.k = nn.Linear(options.dim, options.dim)
         self.v = nn.Linear(options.dim, options.dim)
@@ -75,7 +75,7 @@ class BertAttention(nn.Module):
 
 
 class BertFeedForward(nn.Module):
-    """Feed-forward layer ``down(gelu(up(x)))``."""
+    """Feed-forward layer of two matrices: ``down(gelu(up(x)))``."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class BERT(nn.Module):
         self.segments = nn.Embedding(options.segments, options.dim)
         self.norm = nn.LayerNorm(options.dim, options.norm_eps)
         self.dropout = nn.Dropout(options.dropout)
-        self.blocks = nn.ModuleList(BertBlock(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(BertBlock(options) for _ in range(options.num_layers))
         self.head = MaskedHead(options)
         self.reset_parameters()
 

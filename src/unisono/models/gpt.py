@@ -49,7 +49,11 @@ class Attention(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width = options.heads, options.kv_heads, options.dim // options.heads
+        self.heads, self.kv_heads, self.width = (
+            options.num_heads,
+            options.num_kv_heads,
+            options.dim // options.num_heads,
+        )
         self.q = nn.Linear(options.dim, self.heads * self.width, bias=False)
         self.k = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
         self.v = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
@@ -90,7 +94,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.attention = Attention(options)
         self.ffn_norm = RMSNorm(options.dim, options.norm_eps)
-        self.ffn = MoE(options) if options.experts else FeedForward(options)
+        self.ffn = MoE(options) if options.num_experts else FeedForward(options)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -122,14 +126,14 @@ class GPT(nn.Module):
             raise ValueError("vocab_size is 0: a model needs it resolved from the tokenizer first")
         self.options = options
         self.embedding = nn.Embedding(options.vocab_size, options.dim)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.num_layers))
         self.norm = RMSNorm(options.dim, options.norm_eps)
         self.head = None if options.tied else nn.Linear(options.dim, options.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all weights from torch's current generator, in the order of ``named_parameters``."""
-        residual_std = 0.02 / math.sqrt(2 * self.options.layers)
+        residual_std = 0.02 / math.sqrt(2 * self.options.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
@@ -146,7 +150,7 @@ class GPT(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
-        cos, sin = rotary_angles(positions, self.options.dim // self.options.heads, self.options.rope_theta)
+        cos, sin = rotary_angles(positions, self.options.dim // self.options.num_heads, self.options.rope_theta)
         if cos.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, E/2]
         mask = None

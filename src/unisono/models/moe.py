@@ -52,12 +52,12 @@ class Router(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.experts_per_token, self.balance = options.experts_per_token, options.balance
+        self.experts_per_token, self.balance = options.num_experts_per_token, options.balance
         self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
-        self.weight = nn.Parameter(torch.empty(options.experts, options.dim))
+        self.weight = nn.Parameter(torch.empty(options.num_experts, options.dim))
         if self.balance == "bias":
-            self.register_buffer("bias", torch.zeros(options.experts))
-            self.register_buffer("load", torch.zeros(options.experts, dtype=torch.int64), persistent=False)
+            self.register_buffer("bias", torch.zeros(options.num_experts))
+            self.register_buffer("load", torch.zeros(options.num_experts, dtype=torch.int64), persistent=False)
         elif self.balance == "loss":
             self.register_buffer("upstream", torch.ones(()), persistent=False)
 
@@ -96,7 +96,7 @@ class Experts(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.num_experts, self.capacity_factor = options.experts, options.capacity_factor
+        self.num_experts, self.capacity_factor = options.num_experts, options.capacity_factor
         self.gate = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
         self.up = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
         self.down = nn.Parameter(torch.empty(self.num_experts, options.dim, options.hidden_ffn))

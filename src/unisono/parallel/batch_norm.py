@@ -33,23 +33,23 @@ def batch_norms(model: nn.Module) -> list[_Norm]:
 
 def check_batch_norm(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError where the ranks of ``plan`` could not meet in the model's batch norms."""
-    norms, problems, ranks = batch_norms(model), list[Problem](), plan.dp_world_size
+    norms, problems, ranks = batch_norms(model), list[Problem](), plan.mesh.dp_world_size
     if not norms or ranks == 1:
         return
     given = f"{len(norms)} batch norms in {type(model).__name__} on {ranks} data ranks with"
-    if plan.global_batch % ranks:
+    if plan.batch.global_batch % ranks:
         problems.append(
             Problem(
-                given=f"{given} global_batch {plan.global_batch}",
+                given=f"{given} global_batch {plan.batch.global_batch}",
                 rule="their statistics are of all ranks, which run the same passes: global_batch is a multiple of the ranks",
                 consequence="a rank that is done would keep the others waiting",
-                nearest=f"plan.global_batch={max(1, plan.global_batch // ranks) * ranks}, or group norms",
+                nearest=f"plan.global_batch={max(1, plan.batch.global_batch // ranks) * ranks}, or group norms",
             )
         )
-    if plan.compile != "off":
+    if plan.backend.compile != "off":
         problems.append(
             Problem(
-                given=f"{given} compile {plan.compile!r}",
+                given=f"{given} compile {plan.backend.compile!r}",
                 rule="sums of statistics between ranks are not traced by the compiler",
                 consequence="the graph would break at each of them",
                 nearest="compile='off', or group norms",
@@ -90,8 +90,8 @@ def _track(norm: _Norm, mean: Tensor, variance: Tensor) -> None:
     # without momentum: the mean over all batches so far
     batches = norm.num_batches_tracked.double()
     share = 1 / batches if norm.momentum is None else torch.full_like(batches, norm.momentum)
-    for kept, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        kept.lerp_(new.to(kept.dtype), share.to(kept))
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.lerp_(new.to(running.dtype), share.to(running))
 
 
 class _Normalise(torch.autograd.Function):

@@ -72,7 +72,7 @@ class ContextParallel:
 
     def __init__(self, grid: ParallelDims, model: nn.Module) -> None:
         index = grid.rank_along("cp")
-        self._group, self._count = grid.group("cp"), grid.plan.cp
+        self._group, self._count = grid.group("cp"), grid.plan.mesh.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)
@@ -180,12 +180,15 @@ class ContextParallel:
         length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
         runs = 2 * self._count
         if length == 0 or length % runs:
-            near = [each for each in (length // runs * runs, -(-length // runs) * runs) if each] or [runs]
+            near = [
+                near_length for near_length in (length // runs * runs, -(-length // runs) * runs) if near_length
+            ] or [runs]
             raise PlanError(
                 given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
                 rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
                 consequence=f"{length} tokens cannot be shared equally",
-                nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
+                nearest=" or ".join(f"sequences of {near_length}" for near_length in dict.fromkeys(near))
+                + ", or plan.cp=1",
             )
         return length
 

@@ -52,7 +52,7 @@ def apply_expert_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
     group, rank = mesh.group("ep"), mesh.rank_along("ep")
     for path, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
-            local = stack.detach().chunk(mesh.plan.ep)[rank].clone(memory_format=torch.contiguous_format)
+            local = stack.detach().chunk(mesh.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(local, requires_grad=stack.requires_grad))
             table.narrow(f"{path}.{name}", "ep", 0, rank * len(local), len(local))
         layer.compute = _elsewhere(layer.compute, group)
@@ -87,7 +87,7 @@ def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
 
     def summed(counts: Tensor) -> Tensor:
         counts = grid.sum(counts, "cp")
-        return grid.sum(counts, "tp") if grid.plan.sequence_parallel else counts
+        return grid.sum(counts, "tp") if grid.plan.tensor_parallel.sequence_parallel else counts
 
     for module in model.modules():
         if isinstance(module, Router):
@@ -96,14 +96,14 @@ def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError where the ranks of ``ep`` cannot share the experts of ``model``."""
-    ep = plan.ep
+    ep = plan.mesh.ep
     layers = list(expert_layers(model))
     if not layers:
         raise PlanError(
             given=f"plan.ep={ep} for {type(model).__name__}, which has no experts",
             rule="ep spreads the experts of models.moe.Experts over ranks",
             consequence="it would change nothing",
-            nearest="plan.ep=1, or model.experts",
+            nearest="plan.ep=1, or model.num_experts",
         )
     for path, layer in layers:
         if layer.num_experts % ep:
@@ -112,7 +112,7 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
                 given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
                 rule="each rank has equally many experts",
                 consequence="the layer cannot be cut",
-                nearest=f"plan.ep={near}, or model.experts={-(-layer.num_experts // ep) * ep}",
+                nearest=f"plan.ep={near}, or model.num_experts={-(-layer.num_experts // ep) * ep}",
             )
 
 
@@ -132,8 +132,8 @@ def _elsewhere(compute: Compute, group: ProcessGroup) -> Compute:
         order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        made = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
-        return _AllToAll.apply(gather_rows(made, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
+        outputs = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
+        return _AllToAll.apply(gather_rows(outputs, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
 
     return exchanged
 

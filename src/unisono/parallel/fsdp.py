@@ -61,17 +61,17 @@ def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, ta
         return table.grad_reduce_dtypes.get(f"{paths[module]}.{name}".lstrip("."), own)
 
     unit_of = partial(_by_kind, left=left, placed=placed, reduce_dtype=reduce_dtype)
-    if plan.ep > 1 and plan.shard_degree > plan.ep:
+    if plan.mesh.ep > 1 and plan.mesh.shard_degree > plan.mesh.ep:
         for _, experts in expert_layers(model):
-            unit_of(experts, mesh.expert_mesh, reshard=plan.zero == 3)
+            unit_of(experts, mesh.expert_mesh, reshard=plan.fsdp.zero == 3)
     for block in blocks:
-        unit_of(block, mesh.fsdp_mesh, reshard=plan.zero == 3)
+        unit_of(block, mesh.fsdp_mesh, reshard=plan.fsdp.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
     unit_of(model, mesh.fsdp_mesh, reshard=False)
     units: Any = blocks
-    for number in range(len(blocks) if plan.prefetch_blocks else 0):
-        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.prefetch_blocks])
-        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.prefetch_blocks) : number][::-1])
+    for number in range(len(blocks) if plan.fsdp.prefetch_blocks else 0):
+        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.fsdp.prefetch_blocks])
+        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.fsdp.prefetch_blocks) : number][::-1])
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
@@ -95,15 +95,15 @@ def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
 
 
 def check_unsharded(model: nn.Module, plan: Plan) -> None:
-    """Raises PlanError where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads."""
+    """Raises PlanError where ``plan.fsdp.ignored_modules`` names nothing, or experts that ``ep`` spreads."""
     paths = [path for path, _ in model.named_modules() if path]
-    spread = [path for path, _ in expert_layers(model)] if plan.ep > 1 else []
-    for pattern in plan.unsharded:
+    spread = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
+    for pattern in plan.fsdp.ignored_modules:
         named = match_modules(pattern, paths)
         experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
         if not named or experts:
             raise PlanError(
-                given=f"unsharded {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
+                given=f"fsdp.ignored_modules {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
                 rule="it names modules of the model, without experts that ep spreads",
                 consequence="experts would not be where tokens are sent" if experts else "it would change nothing",
                 nearest="modules beside them, or ep=1" if experts else nearest_name(pattern, paths),
@@ -152,8 +152,8 @@ def _by_kind(
 
 
 def _policy(kind: Kind) -> MixedPrecisionPolicy:
-    kept, travels = kind
-    return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
+    stored, reduced = kind
+    return MixedPrecisionPolicy(reduce_dtype=None if reduced == stored else reduced, cast_forward_inputs=False)
 
 
 def reshard(model: nn.Module) -> None:
@@ -174,9 +174,9 @@ class FSDPGradients:
 
     def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
         for unit in units:
-            unit.set_requires_gradient_sync(last or self._plan.zero > 1, recurse=False)
+            unit.set_requires_gradient_sync(last or self._plan.fsdp.zero > 1, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
+            unit.set_reshard_after_backward(last or self._plan.fsdp.zero == 3, recurse=False)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """The next backward pass is the step's last, or the last through a ``part`` of the model."""

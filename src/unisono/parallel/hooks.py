@@ -1,4 +1,4 @@
-"""Changes of what a module takes, computes and returns. ``wrap_forward`` is the one place that replaces a forward pass."""
+"""Hooks on the input, the forward pass and the output of a module. Only ``wrap_forward`` replaces a forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def map_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """``module`` gets ``change(x)`` in place of its first argument."""
+    """Pass ``change(x)`` to ``module`` instead of its first argument ``x``."""
 
     def hook(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -24,7 +24,7 @@ def map_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def map_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """``module`` returns ``change(y)`` in place of its output, or of the first one of several."""
+    """Let ``module`` return ``change(y)`` instead of its output ``y``, or of the first output of several."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
@@ -33,7 +33,7 @@ def map_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """``module`` computes ``wrapper(forward, *args, **kwargs)``, where ``forward`` is what it has computed so far."""
+    """Let ``module`` compute ``wrapper(forward, *args, **kwargs)``, where ``forward`` is its forward pass so far."""
     inner = module.forward
 
     @functools.wraps(inner)

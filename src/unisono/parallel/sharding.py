@@ -185,7 +185,7 @@ class ParameterSharder:
     """
 
     def __init__(self, model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
-        self.rank, self.num_ranks, self.group = mesh.rank_along("tp"), mesh.plan.tp, mesh.group("tp")
+        self.rank, self.num_ranks, self.group = mesh.rank_along("tp"), mesh.plan.mesh.tp, mesh.group("tp")
         self._table = table
         self._paths = {module: path for path, module in model.named_modules()}
         self._holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -245,7 +245,7 @@ class ShardedParameters:
         self.parameters = {name: _local_parameter(parameter) for name, parameter in self._live.items()}
         for parameter in self.parameters.values():
             # small gradients accumulate, and moments are made of them: more digits than a bf16 parameter has
-            if plan.dtypes and parameter.dtype == torch.bfloat16:
+            if plan.precision.dtype_rules and parameter.dtype == torch.bfloat16:
                 parameter.grad_dtype = torch.float32
         self.grad_reduce_dtypes = {
             first_names[name]: dtype
@@ -291,7 +291,7 @@ class ShardedParameters:
         """Norm [] of the gradient of the global model; ``gradients`` are this rank's, in order of the trained parameters."""
         trained = [p for p in self.parameters.values() if p.requires_grad]
         pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._duplicated]
-        if not self.is_sharded and self._mesh.plan.pp == 1:
+        if not self.is_sharded and self._mesh.plan.mesh.pp == 1:
             return global_norm([g for _, g in pairs])
         shards = self._tp_shards
         split = global_norm([g for p, g in pairs if p in shards and not shards[p].replica]).square()
@@ -315,7 +315,7 @@ class ShardedParameters:
     def sum_over_data_ranks(self, values: Tensor) -> Tensor:
         """``values`` computed from this rank's tokens, summed over all tokens of the step, in place."""
         values = self._mesh.sum(self._mesh.sum(values, "dp_replicate"), "shard")
-        return self._mesh.sum(values, "tp") if self._mesh.plan.sequence_parallel else values
+        return self._mesh.sum(values, "tp") if self._mesh.plan.tensor_parallel.sequence_parallel else values
 
     def max_over_shards(self, values: Tensor) -> Tensor:
         """The largest of ``values`` [n] over all ranks that hold shards; NaN where one has it."""
@@ -327,7 +327,7 @@ class ShardedParameters:
 
     def gather_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
-        if self._mesh.plan.pp == 1:
+        if self._mesh.plan.mesh.pp == 1:
             return dict(values)
         merged = {name: value for stage in self._mesh.world.gather_json(values) for name, value in stage.items()}
         return {name: merged[name] for name in self._table.spec.parameters if name in merged}

@@ -18,14 +18,18 @@ from unisono.errors import PlanError, Problem
 from unisono.parallel.batch_norm import apply_sync_batch_norm, batch_norms, check_batch_norm
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.expert import apply_expert_parallel, check_experts, expert_layers, sum_balance_counts
-from unisono.parallel.fp8 import apply_fp8, check_fp8
 from unisono.parallel.fsdp import apply_fsdp, check_unsharded
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.offload import offload_activations
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.pipeline.stages import PipelineStages
-from unisono.parallel.precision import check_dtype_rules, convert_parameters, set_compute_dtypes
-from unisono.parallel.recompute import check_kv_caches, find_recomputed_modules, recompute_blocks, recompute_modules
+from unisono.parallel.precision import apply_fp8, check_dtype_rules, check_fp8, convert_parameters, set_compute_dtypes
+from unisono.parallel.recompute import (
+    check_kv_caches,
+    find_recomputed_modules,
+    offload_activations,
+    recompute_blocks,
+    recompute_modules,
+)
 from unisono.parallel.sharding import ShardTable
 from unisono.parallel.tensor.dtensor_placements import apply_placements, resolve_placements
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
@@ -154,14 +158,16 @@ def _join_attention(state: ParallelModel, _mesh: ParallelDims | None) -> None:
 def _split_stages(state: ParallelModel, mesh: ParallelDims) -> None:
     plan = state.plan
     assert state.partition is not None
-    stage_ids = [stage_index(plan.schedule, plan.pp, mesh.rank_along("pp"), n) for n in range(plan.stages_per_rank)]
+    stage_ids = [
+        stage_index(plan.pipeline.schedule, plan.mesh.pp, mesh.rank_along("pp"), n) for n in range(plan.stages_per_rank)
+    ]
     state.stages = PipelineStages(state.model, state.partition, stage_ids)
     state.blocks = state.stages.blocks
 
 
 def _recompute(state: ParallelModel, _mesh: ParallelDims | None) -> None:
     stages = state.stages
-    if state.plan.recompute_modules:
+    if state.plan.recompute.modules:
         pieces = [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[state.model]]
         recompute_modules(state.plan, state.recomputed, pieces)
     elif stages is not None:
@@ -172,39 +178,39 @@ def _recompute(state: ParallelModel, _mesh: ParallelDims | None) -> None:
 
 
 def _check_recompute(model: nn.Module, plan: Plan) -> None:
-    if not plan.recompute_modules:
-        _check_blocks("recompute", "'none'", model, plan)
+    if not plan.recompute.modules:
+        _check_blocks(f"recompute={plan.recompute.mode!r}", "recompute='none'", model)
     check_kv_caches(model, plan)
     find_recomputed_modules(plan, model, repeated_blocks(model))
 
 
 def _compile(state: ParallelModel, _mesh: ParallelDims | None) -> None:
     plan, arguments = state.plan, dict[str, Any](dynamic=False)
-    if plan.device != "cpu":
-        arguments["mode"] = "max-autotune" if plan.autotune else "reduce-overhead"  # both use device graphs
-    for module in state.blocks if plan.compile == "regional" else [state.model]:
+    if plan.mesh.device != "cpu":
+        arguments["mode"] = "max-autotune" if plan.backend.autotune else "reduce-overhead"  # both use device graphs
+    for module in state.blocks if plan.backend.compile == "regional" else [state.model]:
         module.compile(**arguments)
 
 
 def _check_compile(model: nn.Module, plan: Plan) -> None:
-    if plan.compile == "regional":
-        _check_blocks("compile", "'model'", model, plan)
+    if plan.backend.compile == "regional":
+        _check_blocks("compile='regional'", "compile='model'", model)
     if any(expert_layers(model)):
         raise PlanError(
-            given=f"plan.compile={plan.compile!r} for {type(model).__name__} with experts",
+            given=f"plan.compile={plan.backend.compile!r} for {type(model).__name__} with experts",
             rule="how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes",
             consequence="the graph would break in every block",
-            nearest="compile='off', or model.experts=0",
+            nearest="compile='off', or model.num_experts=0",
         )
 
 
-def _check_blocks(choice: str, near: str, model: nn.Module, plan: Plan) -> None:
+def _check_blocks(choice: str, near: str, model: nn.Module) -> None:
     if not repeated_blocks(model):
         raise PlanError(
-            given=f"plan.{choice}={getattr(plan, choice)!r} for {type(model).__name__}",
+            given=f"plan.{choice} for {type(model).__name__}",
             rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
             consequence="it would change nothing",
-            nearest=f"plan.{choice}={near}, or keep the blocks in a ModuleList",
+            nearest=f"plan.{near}, or keep the blocks in a ModuleList",
         )
 
 
@@ -213,72 +219,74 @@ def _nothing(_model: nn.Module, _plan: Plan) -> None:
 
 
 TRANSFORMS: tuple[Transform, ...] = (
-    Transform("channels_last", lambda plan: plan.channels_last, _nothing, _lay_out_channels_last),
+    Transform("channels_last", lambda plan: plan.backend.channels_last, _nothing, _lay_out_channels_last),
     # names of modules are resolved while the model is whole
-    Transform("select_recomputed", lambda plan: bool(plan.recompute_modules), _nothing, _select_recomputed),
+    Transform("select_recomputed", lambda plan: bool(plan.recompute.modules), _nothing, _select_recomputed),
     # these replace layers and parameters, so that what is sharded is what is trained
     Transform(
         "fp8",
-        lambda plan: plan.precision == "fp8",
+        lambda plan: plan.precision.compute == "fp8",
         lambda model, plan: check_fp8(plan, repeated_blocks(model)),
         lambda state, _mesh: apply_fp8(state.blocks),
     ),
-    Transform("parameter_dtypes", lambda plan: bool(plan.dtypes), check_dtype_rules, _convert_parameters),
+    Transform(
+        "parameter_dtypes", lambda plan: bool(plan.precision.dtype_rules), check_dtype_rules, _convert_parameters
+    ),
     Transform(
         "sync_batch_norm",
-        lambda plan: plan.dp_world_size > 1,
+        lambda plan: plan.mesh.dp_world_size > 1,
         check_batch_norm,
         _sync_batch_norm,
     ),
     # rules name layers of the whole model; of experts, tensor parallelism takes hidden units and expert parallelism what is left
     Transform(
         "placements",
-        lambda plan: bool(plan.placements),
+        lambda plan: bool(plan.tensor_parallel.placements),
         resolve_placements,
         lambda state, mesh: apply_placements(state.model, mesh, state.table),
     ),
     Transform(
         "tensor_parallel",
-        lambda plan: plan.tp > 1 and not plan.placements,
+        lambda plan: plan.mesh.tp > 1 and not plan.tensor_parallel.placements,
         resolve_rules,
         lambda state, mesh: apply_tensor_parallel(state.model, mesh, state.table),
     ),
     Transform(
         "expert_parallel",
-        lambda plan: plan.ep > 1,
+        lambda plan: plan.mesh.ep > 1,
         check_experts,
         lambda state, mesh: apply_expert_parallel(state.model, mesh, state.table),
     ),
     Transform(
         "balance_counts",
-        lambda plan: plan.cp > 1 or plan.sequence_parallel,
+        lambda plan: plan.mesh.cp > 1 or plan.tensor_parallel.sequence_parallel,
         _nothing,
         lambda state, mesh: sum_balance_counts(state.model, mesh),
     ),
     # around what the layers compute now, collectives included
     Transform(
         "compute_dtypes",
-        lambda plan: bool(plan.dtypes),
+        lambda plan: bool(plan.precision.dtype_rules),
         _nothing,
-        lambda state, _mesh: set_compute_dtypes(state.model, state.compute_dtypes, state.plan.device),
+        lambda state, _mesh: set_compute_dtypes(state.model, state.compute_dtypes, state.plan.mesh.device),
     ),
     # inside recompute, which runs attention again
     Transform(
         "context_parallel",
-        lambda plan: plan.cp > 1,
-        lambda model, plan: _check_blocks("cp", "1", model, plan),
+        lambda plan: plan.mesh.cp > 1,
+        lambda model, plan: _check_blocks(f"cp={plan.mesh.cp}", "cp=1", model),
         _join_attention,
     ),
-    Transform("pipeline", lambda plan: plan.pp > 1, _nothing, _split_stages),
-    Transform("recompute", lambda plan: plan.recompute != "none", _check_recompute, _recompute),
+    Transform("pipeline", lambda plan: plan.mesh.pp > 1, _nothing, _split_stages),
+    Transform("recompute", lambda plan: plan.recompute.mode != "none", _check_recompute, _recompute),
     # outside recompute: only what a recomputed block keeps waits on the host
     Transform(
         "offload",
-        lambda plan: plan.offload,
-        lambda model, plan: _check_blocks("offload", "False", model, plan),
+        lambda plan: plan.recompute.offload,
+        lambda model, _plan: _check_blocks("offload=True", "offload=False", model),
         lambda state, _mesh: offload_activations(state.blocks, pinned=True),
     ),
-    Transform("compile", lambda plan: plan.compile != "off", _check_compile, _compile),
+    Transform("compile", lambda plan: plan.backend.compile != "off", _check_compile, _compile),
     # last: FSDP2 splits what is left, and gathers it around everything above
     Transform(
         "fsdp",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -40,11 +39,13 @@ _BYTE_FIELDS = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
 
 def worker_plan(plan: Plan) -> Plan:
     """The plan of one asynchronous worker, which computes one batch shard; other plans are returned as they are."""
-    if plan.sync != "dist_async":
+    if plan.sync.kind != "dist_async":
         return plan
-    share = plan.global_batch // plan.dp_replicate
-    return replace(
-        plan, dp_replicate=1, global_batch=share, sync="local", compression="none", staleness=None, damping=False
+    share = plan.batch.global_batch // plan.mesh.dp_replicate
+    return plan.updated(
+        mesh={"dp_replicate": 1},
+        batch={"global_batch": share},
+        sync={"kind": "local", "compression": "none", "staleness": None, "staleness_lr_decay": False},
     )
 
 
@@ -118,16 +119,16 @@ def async_run_spec(
     labels: Mapping[str, str],
 ) -> RunSpec:
     """What all workers must agree on with the servers; there is a save every ``save_every`` of ``steps`` steps."""
-    workers = plan.dp_replicate
+    workers = plan.mesh.dp_replicate
     return RunSpec(
         table={name: (tuple(value.shape), value.dtype) for name, value in _model_tensors(state).items()},
         num_servers=len(job.server_addresses),
         uncut_keys=tuple(state.sharded.parameters) if optimizer in LAYERWISE_OPTIMIZERS else (),
-        staleness=plan.staleness,
+        staleness=plan.sync.staleness,
         num_batch_shards=steps * workers,
         batch_shards_per_step=workers,
         batch_shards_per_save=save_every * workers,
-        codec=plan.compression,
+        codec=plan.sync.compression,
         labels={"run": job.run_id, **labels},
     )
 
@@ -157,7 +158,7 @@ class AsyncWorker:
         self._optimizer_spec = optimizer_spec
         self._values, self._parameters = _model_tensors(state), state.sharded.parameters
         self._addresses = job.server_addresses
-        codec = plan.compression
+        codec = plan.sync.compression
         self._servers = ServerClient(
             ServerConfig(
                 addresses=server_addresses(job),
@@ -174,7 +175,7 @@ class AsyncWorker:
             why = compression_reason(codec, optimizer_spec.options.kind)
             events.emit("compression", asked=codec, codec=codec, why=why)
         # with a bound on staleness, values are pulled when a shard begins, not when its gradients are pushed
-        self._bounded = plan.staleness is not None
+        self._bounded = plan.sync.staleness is not None
         self._optimizer = RemoteOptimizer(
             state.optimizer, self._servers, self._parameters, late_pull=self._bounded, timers=timers
         )
@@ -209,7 +210,7 @@ class AsyncWorker:
             self._servers.load_state({**self._values, **moments})
         self._optimizer.state.clear()
         self._servers.snapshot()
-        self._servers.mark_done(WorkItem("begin", state.step * self._plan.dp_replicate), float(state.weight_total))
+        self._servers.mark_done(WorkItem("begin", state.step * self._plan.mesh.dp_replicate), float(state.weight_total))
 
     # --- batch shards and saves ------------------------------------------------------------------------------------
 
@@ -270,7 +271,7 @@ class AsyncWorker:
     @property
     def step(self) -> int:
         """The step that the servers stand at, at a save or the end."""
-        return self.work_item.number // self._plan.dp_replicate
+        return self.work_item.number // self._plan.mesh.dp_replicate
 
     def finish_save(self) -> None:
         """Tell the servers that evaluation and save of this step are done."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.config import option
+from unisono.config.renames import OPTION_VALUES, OPTIONS, OptionRenames
 from unisono.data.options import DataOptions, LoaderOptions
 from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
@@ -49,7 +50,7 @@ class RunConfig:
     """One run, whole. ``unisono config explain KEY`` tells about each field."""
 
     run: RunOptions = field(default_factory=RunOptions)
-    parts: Components = field(default_factory=Components)
+    components: Components = field(default_factory=Components)
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     loader: LoaderOptions = field(default_factory=LoaderOptions)
@@ -61,6 +62,8 @@ class RunConfig:
     observe: ObserveOptions = field(default_factory=ObserveOptions)
     launch: LaunchOptions = field(default_factory=LaunchOptions)
     sample: SampleOptions = field(default_factory=SampleOptions)
+
+    RENAMES: ClassVar = OptionRenames(keys=OPTIONS, values=OPTION_VALUES)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Rules that tie sections together."""

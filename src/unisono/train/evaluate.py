@@ -45,7 +45,7 @@ def evaluate(
             samples = min(limit or len(data), len(data))
             batches = _rank_batches(data, plan, data_rank, samples)
             # a pipeline is filled with several at a time
-            while group := list(islice(batches, 2 * plan.pp if plan.pp > 1 else 1)):
+            while group := list(islice(batches, 2 * plan.mesh.pp if plan.mesh.pp > 1 else 1)):
                 counts = [counted for _, counted in group]
 
                 def add(number: int, outputs: Any, batch: Batch, counts: Sequence[bool] = counts) -> None:
@@ -55,7 +55,7 @@ def evaluate(
                         total.add_(torch.cat(sums))
 
                 passes.evaluate([to_device(batch, device) for batch, _ in group], add)
-        passes.world.all_reduce(total).div_(plan.tp)  # tensor-parallel ranks saw the same samples
+        passes.world.all_reduce(total).div_(plan.mesh.tp)  # tensor-parallel ranks saw the same samples
     finally:
         reshard(model)
         model.train(was_training)
@@ -68,9 +68,9 @@ def _rank_batches(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterato
 
     Under FSDP all ranks make equally many passes, so a rank with fewer batches adds one that does not count.
     """
-    ranks = plan.dp_world_size
-    yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, rank, ranks, samples))
-    num_batches, longest = (-(-len(rank_range(samples, r, ranks)) // plan.micro_batch) for r in (rank, 0))
+    ranks = plan.mesh.dp_world_size
+    yield from ((batch, True) for batch in eval_batches(data, plan.batch.micro_batch, rank, ranks, samples))
+    num_batches, longest = (-(-len(rank_range(samples, r, ranks)) // plan.batch.micro_batch) for r in (rank, 0))
     if plan.uses_fsdp and num_batches < longest:
         yield next(eval_batches(data, 1, 0, 1, 1)), False
 
@@ -106,7 +106,7 @@ class Evaluator:
                 metrics=self.metrics,
                 device=self.device,
                 data_rank=self.data_rank,
-                limit=self.options.eval_samples,
+                limit=self.options.num_eval_samples,
             )
         self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
         if data is None:

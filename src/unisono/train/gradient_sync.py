@@ -33,9 +33,9 @@ _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 def check_sync_options(plan: Plan, options: TrainOptions) -> None:
     """Raise ConfigError for options that need equal parameters on all ranks in every step, where the plan lets them diverge."""
-    if options.ema_decay and plan.sync in ("dist_async", "dist_local"):
+    if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
-            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync!r}",
+            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
             nearest="train.ema_decay=0, or plan.sync='dist_sync'",
@@ -44,28 +44,30 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
 
 def open_store(plan: Plan, world: World) -> KVStore:
     """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
-    if plan.sync == "dist_async":
+    if plan.sync.kind == "dist_async":
         return create_kvstore("local", world)
-    if plan.sync == "dist_local":
-        return create_kvstore(plan.sync, world, local_sgd=local_sgd_config(plan))
-    return create_kvstore(plan.sync, world)
+    if plan.sync.kind == "dist_local":
+        return create_kvstore(plan.sync.kind, world, local_sgd=local_sgd_config(plan))
+    return create_kvstore(plan.sync.kind, world)
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
     """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
     return (
-        World.alone(job) if plan.sync == "dist_async" else join_world(job, device_type=device_type, timeout_s=timeout_s)
+        World.alone(job)
+        if plan.sync.kind == "dist_async"
+        else join_world(job, device_type=device_type, timeout_s=timeout_s)
     )
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
     """Settings of ``dist_local``: when and how ranks average their parameters."""
     return LocalSGDConfig(
-        local_steps=plan.local_steps,
-        outer_lr=plan.outer_lr,
-        outer_momentum=plan.outer_momentum,
-        num_fragments=plan.fragments,
-        outer_delay_steps=plan.overlap_steps,
+        local_steps=plan.sync.local_steps,
+        outer_lr=plan.sync.outer_lr,
+        outer_momentum=plan.sync.outer_momentum,
+        num_fragments=plan.sync.num_fragments,
+        outer_delay_steps=plan.sync.outer_delay_steps,
     )
 
 
@@ -87,10 +89,10 @@ def build_gradient_sync(
     device = next(iter(sharded.parameters.values())).device
     if plan.uses_fsdp:
         return FSDPGradients(model, sharded, dims), None
-    if plan.placements:
+    if plan.tensor_parallel.placements:
         return DTensorGradients(model, sharded, dims), None
     codec = _choose_codec(plan, dims, device, optimizer, events)
-    if plan.sync == "dist_local":
+    if plan.sync.kind == "dist_local":
         # the plan allows no low-rank codec here
         delta_codec = None if codec == "none" else cast(Codec, find_codec(codec))
         local_sgd = LocalSGDSync(plan, sharded.parameters, dims.world, step, delta_codec)
@@ -99,7 +101,7 @@ def build_gradient_sync(
     if codec != "none":
         store.set_compression(codec)
     reduce_dtypes = sharded.grad_reduce_dtypes if codec == "none" else None
-    sync = store.gradients(sharded.parameters, group, reduce_dtypes, plan.bucket_bytes)
+    sync = store.gradients(sharded.parameters, group, reduce_dtypes, plan.sync.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
     events.emit("gradients", path=sync.path)
@@ -108,14 +110,14 @@ def build_gradient_sync(
 
 def _choose_codec(plan: Plan, dims: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
     """Return the codec of gradients, measuring which one pays for ``auto``, and emit the choice with its reason."""
-    chosen = plan.compression
+    chosen = plan.sync.compression
     if chosen == "none":
         return chosen
     why = compression_reason(chosen, optimizer)
     if chosen == "auto":
         choice = auto_codec(dims.world, device, group=dims.group("dp_replicate") if plan.is_model_sharded else None)
         chosen, why = choice.codec or "none", choice.reason
-    events.emit("compression", asked=plan.compression, codec=chosen, why=why)
+    events.emit("compression", asked=plan.sync.compression, codec=chosen, why=why)
     return chosen
 
 

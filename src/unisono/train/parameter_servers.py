@@ -25,7 +25,7 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
             given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
             consequence="there is nobody to push gradients to, so nothing was started",
-            nearest="unisono train (it starts launch.servers of them), or unisono launch --servers 1 -- unisono train",
+            nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",
         )
     pairs = (address.rpartition(":") for address in job.server_addresses)
     return [(host, int(port)) for host, _, port in pairs]
@@ -37,7 +37,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
     the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
     snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
     nothing, or its folder is no good."""
-    if plan.sync != "dist_async":
+    if plan.sync.kind != "dist_async":
         if launch.tls:
             raise _unused_tls_error(plan, launch)
         yield job
@@ -53,11 +53,11 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             if world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             more = {
-                "UNISONO_REPLICAS": str(launch.replicas),
+                "UNISONO_REPLICAS": str(launch.num_replicas),
                 "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
                 "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
             }
-            count = job.servers or launch.servers
+            count = job.servers or launch.num_servers
             with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
                 world.close()
                 file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
@@ -84,7 +84,7 @@ def _tls_variable(launch: LaunchOptions) -> Generator[str]:
 
 def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
     return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync!r}",
+        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
         rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
         consequence="it would act on nothing, and nothing was started",
         nearest="plan.sync='dist_async', or a private network and no launch.tls",

@@ -23,6 +23,7 @@ from unisono.checkpoint import (
     quarantine_after,
     verify,
 )
+from unisono.config.renames import migrate_plan
 from unisono.dist import World, fault_point
 from unisono.errors import CheckpointError
 from unisono.observe.events import EventLog
@@ -184,7 +185,7 @@ def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]
     texts: list[str] = []
     for name in here:
         if name == "plan":
-            there = saved["plan"]
+            there = migrate_plan(saved["plan"]).values
             texts += [
                 f"plan.{k} {there.get(k)!r} then, {v!r} now" for k, v in here["plan"].items() if there.get(k) != v
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.partition import PipelinePartition, partition_model
 from unisono.parallel.recompute import check_called, find_recomputed_modules
 from unisono.parallel.transforms import check_transforms, repeated_blocks
-from unisono.plan.derive import derive_plan, load_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan, load_plan
 from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
@@ -40,9 +40,11 @@ from unisono.train.step import input_selector
 def resolve_plan(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
     """Return this rank's device and the job's plan. Raises PlanError."""
     given = load_plan(options) if options.file else None
-    device = find_device(given.device if given else options.device, job.local_rank)
+    device = find_device(given.mesh.device if given else options.device, job.local_rank)
     if given is None:
-        return device, derive_plan(options, world=job.world_size, device=device.type, native_bf16=computes_bf16(device))
+        return device, derive_plan(
+            options, world_size=job.world_size, device=device.type, native_bf16=computes_bf16(device)
+        )
     validate_plan(given, job.world_size)
     return device, given
 
@@ -61,20 +63,26 @@ def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str
     if known and not pairs_with_extra_parameters(known, model):
         return plan
     inputs = dict(first())
-    if known and runs_with_shards(known, plan.tp, model, inputs):
+    if known and runs_with_shards(known, plan.mesh.tp, model, inputs):
         return plan
     inferred = infer_rules(model, inputs)
-    plan = replace(plan, rules=require_rules(inferred, type(model).__name__, plan.tp))
-    events.emit("rules_inferred", rules=plan.to_json()["rules"], left=dict(inferred.left))
+    rules = require_rules(inferred, type(model).__name__, plan.mesh.tp)
+    plan = plan.updated(tensor_parallel={"rules": rules})
+    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(inferred.left))
     return plan
 
 
 def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, PipelinePartition]:
     """Partition the model into pipeline stages by a traced micro-batch; the plan's splits are then those of the partition."""
     layout = partition_model(
-        model, repeated_blocks(model), dict(inputs), plan.pp * plan.stages_per_rank, plan.splits, plan.weights
+        model,
+        repeated_blocks(model),
+        dict(inputs),
+        plan.mesh.pp * plan.stages_per_rank,
+        plan.pipeline.layers_per_stage,
+        plan.pipeline.block_costs,
     )
-    return replace(plan, splits=layout.layers_per_stage, weights=()), layout
+    return plan.updated(pipeline={"layers_per_stage": layout.layers_per_stage, "block_costs": ()}), layout
 
 
 def resolve_for_model(
@@ -86,14 +94,14 @@ def resolve_for_model(
     """
     problems: list[Problem] = []
     layout = None
-    context = ContextParallel(dims, model) if plan.cp > 1 else None
-    if plan.pp > 1:
+    context = ContextParallel(dims, model) if plan.mesh.cp > 1 else None
+    if plan.mesh.pp > 1:
         with _collect_problems(problems):
             plan, layout = split_stages(plan, model, input_selector(model)(batch()))
     if context is not None:
         with _collect_problems(problems):
             context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
-    if plan.recompute_modules:
+    if plan.recompute.modules:
         with _collect_problems(problems):
             check_called(
                 find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
@@ -115,7 +123,11 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
 def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
     """Peak FLOP/s of the device, measured by rank 0 while the others wait: ranks of one host would share its cores."""
     cache = default_cache_dir(os.environ) / "calibration.json"
-    peak = peak_flops(device, COMPUTE_DTYPES[plan.precision], cache=cache, tf32=plan.tf32) if world.rank == 0 else None
+    peak = (
+        peak_flops(device, COMPUTE_DTYPES[plan.precision.compute], cache=cache, tf32=plan.backend.tf32)
+        if world.rank == 0
+        else None
+    )
     return PeakFlops(**world.broadcast_json(asdict(peak) if peak else None))
 
 
@@ -139,22 +151,22 @@ def build_loader(
     Raises DataError for an end of an epoch that ranks would not reach together, and for settings that a stream does not have.
     """
     data, options = pipeline.data, pipeline.options
-    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.pp > 1 else ""
-    if not together and plan.dp_world_size > 1 and batch_statistics:
+    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.mesh.pp > 1 else ""
+    if not together and plan.mesh.dp_world_size > 1 and batch_statistics:
         together = "batch norm"
     if together and options.last_batch == "keep":
         raise DataError(
-            given=f"{together} on {plan.world_size} ranks with loader.last_batch=keep",
+            given=f"{together} on {plan.mesh.world_size} ranks with loader.last_batch=keep",
             rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
             consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
             nearest="loader.last_batch=pad, which fills it up with weight 0",
         )
     common: dict[str, Any] = {
         "seed": seed,
-        "global_batch": plan.global_batch,
-        "micro_batch": plan.micro_batch,
+        "global_batch": plan.batch.global_batch,
+        "micro_batch": plan.batch.micro_batch,
         "rank": data_rank,
-        "world_size": plan.dp_world_size,
+        "world_size": plan.mesh.dp_world_size,
         "transform": pipeline.transform,
         "device": None if device.type == "cpu" else device,
     }
@@ -167,7 +179,7 @@ def build_loader(
             batch_transform=pipeline.finish,
             **common,
         )
-    defaults = LoaderOptions(workers=min(options.workers, 0))  # 0: no thread, which a stream can do
+    defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
     if (options, pipeline.pair, pipeline.finish, pipeline.shuffle_block) != (defaults, None, None, 0):
         raise DataError(
             given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",
@@ -175,4 +187,4 @@ def build_loader(
             consequence="they would act on nothing",
             nearest="leave them out, or a data set with a length",
         )
-    return StreamLoader(data, prefetch_depth=0 if options.workers == 0 else 2, **common)
+    return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)

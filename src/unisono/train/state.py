@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from unisono.checkpoint import CheckpointReader
 from unisono.errors import CheckpointError
 from unisono.optim import state_tensors
-from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.mesh import ParallelDims
+from unisono.parallel.precision import LossScale
 from unisono.parallel.sharding import ShardedParameters, TensorShard
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard
@@ -235,7 +235,7 @@ class StageTensors:
 
     def shards(self, mine: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
         """All tensors of all stages as shards. Of one that several stages have (a tied embedding) the first stage's counts."""
-        rank, ranks_per_stage = self._mesh.world.rank, self._mesh.world.world_size // self._mesh.plan.pp
+        rank, ranks_per_stage = self._mesh.world.rank, self._mesh.world.world_size // self._mesh.plan.mesh.pp
         shards: dict[str, TensorShard] = {}
         for path, (shape, _) in sorted(self._table.items()):
             first = self._first[path]

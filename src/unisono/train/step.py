@@ -81,7 +81,7 @@ class TrainStep:
     def run(self, batch: StepBatch) -> Step:
         """Consume one step's micro-batches; ``state.step`` is one higher afterwards."""
         state, timers = self.state, self.timers
-        loss_factor = state.loss_scale.scale / self.plan.global_batch
+        loss_factor = state.loss_scale.scale / self.plan.batch.global_batch
         set_balance_loss_scale(self.forward_backward.model, loss_factor)
         # loss sum, weight, number of ranks asked to stop
         totals = torch.zeros(3, dtype=state.weight_total.dtype, device=state.weight_total.device)
@@ -108,11 +108,14 @@ class TrainStep:
     def _update(self, totals: Tensor) -> tuple[float, Tensor]:
         """Guard, clip and update; returns the learning rate and ``Step.stats``."""
         state = self.state
-        loss, weight = totals[0] / totals[1], totals[1] / self.plan.tp  # tensor-parallel ranks saw the same samples
+        loss, weight = (
+            totals[0] / totals[1],
+            totals[1] / self.plan.mesh.tp,
+        )  # tensor-parallel ranks saw the same samples
         gradients = self.sync.gradients()
         # gradients are d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
-        share = weight if self.plan.gradients == "mean" else torch.ones_like(weight)
-        divisor = (state.loss_scale.scale * share / self.plan.global_batch).float()
+        share = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
+        divisor = (state.loss_scale.scale * share / self.plan.batch.global_batch).float()
         norm = state.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
@@ -130,7 +133,7 @@ class TrainStep:
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
         if state.sync_state is not None and state.sync_state.params_diverge:
             counted = (
-                counted * self.plan.dp_world_size
+                counted * self.plan.mesh.dp_world_size
             )  # the other ranks made as large a step and did not send its weight
         state.weight_total += counted
         self.sync.zero_grad()

@@ -42,10 +42,10 @@ from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
 from unisono.parallel.device import find_device, set_backend
 from unisono.parallel.expert import expert_parameters
-from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
+from unisono.parallel.precision import LossScale
 from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements
@@ -188,7 +188,7 @@ class Trainer:
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
         if isinstance(self._asked_plan, Plan):
             validate_plan(self._asked_plan, job.world_size)
-            self.plan, self.device = self._asked_plan, find_device(self._asked_plan.device, job.local_rank)
+            self.plan, self.device = self._asked_plan, find_device(self._asked_plan.mesh.device, job.local_rank)
         else:
             self.device, self.plan = resolve_plan(self._asked_plan, job)
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
@@ -239,7 +239,7 @@ class Trainer:
     def _resolve_plan(self) -> None:
         """Complete the plan with what only the model and a first micro-batch show."""
         plan, dims = self.plan, self._dims
-        if plan.tp > 1 and not (plan.rules or plan.placements):
+        if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.placements):
             plan = dims.plan = infer_tp_rules(
                 plan, self.model, lambda: self._inputs(self._first_micro_batch()), self.events
             )
@@ -253,7 +253,7 @@ class Trainer:
         """Make of the model what the plan asks for; ``sharded`` are this rank's shards of its parameters."""
         parallel = parallelize(self._worker_plan, self.model.train(), self._dims, self._context, self._partition)
         model, self._shard_table, stages = parallel.model, parallel.table, parallel.stages
-        if self.plan.placements:
+        if self.plan.tensor_parallel.placements:
             self.events.emit("placements", placed=parameter_placements(model))
         if deferred is not None:
             allocate_shards(model, self.device)
@@ -275,7 +275,7 @@ class Trainer:
         )
         self._ledger = self._check_memory()
         total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
-        initial = options.loss_scale if self.plan.uses_loss_scale else None
+        initial = options.loss_scale if self.plan.precision.uses_loss_scale else None
         self.state = TrainState(
             model=self.model,
             sharded=sharded,
@@ -287,7 +287,7 @@ class Trainer:
             average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
             weight_total=torch.zeros((), dtype=total_dtype, device=self.device),
         )
-        if self.plan.pp > 1:
+        if self.plan.mesh.pp > 1:
             self.state.stage_tensors = StageTensors(self.state, self._dims)
         self._sync, self.state.sync_state = build_gradient_sync(
             plan,
@@ -321,7 +321,7 @@ class Trainer:
         """Load the checkpoint to resume from, if there is one, and choose the loop."""
         self._timers = StepTimers()
         self._checkpoints = self._open_checkpoints()
-        if self.plan.sync != "dist_async":
+        if self.plan.sync.kind != "dist_async":
             self._checkpoints.restore()
             self._loop = SyncLoop(runner=self._build_runner(self._sync), loader=self._loader)
             return
@@ -342,7 +342,9 @@ class Trainer:
             ),
             # a push brings its learning rate, and gradients are clipped here
             optimizer_spec=ServerOptimizerSpec(
-                options=replace(optim, clip_norm=0.0), roles=dict(self._roles), staleness_lr_decay=self.plan.damping
+                options=replace(optim, clip_norm=0.0),
+                roles=dict(self._roles),
+                staleness_lr_decay=self.plan.sync.staleness_lr_decay,
             ),
             events=self.events,
             timers=self._timers,
@@ -357,7 +359,7 @@ class Trainer:
             "data": str(getattr(self.data, "fingerprint", type(self.data).__qualname__)),
             "samples": len(self.data) if isinstance(self.data, Dataset) else 0,
             "seed": self._seed,
-            "global_batch": self.plan.global_batch,
+            "global_batch": self.plan.batch.global_batch,
             "shuffle_block": self._input.shuffle_block,
             "last_batch": self._input.options.last_batch,
         }
@@ -384,7 +386,9 @@ class Trainer:
             held_bytes={
                 "parameters": self._ledger.parameter_bytes,
                 "gradients": self._ledger.gradient_bytes,
-                "optimizer": 0 if self.plan.sync == "dist_async" else self._ledger.state_bytes,  # the servers have it
+                "optimizer": 0
+                if self.plan.sync.kind == "dist_async"
+                else self._ledger.state_bytes,  # the servers have it
             },
             steps_total=self.options.steps,
             epoch=self.world.job.restart_count,
@@ -465,7 +469,7 @@ class Trainer:
             peak=find_peak(self.device, self.plan, self.world) if self._flops_per_token else None,
             weight_total=float(self.state.weight_total),
             skipped_total=int(self.state.guard.skipped),
-            compiling=self.plan.compile != "off",
+            compiling=self.plan.backend.compile != "off",
         )
 
     def _first_micro_batch(self) -> Mapping[str, Tensor]:

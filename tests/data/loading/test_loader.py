@@ -53,7 +53,7 @@ class Numbers:
 
 def loader(dataset: Any, **changes: Any) -> Loader:
     chosen = {name: changes.pop(name) for name in LoaderOptions.__dataclass_fields__ if name in changes}
-    options = LoaderOptions(**{"workers": 1, "worker_kind": "thread", **chosen})
+    options = LoaderOptions(**{"num_workers": 1, "worker_kind": "thread", **chosen})
     fixed = {"seed": 11, "global_batch": 8, "micro_batch": 3, "prefetch_depth": 0, "options": options}
     return Loader(dataset, **{**fixed, **changes})
 
@@ -212,7 +212,7 @@ def test_a_reading_error_names_the_sample(depth: int) -> None:
         f"reading sample {data.broken} of step 3 failed with ValueError: sample {data.broken} is rotten\n"
         "  rule: every sample of a step is readable\n"
         "  so:   step 3 cannot run\n"
-        "  try:  mend or leave out what is named; loader.max_bad_frac lets some bad samples weigh 0 instead"
+        "  try:  mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
     )
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -391,7 +391,7 @@ def test_on_a_cpu_batches_stay_as_they_are() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
     """Whoever computes a share gets what its rank would have: samples, draws, partners."""
-    options = LoaderOptions(workers=workers)
+    options = LoaderOptions(num_workers=workers)
 
     def mixed(a: dict[str, Any], b: dict[str, Any], rng: np.random.Generator) -> Any:
         return {"x": a["x"] + b["x"] * rng.random()}, {"x": b["x"] * rng.random()}

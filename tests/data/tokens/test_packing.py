@@ -252,7 +252,7 @@ def test_a_corpus_is_packed_once(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_trains_on_windows_at_any_offset(corpus: Path, tmp_path: Path) -> None:
-    options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=64, packing="offsets", cache_dir=str(tmp_path))
+    options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=64, packing="sliding", cache_dir=str(tmp_path))
     data = build_data(replace(RunConfig(), data=options))
     assert data.prepared is not None
     assert len(data.train) == data.prepared.train.num_tokens - 64

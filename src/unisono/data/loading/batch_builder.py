@@ -39,6 +39,8 @@ class TwoPhaseTransform(Protocol):
     ``transform_sample`` runs on each sample, ``transform_batch`` on the collated results.
     """
 
+    def __call__(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
+
     def transform_sample(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
 
     def transform_batch(self, batch: Batch, /) -> Batch: ...
@@ -131,7 +133,8 @@ class BatchBuilder:
             if self.pair_transform is not None:
                 samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
             batch = _name_step(spec, lambda: collate(samples[: spec.num_rows], ids))
-        for transform in (self._two_phase and self._two_phase.transform_batch, self.batch_transform):
+        second_phase = None if self._two_phase is None else self._two_phase.transform_batch
+        for transform in (second_phase, self.batch_transform):
             if transform is not None:
                 batch = _name_step(spec, lambda f=transform, batch=batch: check_batch(f(batch), spec.num_rows))
         bad_rows = [row for row, sample in enumerate(ids) if sample in bad]
@@ -246,7 +249,7 @@ def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception)
         given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {what}",
         rule="every sample of a step is readable",
         consequence=f"step {spec.step} cannot run",
-        nearest="mend or leave out what is named; loader.max_bad_frac lets some bad samples weigh 0 instead"
+        nearest="mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
         if sample is not None
         else f"loader.batch({spec.step}) raises the same error in the calling thread",
     )

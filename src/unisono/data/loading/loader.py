@@ -76,8 +76,8 @@ class Loader:
     ``batch_transform(batch)`` gets all rows of a micro-batch.
 
     At least ``prefetch_depth`` steps are built ahead; 0 builds each step when it is requested. Batches are pinned if ``device``
-    is an accelerator with memory of its own. With ``last_batch`` pad or ``max_bad_frac`` above 0, each batch has ``weights``, 0
-    in rows that must not count; the objectives of ``train`` apply them. Workers live until ``close()`` or until the loader is
+    is an accelerator with memory of its own. With ``last_batch`` pad or ``max_bad_sample_frac`` above 0, a batch has ``weights``,
+    0 in rows that must not count; the objectives of ``train`` apply them. Workers live until ``close()`` or until the loader is
     garbage-collected.
 
     Raises DataError for impossible batch sizes, and while iterating for samples that cannot be read.
@@ -121,8 +121,8 @@ class Loader:
             transform=transform,
             pair_transform=pair_transform,
             batch_transform=batch_transform,
-            replaces_bad=options.max_bad_frac > 0,
-            adds_weights=options.max_bad_frac > 0 or options.last_batch == "pad",
+            replaces_bad=options.max_bad_sample_frac > 0,
+            adds_weights=options.max_bad_sample_frac > 0 or options.last_batch == "pad",
         )
         # not a method: workers that refer to the loader would keep it alive
         self._deliver = partial(to_tensors, pin=needs_pinned_memory(device))
@@ -159,7 +159,7 @@ class Loader:
         return self._iterate(claim, 1)
 
     def _iterate(self, claim: Callable[[bool], int | None], stride: int) -> Generator[StepBatch, None, None]:
-        if self._prefetch_depth == 0 or self.options.workers == 0:
+        if self._prefetch_depth == 0 or self.options.num_workers == 0:
             while (shard := claim(True)) is not None:
                 yield self._build(shard, stride)
             return
@@ -255,12 +255,12 @@ class Loader:
         skipped = [sample for _, ids in delivered for sample in ids]
         self._delivered += len(sample_ids)
         self._skipped += len(skipped)
-        if self._skipped > self.options.max_bad_frac * max(self._delivered, _MIN_JUDGED_SAMPLES):
+        if self._skipped > self.options.max_bad_sample_frac * max(self._delivered, _MIN_JUDGED_SAMPLES):
             raise DataError(
                 given=f"{self._skipped} of {self._delivered} samples could not be read, at last {skipped[:8]}",
-                rule=f"at most {self.options.max_bad_frac:g} of the samples are skipped (loader.max_bad_frac)",
+                rule=f"at most {self.options.max_bad_sample_frac:g} of the samples are skipped (loader.max_bad_sample_frac)",
                 consequence=f"step {step} does not run",
-                nearest="unisono data verify tells what is damaged in a record file; a larger loader.max_bad_frac",
+                nearest="unisono data verify tells what is damaged in a record file; a larger loader.max_bad_sample_frac",
             )
         return StepBatch(
             step=step,

@@ -75,7 +75,7 @@ def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[
     data: RecordDataset = image_records([path], classes=False)
     transform = ImageTransform(augment=Augment(size=(size, size), crop=RandomResizedCrop(), flip=0.5))
     for workers in sorted({1, usable_cores(os.environ)}):
-        options = LoaderOptions(workers=workers, worker_kind="thread")
+        options = LoaderOptions(num_workers=workers, worker_kind="thread")
         with Loader(data, seed=0, global_batch=min(64, len(data)), transform=transform, options=options) as loader:
             steps = loader.iterate(0, 1 << 40)
             next(steps)

@@ -262,7 +262,7 @@ def _died(spec: MicroBatchSpec, sample: int, how: str, times: int) -> Problem:
         + (f", {times} times" if times > 1 else ""),
         rule="a worker that dies is started again with the same samples, twice at most",
         consequence=f"step {spec.step} cannot run",
-        nearest="SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen",
+        nearest="SIGKILL often means no memory: fewer loader.num_workers; or loader.worker_kind thread to see it happen",
     )
 
 

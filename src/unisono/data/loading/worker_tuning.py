@@ -48,22 +48,22 @@ class WorkerTuner:
         self._memory = _memory_path(about, limit)
         self._limit = max(1, limit)
         self._clock = clock
-        self._fixed = options.workers > 0 and options.worker_kind != "auto"
+        self._fixed = options.num_workers > 0 and options.worker_kind != "auto"
         kinds: tuple[WorkerKind, ...] = (
             ("thread", "process") if options.worker_kind == "auto" else (options.worker_kind,)
         )
-        start = WorkerSetting(kind=kinds[0], workers=options.workers if options.workers > 0 else 1)
+        start = WorkerSetting(kind=kinds[0], workers=options.num_workers if options.num_workers > 0 else 1)
         remembered = None if self._fixed else _remembered(self._memory)
-        if remembered is not None and remembered.kind in kinds and options.workers in (-1, remembered.workers):
+        if remembered is not None and remembered.kind in kinds and options.num_workers in (-1, remembered.workers):
             start = WorkerSetting(
                 kind=remembered.kind, workers=min(remembered.workers, _counts(remembered.kind, self._limit)[-1])
             )
         self._untried = [
             WorkerSetting(kind=kind, workers=n)
             for kind in kinds
-            for n in ([options.workers] if options.workers > 0 else _counts(kind, self._limit))
+            for n in ([options.num_workers] if options.num_workers > 0 else _counts(kind, self._limit))
         ]
-        self._untried = [each for each in self._untried if each != start]
+        self._untried = [setting for setting in self._untried if setting != start]
         self.setting = start
         self._best: tuple[WorkerSetting, float] | None = None
         self._begin_window(settling=0)
@@ -97,7 +97,7 @@ class WorkerTuner:
                 self._best = (self.setting, rate)
             else:  # more workers of the same kind will not help either
                 kind = self.setting.kind
-                self._untried = [each for each in self._untried if each.kind != kind]
+                self._untried = [setting for setting in self._untried if setting.kind != kind]
             if better and waiting < _MAX_WAIT_FRAC:
                 self._untried = []
         elif waiting < _MAX_WAIT_FRAC:
@@ -108,7 +108,7 @@ class WorkerTuner:
             and self.setting.kind != "process"
             and not self._reachable()
         ):
-            self._untried = [each for each in self._untried if each.kind != "process"]
+            self._untried = [setting for setting in self._untried if setting.kind != "process"]
         if self._untried:
             self._change(self._untried.pop(0))
         elif self.setting != self._best[0]:

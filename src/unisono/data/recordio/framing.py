@@ -33,7 +33,7 @@ _SCAN_WORDS: Final = 1 << 22  # words per comparison: 16 MiB of the file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameParts:
-    """Part heads in file order. ``offsets`` [parts] int64 of the magic words, ``lengths`` [parts] int64, ``flags`` [parts]."""
+    """Part heads in file order: ``offsets`` [parts] int64 of the magic words, ``lengths`` [parts] int64, ``flags`` [parts]."""
 
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]

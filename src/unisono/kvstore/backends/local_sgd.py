@@ -38,18 +38,18 @@ _RESIDUAL = "compression/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDConfig:
-    """When and how copies are averaged. Raises ConfigError with all problems."""
+    """When and how ``dist_local`` averages copies. Raises ConfigError with all problems."""
 
     local_steps: int
-    """H: steps from one boundary of a parameter to its next."""
+    """H: steps between averages of a parameter."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     num_fragments: int = 1
     """Fragment f of F has its boundaries at steps (f + 1) H // F, and then every H."""
     outer_delay_steps: int = 0
-    """Steps between a boundary and the use of the sum."""
+    """Steps between a boundary and the application of its sum."""
     mix: float | None = None
-    """Share of a worker's own parameters in the mixture; unset: 0.5 with overlap, else 0."""
+    """Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0."""
 
     def __post_init__(self) -> None:
         own = self.outer_delay_steps == 0 and self.mix not in (None, 0)
@@ -149,7 +149,7 @@ class LocalSGD:
         ]
         self._pending: dict[int, list[Any]] = {}
         self.sent_bytes = self.received_bytes = 0
-        # one for each fragment, as several may be under way
+        # one per fragment, as several may be in flight
         self._exchanges = [
             compressed_sum(codec, {part.name: part.delta for part in parts}, world.group)
             for parts in self._fragments

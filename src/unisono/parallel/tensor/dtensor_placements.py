@@ -45,12 +45,12 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     """
     names = _names(model)
     chosen, problems = _match(names, placements)
-    if grid.plan.tp == 1:
+    if grid.plan.mesh.tp == 1:
         problems.append(_inert())
     if problems:
         raise PlanError(*problems)
     mesh = _mesh(grid)
-    made = {
+    distributed = {
         parameter: nn.Parameter(
             distribute_tensor(
                 parameter.detach(), mesh, _torch_placements(chosen.get(parameter, ())), src_data_rank=None
@@ -64,7 +64,7 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
             module.register_forward_pre_hook(_gradients_return_alike)
             module.register_forward_hook(_sum_at_once)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[parameter])
+            setattr(module, name, distributed[parameter])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None))
     _enter_and_leave(model, mesh)
@@ -81,17 +81,17 @@ def resolve_placements(
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for each in plan.placements:
-        found = match_modules(each.module, modules)
-        if not found:
-            problems.append(_no_module(each.module, modules))
-        for path in found:
-            if each.parameter:
-                twice = wanted.setdefault(path, {}).setdefault(each.parameter, each.dims) != each.dims
+    for placement in plan.tensor_parallel.placements:
+        paths = match_modules(placement.module, modules)
+        if not paths:
+            problems.append(_no_module(placement.module, modules))
+        for path in paths:
+            if placement.parameter:
+                twice = wanted.setdefault(path, {}).setdefault(placement.parameter, placement.dims) != placement.dims
             else:
-                twice = moved.setdefault(path, each) is not each
+                twice = moved.setdefault(path, placement) is not placement
             if twice:
-                what = repr(each.parameter) if each.parameter else "what goes into or comes out"
+                what = repr(placement.parameter) if placement.parameter else "what goes into or comes out"
                 problems.append(_placed_twice(f"{what} of {path or 'the model'!r}"))
     problems += [*_not_apart(model, wanted), *_outside(moved, wanted)]
     problems += [problem for path, own in wanted.items() for problem in _match(_names(modules[path]), own)[1]]
@@ -109,8 +109,8 @@ def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) ->
     for path, placements in wanted.items():
         shard_module(modules[path], placements, mesh)
         _record(modules[path], path, mesh, table)
-    for path, each in moved.items():
-        pinned = shard_function(modules[path].forward, inputs=each.inputs, outputs=each.outputs)
+    for path, placement in moved.items():
+        pinned = shard_function(modules[path].forward, inputs=placement.inputs, outputs=placement.outputs)
         wrap_forward(modules[path], partial(_call, pinned))
 
 
@@ -165,10 +165,10 @@ def _outside(moved: Collection[str], wanted: Collection[str]) -> Iterator[Proble
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """All names of each parameter."""
-    found: dict[nn.Parameter, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return found
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def _within(name: str, path: str) -> bool:
@@ -181,7 +181,7 @@ def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable)
         dims = _dims(parameter)
         if AXIS in dims:
             dim = dims.index(AXIS)
-            size = -(-parameter.shape[dim] // mesh.plan.tp)
+            size = -(-parameter.shape[dim] // mesh.plan.mesh.tp)
             start = min(mesh.rank_along(AXIS) * size, parameter.shape[dim])
             length = cast(DTensor, parameter).to_local().shape[dim]
             table.select(f"{path}.{name}".lstrip("."), dim, [(start, length)])
@@ -235,8 +235,8 @@ def shard_function(
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
         moved = [
-            each if dims is None else _move(each, dims, f"input {number} of {_name(function)}")
-            for number, (each, dims) in enumerate(zip(args, [*inputs, *[None] * len(args)], strict=False))
+            value if dims is None else _move(value, dims, f"input {number} of {_name(function)}")
+            for number, (value, dims) in enumerate(zip(args, [*inputs, *[None] * len(args)], strict=False))
         ]
         result = function(*moved, **kwargs)
         return result if outputs is None else _move(result, outputs, f"the output of {_name(function)}")
@@ -275,7 +275,7 @@ def _sum_at_once(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> An
 
 def _mesh(grid: ParallelDims) -> DeviceMesh:
     line = torch.tensor(grid.ranks_along(AXIS))
-    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.device, mesh=line, mesh_dim_names=(AXIS,))
+    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
 
 
 def _torch_placements(dims: Dims) -> list[Placement]:
@@ -293,21 +293,21 @@ def _match(
     chosen: dict[nn.Parameter, Dims] = {}
     problems: list[Problem] = []
     for pattern, dims in placements.items():
-        found = {p: name for p, each in names.items() for name in each if fnmatchcase(name, pattern)}
-        if not found:
+        matched = {p: name for p, aliases in names.items() for name in aliases if fnmatchcase(name, pattern)}
+        if not matched:
             problems.append(
                 Problem(
                     given=f"a placement of {pattern!r}",
                     rule="a placement names parameters of the model, by name or pattern",
                     consequence="it would act on nothing",
-                    nearest=nearest_name(pattern, [name for each in names.values() for name in each]),
+                    nearest=nearest_name(pattern, [name for aliases in names.values() for name in aliases]),
                 )
             )
         problem = _wrong_axes(repr(pattern), dims)
         if problem is not None:
             problems.append(problem)
             continue
-        for parameter, name in found.items():
+        for parameter, name in matched.items():
             if parameter.dim() != len(dims):
                 problems.append(_wrong_length(f"{name} of shape {list(parameter.shape)}", dims, parameter.dim()))
             elif chosen.setdefault(parameter, dims) != dims:

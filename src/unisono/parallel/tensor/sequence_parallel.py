@@ -30,15 +30,15 @@ SEQUENCE_DIM = -2  # the dim of tokens in activations [..., T, D]
 def apply_sequence_parallel(matched: list[RuleMatch], sharder: ParameterSharder) -> None:
     """Cut activations from before the first to behind the last module that the rule names."""
     group = sharder.group
-    between = [each.module for each in matched if isinstance(each.rule, SequenceRule)]
+    between = [match.module for match in matched if isinstance(match.rule, SequenceRule)]
     map_input(between[0], lambda x: scatter_to_sp_region(_divisible(x, group), SEQUENCE_DIM, group))
     map_output(between[-1], lambda x: gather_from_tp_region(x, SEQUENCE_DIM, group))
     entered = {
         module
-        for each in matched
-        if isinstance(each.rule, ColwiseRowwise)
-        for name in each.rule.input_modules
-        for module in each.module.get_submodule(name).modules()
+        for match in matched
+        if isinstance(match.rule, ColwiseRowwise)
+        for name in match.rule.input_modules
+        for module in match.module.get_submodule(name).modules()
     }
     for module in {inner: None for outer in between for inner in outer.modules()}:
         for name, _ in module.named_parameters(recurse=False):

@@ -1,17 +1,17 @@
-"""Tensor parallelism: cuts the layers that rules name (``plan.rules``), with plain local tensors in place of whole ones.
+"""Tensor parallelism: shards the layers that the rules of ``plan.tensor_parallel`` name; local tensors replace global ones.
 
-In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
-of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
-over the ranks ends it. Forward that is one all-reduce behind the last layer, backward one before the first.
+In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are split column-wise (by output features: whole attention heads, or
+hidden units of a feed-forward layer) and the last row-wise (by input features). Everything in between is computed on the local
+part, with one all-reduce after the row-wise layer forward and one before the column-wise layers backward.
 
-    pair        input x, the same on all ranks         ∂x summed over ranks
+    pair        input x, replicated                    ∂x summed over ranks
     column      y_r = x W_rᵀ + b_r
-    row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
+    row         z = Σ_r y_r V_rᵀ + c                    ∂z replicated
 
 Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
 same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
-layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops the same
-elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
+layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops
+the same elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
 """
 
 from __future__ import annotations
@@ -52,24 +52,32 @@ def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTabl
     sharder = ParameterSharder(model, mesh, table)
     tables: dict[nn.Module, VocabShard] = {}
     draws: dict[nn.Module, TensorParallelRNG] = {}
-    for each in matched:
-        match each.rule:
+    for rule_match in matched:
+        match rule_match.rule:
             case ColwiseRowwise():
-                _cut_pair(each, each.rule, sharder, replicas, along_sequence=mesh.plan.sequence_parallel)
-                around = _called(model, each.path)
+                _cut_pair(
+                    rule_match,
+                    rule_match.rule,
+                    sharder,
+                    replicas,
+                    along_sequence=mesh.plan.tensor_parallel.sequence_parallel,
+                )
+                around = _called(model, rule_match.path)
                 draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
-                *first, last = map(each.module.get_submodule, each.rule.layers)
+                *first, last = map(rule_match.module.get_submodule, rule_match.rule.layers)
                 draws[around].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(each.module, sharder, along_sequence=mesh.plan.sequence_parallel)
+                shard_expert_hidden(
+                    rule_match.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                )
             case EmbeddingRule():
-                tables[each.module] = shard_embedding(each.module, sharder)
+                tables[rule_match.module] = shard_embedding(rule_match.module, sharder)
             case OutputRule():
-                tables[each.module] = shard_output_layer(each.module, sharder)
+                tables[rule_match.module] = shard_output_layer(rule_match.module, sharder)
             case _:
                 pass
     attach_vocab_shards(model, tables)
-    if mesh.plan.sequence_parallel:
+    if mesh.plan.tensor_parallel.sequence_parallel:
         apply_sequence_parallel(matched, sharder)
 
 
@@ -84,12 +92,12 @@ def _called(model: nn.Module, path: str) -> nn.Module:
 
 def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's group of ranks next to each other that hold the same block, by their number."""
-    count, counts = grid.plan.tp, set[int]()
-    for each in matched:
-        if isinstance(each.rule, ColwiseRowwise) and each.rule.shared_units:
-            counts.add(count // min(count, attribute_value(each, each.rule.shared_units)))
+    count, counts = grid.plan.mesh.tp, set[int]()
+    for match in matched:
+        if isinstance(match.rule, ColwiseRowwise) and match.rule.num_kv_heads_attr:
+            counts.add(count // min(count, attribute_value(match, match.rule.num_kv_heads_attr)))
     lines = {
-        str(n): torch.arange(grid.plan.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
+        str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
         if 1 < n < count
     }
@@ -98,25 +106,25 @@ def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[in
 
 
 def _cut_pair(
-    each: RuleMatch,
+    match: RuleMatch,
     pair: ColwiseRowwise,
     sharder: ParameterSharder,
     replicas: dict[int, ProcessGroup],
     *,
     along_sequence: bool,
 ) -> None:
-    module, group = each.module, sharder.group
-    parts = attribute_value(each, pair.shared_units) if pair.shared_units else 0
-    for name in (*pair.column, *pair.shared, *pair.fused):
+    module, group = match.module, sharder.group
+    parts = attribute_value(match, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
+    for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
-        held = parts if name in pair.shared else 0
-        fused = 3 if name in pair.fused else 1
+        held = parts if name in pair.kv_colwise else 0
+        fused = 3 if name in pair.fused_colwise else 1
         sharder.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
         sharder.shard(layer, "bias", 0, parts=held, fused=fused)
         if 0 < held < sharder.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
                 sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // held])
-    last = module.get_submodule(pair.row)
+    last = module.get_submodule(pair.rowwise)
     sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
@@ -143,8 +151,8 @@ def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
     local: dict[str, int] = {}
     for name in pair.local_attrs:
         local[name] = max(1, int(attrgetter(name)(module)) // count)
-    if pair.ratio:
-        local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+    if pair.kv_group_size_attr:
+        local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
     for name, number in local.items():
         path, _, attribute = name.rpartition(".")
         owner = attrgetter(path)(module) if path else module

@@ -1,8 +1,8 @@
-"""Tables of a vocabulary, cut over ranks by rows (Shoeybi et al. 2019): the embedding, and the matrix that makes logits.
+"""Vocabulary parallelism (Shoeybi et al. 2019): the embedding and the output matrix, sharded by rows.
 
-A rank looks up the tokens it has, zeros for the others, and the sum over ranks is everyone's. Of the logits each rank makes those
-of its part: the chunked loss needs their maximum and sum over the ranks only (``models.loss``). A model that returns logits gets
-all of them, gathered. Parts differ by one row at most, so any vocabulary can be cut.
+A rank looks up the tokens in its rows and zeros for the others; an all-reduce gives every rank all embeddings. Each rank
+computes the logits of its rows. The chunked loss (``models.loss``) exchanges only their maximum and sum; a model that returns
+logits gathers them. Shards differ by one row at most, so that any vocabulary size works.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_t
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabShard:
-    """This rank's rows of a vocabulary, ``sizes`` of them on each rank; what ``models.loss`` asks of it."""
+    """This rank's rows of a vocabulary, for ``models.loss``; ``sizes`` has the number of rows on each rank."""
 
     sizes: Sequence[int]
     group: ProcessGroup
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """``hidden`` as it is; its gradient, of which each rank has what its rows say, is summed."""
+        """``hidden`` itself; its gradient, of which each rank computes the part of its rows, is summed."""
         return copy_to_tp_region(hidden, self.group)
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where ``tokens`` lie among the rows here, 0 for those that do not, and whether they do."""
+        """Row numbers on this rank of ``tokens``, 0 for those of other ranks, and a mask of those that are here."""
         index = self.group.rank()
         places = tokens - list(accumulate(self.sizes, initial=0))[index]
         here = (places >= 0) & (places < self.sizes[index])
         return places.where(here, 0), here
 
     def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logsumexps over parts the one over the whole, and the sum of ``chosen``, of which one rank has each element."""
+        """The logsumexp over the vocabulary from that over this rank's rows, and ``chosen`` summed over the ranks."""
         largest = log_norm.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         sums = torch.stack([(log_norm - largest).exp(), chosen])
@@ -55,7 +55,7 @@ class VocabShard:
 
 
 def shard_embedding(layer: Any, sharder: ParameterSharder) -> VocabShard:
-    """Keep this rank's rows of an ``nn.Embedding``."""
+    """Shard an ``nn.Embedding`` by rows, in place."""
     part = VocabShard(sizes=even_sizes(layer.num_embeddings, sharder.num_ranks), group=sharder.group)
     padding = layer.padding_idx
     if padding is not None:  # the row whose gradient stays zero
@@ -74,7 +74,7 @@ def shard_embedding(layer: Any, sharder: ParameterSharder) -> VocabShard:
 
 
 def shard_output_layer(layer: Any, sharder: ParameterSharder) -> VocabShard:
-    """Keep this rank's rows of an ``nn.Linear``; called as a layer it returns all logits on every rank."""
+    """Shard an ``nn.Linear`` by rows, in place; when called it gathers all logits on every rank."""
     part = VocabShard(sizes=even_sizes(layer.out_features, sharder.num_ranks), group=sharder.group)
     sharder.shard(layer, "weight", 0)
     sharder.shard(layer, "bias", 0)
@@ -88,7 +88,7 @@ def shard_output_layer(layer: Any, sharder: ParameterSharder) -> VocabShard:
 
 
 def attach_vocab_shards(model: nn.Module, tables: Mapping[Any, VocabShard]) -> None:
-    """Where ``model`` returns a ``Head`` with the matrix of one of ``tables``, have it say how that is cut."""
+    """Where ``model`` returns ``LazyLogits`` with the matrix of one of ``tables``, set its ``vocab_sharding``."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, LazyLogits):
