@@ -135,7 +135,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         )
 
     with pytest.raises(
-        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that go on without each other hold"
+        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that update without each other hold"
     ):
         plan(tp=2)
     with pytest.raises(PlanError, match="sync 'dist_async' with global_batch 6 on 4 ranks"):

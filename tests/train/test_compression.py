@@ -79,7 +79,7 @@ def test_another_codec_goes_on_and_says_what_is_left_behind(tmp_path: Path, pool
     for differences, chosen in pool.run(otherwise, str(tmp_path / "run")):
         without, with_another = (" ".join(each) for each in differences)
         assert "rank-local tensors are not used" in without
-        assert "plan.compression 'int8' then, 'none' now" in without
+        assert "plan.sync.compression 'int8' then, 'none' now" in without
         assert "no rank-local state for rank" in with_another
         assert [codec for codec, _ in chosen] == ["int8", "1bit"]
 

@@ -192,7 +192,7 @@ _GROUPS = {
 
 
 def _find_component(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:
-    return _resolve(_GROUPS[name], f"parts.{name}", getattr(config.components, name), built_in)
+    return _resolve(_GROUPS[name], f"components.{name}", getattr(config.components, name), built_in)
 
 
 def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> Any:
