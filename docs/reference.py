@@ -60,7 +60,7 @@ def page(package: str) -> str:
         elif callable(value):
             lines += [f".. autofunction:: {package}.{name}", ""]
         else:
-            lines += [f".. autodata:: {package}.{name}", ""]
+            lines += [f".. py:data:: {package}.{name}", ""]
     return "\n".join(lines)
 
 
