@@ -51,8 +51,15 @@ def command(
             consequence="there is nothing to print",
             nearest="call your own model from Python",
         )
-    how = {"context": config.data.seq_len, "seed": seed, "temperature": temperature}
-    text = write_sample(model, tokenizer, prompt=prompt, num_tokens=tokens, **how)
+    text = write_sample(
+        model,
+        tokenizer,
+        prompt=prompt,
+        num_tokens=tokens,
+        context=config.data.seq_len,
+        seed=seed,
+        temperature=temperature,
+    )
     if as_json:
         print_json({"run_dir": run_dir, "step": step, "text": text})
     else:
