@@ -16,8 +16,7 @@ import click
 
 from unisono.config import Resolved, load_config
 from unisono.config.renames import announce
-from unisono.dist import job_from_environ
-from unisono.errors import CheckpointError, ConfigError, LaunchError
+from unisono.errors import CheckpointError, ConfigError
 from unisono.train.config import RunConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,7 +70,7 @@ def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[
         # "never" and a path applied to that one start; starting the folder again continues the run
         resolved = load_config(RunConfig, [run_file], overrides=["run.resume=auto", *overrides], environ=os.environ)
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
-    _announce("the configuration", resolved.renamed)
+    announce("the configuration", resolved.renamed)
     LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
     return resolved
 
@@ -95,16 +94,8 @@ def load_run(run_dir: str) -> Resolved[RunConfig]:
     run_file = require_run(run_dir) / RESOLVED
     here = [f"run.dir={json.dumps(run_dir)}"]
     resolved = load_config(RunConfig, [run_file], overrides=here, environ=os.environ)
-    _announce(str(run_file), resolved.renamed)
+    announce(str(run_file), resolved.renamed)
     return resolved
-
-
-def _announce(where: str, renamed: Sequence[str]) -> None:
-    """Print what was renamed, in one process of a job: rank 0, or the launcher that started it."""
-    with suppress(LaunchError):
-        job = job_from_environ(os.environ)
-        if job.rank == 0 and job.source != "unisono":
-            announce(where, renamed)
 
 
 def require_run(run_dir: str) -> Path:

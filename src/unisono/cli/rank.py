@@ -31,13 +31,16 @@ from unisono.observe.run_summary import summarise
 from unisono.observe.sinks import Trackers
 from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer
-from unisono.train.config import RunConfig, SampleOptions
+from unisono.train.config import RunConfig
 from unisono.train.gradient_sync import init_distributed
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
 from unisono.train.parameter_servers import start_servers
 from unisono.train.setup import open_events, resolve_plan
 from unisono.train.trainer import Trainer
 
+# the text that a language model writes at the end of a run, and by default in ``unisono generate``
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 200
 # a sharded model is assembled for its text sample up to this size
 SAMPLE_BYTES = 1 << 30
 
@@ -150,7 +153,7 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
             outcome["export"] = str(export_run(model, config, tokenizer, read=read))
         except UnisonoError as error:
             refused = error
-        if tokenizer is None or not isinstance(model, GPT) or not config.sample.tokens:
+        if tokenizer is None or not isinstance(model, GPT):
             return refused
         if snapshot is not None:
             size = sum(parameter.nbytes for parameter in model.parameters())
@@ -159,8 +162,8 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
                 return refused
             model = cast(GPT, read_model(config, tokenizer, snapshot))
         context, seed = config.data.seq_len, config.run.seed
-        outcome["sample"] = write_sample(model, tokenizer, config.sample, context=context, seed=seed)
-        run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
+        outcome["sample"] = write_sample(model, tokenizer, context=context, seed=seed)
+        run.events.emit("sample", step=run.state.step, prompt=SAMPLE_PROMPT, text=outcome["sample"])
     return refused
 
 
@@ -190,21 +193,29 @@ def export_run(
 
 
 def write_sample(
-    model: GPT, tokenizer: Tokenizer, sample: SampleOptions, *, context: int, seed: int, temperature: float = 0.8
+    model: GPT,
+    tokenizer: Tokenizer,
+    *,
+    prompt: str = SAMPLE_PROMPT,
+    num_tokens: int = SAMPLE_TOKENS,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
 ) -> str:
     """Generate text that continues the prompt.
 
     Args:
+        num_tokens: Number of tokens after the prompt.
         context: Number of last tokens that the model sees.
         seed: Seed of the sampling.
         temperature: 0 takes the most likely token.
     """
     device = model.embedding.weight.device
-    prompt: list[int] = tokenizer.encode([sample.prompt])[0].ids.tolist() or [tokenizer.end_of_document]
+    start: list[int] = tokenizer.encode([prompt])[0].ids.tolist() or [tokenizer.end_of_document]
     training = model.training
     model.eval()
     tokens = model.generate(
-        torch.tensor([prompt], device=device), sample.tokens, temperature=temperature, context=context, seed=seed
+        torch.tensor([start], device=device), num_tokens, temperature=temperature, context=context, seed=seed
     )
     model.train(training)
     written: list[int] = cast(Any, tokens[0]).tolist()

@@ -7,6 +7,7 @@ holds are all read through here. The reader returns what it renamed, and ``annou
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ OPTIONS: Mapping[str, str | None] = {
     "launch.threads": "launch.num_threads",
     "launch.servers": "launch.num_servers",
     "launch.replicas": "launch.num_replicas",
+    "launch.numa": None,
+    "sample": None,
 }
 # new dotted key → old value → new value
 OPTION_VALUES: Mapping[str, Mapping[str, str]] = {"data.packing": {"offsets": "sliding"}}
@@ -121,11 +124,17 @@ class OptionRenames:
 
 
 def announce(where: str, renamed: Iterable[str]) -> None:
-    """Print the migration line, if anything was renamed."""
-    if names := ", ".join(dict.fromkeys(renamed)):
-        logging.getLogger("unisono").warning(
-            "%s uses names of an earlier version, which were read as: %s", where, names
-        )
+    """Print the migration line, if anything was renamed: once in a run, by rank 0 or by the launcher that started it."""
+    text = ", ".join(dict.fromkeys(renamed))
+    numbered = any(os.environ.get(name, "0") != "0" for name in _RANK_VARIABLES)
+    if not text or numbered or "UNISONO_RANK" in os.environ or (where, text) in _announced:
+        return
+    _announced.add((where, text))
+    logging.getLogger("unisono").warning("%s uses names of an earlier version, which were read as: %s", where, text)
+
+
+_announced: set[tuple[str, str]] = set()
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "DMLC_WORKER_ID")
 
 
 def _rename(

@@ -88,7 +88,7 @@ def divide_host(
     usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
     threads, threads_from = _threads(options, environ, usable, processes)
     waiting, waiting_from = _waiting(environ, threads, host_busy_frac() if busy_frac is None else busy_frac)
-    affinity, numa = _affinity(options, processes)
+    affinity, numa = _affinity(processes)
     allocator = TUNED_ALLOCATOR if options.allocator == "tuned" else {}
     return ResourceShare(
         processes=processes,
@@ -124,9 +124,7 @@ def _waiting(environ: Mapping[str, str], threads: int, busy_frac: float) -> tupl
     return dict(_SHORT_SPIN), f"short: others use {100 * busy_frac:.0f} % of this host"
 
 
-def _affinity(options: LaunchOptions, processes: int) -> tuple[list[list[int]] | None, str]:
-    if options.numa == "off":
-        return None, "off"
+def _affinity(processes: int) -> tuple[list[list[int]] | None, str]:
     if processes == 1:
         return None, "not pinned: one process has the whole host"
     if not hasattr(os, "sched_setaffinity"):

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from unisono.config.renames import migrate_plan
+from unisono.config.renames import announce, migrate_plan
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.plan.options import Compile, Recompute, Schedule, Sync, Zero
 from unisono.plan.rules import DtypeRule, ParameterPlacement, Rule, match_modules
@@ -253,9 +253,10 @@ class Plan:
     @staticmethod
     def load(path: Path) -> Plan:
         """Read a strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
-        data = read_strategy_file(path)
+        data = migrate_plan(read_strategy_file(path))
+        announce(str(path), data.renamed)
         try:
-            return Plan.from_json(data)
+            return Plan.from_json(data.values)
         except PlanError as error:
             raise PlanError(
                 *(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)
