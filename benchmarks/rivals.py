@@ -45,8 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WARMUP_STEPS = 4
 SIZES: dict[str, list[str]] = {
     "demo": [],
-    "wide": ["model.dim=768", "model.heads=12", "model.kv_heads=6", "model.layers=4"],
-    "wider": ["model.dim=1024", "model.heads=16", "model.kv_heads=8", "model.layers=4"],
+    "wide": ["model.dim=768", "model.num_heads=12", "model.num_kv_heads=6", "model.num_layers=4"],
+    "wider": ["model.dim=1024", "model.num_heads=16", "model.num_kv_heads=8", "model.num_layers=4"],
 }
 # torch first and by itself, so that a CPU wheel of it that the index offers is taken and nothing pulls another
 ENVIRONMENTS = {

@@ -1,6 +1,6 @@
 """Step time of ``Trainer`` beside a hand-written PyTorch loop doing the same arithmetic, and its host time per step.
 
-    python -m benchmarks.step_time [--blocks 40] [--steps 1] [--precision fp32] [--set model.layers=2 ...]
+    python -m benchmarks.step_time [--blocks 40] [--steps 1] [--precision fp32] [--set model.num_layers=2 ...]
 
 One process holds both contestants, each with its own copy of the same model; blocks of steps alternate, and each pair of
 blocks gives one ratio. The hand loop finds its batches ready in memory, the Trainer reads them through its loader. With two
@@ -114,7 +114,9 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
     losses: dict[str, list[float]] = {"mine": [], "other": []}
     with contextlib.ExitStack() as stack:
         events = stack.enter_context(open_events(folder, world))
-        trainer = build_trainer(config, data, world=world, events=events, provenance={})
+        trainer = build_trainer(
+            config, data, resolve_plan(config.plan, world.job)[1], world=world, events=events, provenance={}
+        )
         run = stack.enter_context(trainer)
         ours = iter(run)
         wrapped = DistributedDataParallel(model) if world.world_size > 1 and not sharded else model

@@ -61,7 +61,7 @@ def prepare(folder: Path, overrides: Sequence[str], steps: int) -> None:
         global_batch=size,
         micro_batch=size,
         rank=0,
-        world=1,
+        world_size=1,
     )
     batches = [loader.batch(step).micro_batches[0] for step in range(steps)]
     np.savez(folder / "batches.npz", **{n: np.stack([batch[n].numpy() for batch in batches]) for n in BATCH_NAMES})

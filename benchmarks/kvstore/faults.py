@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from benchmarks.paired import spread
 
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem
@@ -92,7 +92,8 @@ def _server() -> Generator[_Server]:
 
 def _worker(address: tuple[str, int], secret: bytes, number: int) -> ServerClient:
     agreed = RunSpec(table=TABLE, num_servers=1, num_batch_shards=UNITS, labels={"run": "bench"})
-    worker = ServerClient([address], secret, agreed, worker=number, say=lambda text: None)
+    config = ServerConfig(addresses=[address], secret=secret)
+    worker = ServerClient(config, agreed, worker=number, report=lambda text: None)
     worker.init({"value": torch.zeros(TABLE["value"][0])})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     worker.set_optimizer(ServerOptimizerSpec(options=options, roles={"value": Role.NO_DECAY}))

@@ -126,7 +126,7 @@ def images(samples: int, seed: int) -> Held:
 def build(model: str) -> torch.nn.Module:
     """GPT or ResNet with group norm, of 0.1 to 0.2 million parameters."""
     if model == "gpt":
-        return GPT(ModelOptions(layers=2, dim=64, heads=4, kv_heads=4, vocab_size=SYMBOLS))
+        return GPT(ModelOptions(num_layers=2, dim=64, num_heads=4, num_kv_heads=4, vocab_size=SYMBOLS))
     sizes = ResNetOptions(classes=CLASSES, depths=(1, 1, 1), widths=(16, 32, 64), norm="group", groups=8, stem="small")
     return ResNet(sizes)
 
@@ -146,7 +146,7 @@ def learn(learning: Learning, environ: Mapping[str, str]) -> None:
         objective=next_token if learning.model == "gpt" else cross_entropy,
         optimizer=OptimOptions(kind=learning.optimizer, lr=learning.lr),
         schedule=ScheduleOptions(kind="cosine", warmup_steps=WARMUP_STEPS),
-        options=TrainOptions(steps=learning.steps, eval_every=learning.steps // 2, eval_samples=0),
+        options=TrainOptions(steps=learning.steps, eval_every=learning.steps // 2, num_eval_samples=0),
         checkpoint=CheckpointOptions(every_steps=0),
         run_dir=Path(learning.run_dir),
         seed=learning.seed,

@@ -50,7 +50,7 @@ def graphs(compile_kind: Any, last_batch: Any, epochs: int, folder: Path) -> lis
     torch.compiler.reset()
     torch.manual_seed(0)
     counters.clear()
-    model = GPT(ModelOptions(layers=2, dim=32, heads=2, kv_heads=1, vocab_size=VOCAB))
+    model = GPT(ModelOptions(num_layers=2, dim=32, num_heads=2, num_kv_heads=1, vocab_size=VOCAB))
     plan = PlanOptions(
         device="cpu", precision="fp32", global_batch=BATCH, micro_batch=MICRO_BATCH, compile=compile_kind
     )

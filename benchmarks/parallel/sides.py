@@ -23,11 +23,17 @@ if TYPE_CHECKING:
 # losses of both sides may differ by as much, relatively: else one of them computes something else
 LARGEST_DIFFERENCE = 1e-4
 # wide enough for a step to be matrix products, and untied where a part of the model needs a head of its own
-SIZE = ("model.dim=512", "model.heads=8", "model.kv_heads=4", "model.layers=4")
+SIZE = ("model.dim=512", "model.num_heads=8", "model.num_kv_heads=4", "model.num_layers=4")
 UNTIED = ("model.tied=false",)
 MICRO_BATCHES = ("plan.micro_batch=2",)
 # Small steps: where two experts score almost alike, rounding chooses; at the usual rate a few such tokens soon make another run.
-MIXTURE = ("model.experts=8", "model.experts_per_token=2", "model.balance=none", "model.ffn_dim=512", "optim.lr=1e-5")
+MIXTURE = (
+    "model.num_experts=8",
+    "model.num_experts_per_token=2",
+    "model.balance=none",
+    "model.ffn_dim=512",
+    "optim.lr=1e-5",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +95,7 @@ def by_trainer(
 ) -> Iterator[tuple[Trainer, Iterator[Any]]]:
     """The trainer that ``unisono train`` would build, without checkpoints and evaluations, and its steps."""
     from unisono.train.build import build_data, build_trainer
-    from unisono.train.setup import open_events
+    from unisono.train.setup import open_events, resolve_plan
 
     config = run_config(
         [
@@ -104,6 +110,7 @@ def by_trainer(
     )
     with ExitStack() as stack:
         events = stack.enter_context(open_events(folder, world))
-        trainer = build_trainer(config, build_data(config), world=world, events=events, provenance={})
+        plan = resolve_plan(config.plan, world.job)[1]
+        trainer = build_trainer(config, build_data(config), plan, world=world, events=events, provenance={})
         run = stack.enter_context(trainer)
         yield run, stack.enter_context(closing(iter(run)))  # pyright: ignore[reportArgumentType]

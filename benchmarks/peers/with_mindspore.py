@@ -25,8 +25,8 @@ class GPT(nn.Cell):
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         sizes = workload.model
-        self.heads, self.kv_heads, self.layers = sizes["heads"], sizes["kv_heads"], sizes["layers"]
-        self.width = sizes["dim"] // sizes["heads"]
+        self.heads, self.kv_heads, self.layers = sizes["num_heads"], sizes["num_kv_heads"], sizes["num_layers"]
+        self.width = sizes["dim"] // sizes["num_heads"]
         self.eps = sizes["norm_eps"]
         exponent = np.arange(0, self.width, 2, dtype=np.float32) / self.width
         self.frequencies = Tensor(np.float32(sizes["rope_theta"]) ** -exponent)  # [E/2]

@@ -11,6 +11,7 @@ import xxhash
 
 from unisono.checkpoint import direct_io
 from unisono.checkpoint.host_snapshot import BLOCK_BYTES, PAGE_BYTES
+from unisono.storage.files import file_digest
 
 
 def aligned(size):
@@ -47,7 +48,7 @@ def test_every_size_arrives_and_halfway_is_about_half(tmp_path, size):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(seen) == 1
     assert size / 2 - PAGE_BYTES <= seen[0] <= size / 2
-    assert direct_io.file_digest(path) == xxhash.xxh3_128_hexdigest(content)
+    assert file_digest(path) == xxhash.xxh3_128_hexdigest(content)
 
 
 def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(tmp_path, monkeypatch):
@@ -95,4 +96,4 @@ def test_an_existing_file_or_a_link_is_never_written(tmp_path):
             write(path, aligned(9))
     assert target.read_text() == "precious"
     with pytest.raises(OSError, match="symbolic links"):
-        direct_io.file_digest(tmp_path / "link")
+        file_digest(tmp_path / "link")

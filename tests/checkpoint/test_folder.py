@@ -8,6 +8,7 @@ from states import make, save_steps
 
 from unisono.checkpoint import folder, list_checkpoints, open_checkpoint, quarantine_after, verify
 from unisono.errors import CheckpointError
+from unisono.storage import directory
 
 
 def committed(root, *steps):
@@ -50,7 +51,7 @@ def test_the_list_has_real_directories_with_such_names_only(tmp_path):
     (root / "step-00000031" / "COMMIT").symlink_to(elsewhere / "step-00000999" / "COMMIT")
     for name in ("step-1e3", "step-120", "step-00000040.tmp-1", "step-00000041.trash", "notes"):
         (root / name).mkdir()
-    folder.quarantine(root / "step-00000005", "a test")
+    directory.quarantine_directory(root / "step-00000005", "a test")
     found = [(entry.step, entry.path.name, entry.state) for entry in list_checkpoints(root)]
     assert found == [
         (30, "step-00000030", "uncommitted"),
@@ -104,7 +105,7 @@ def test_a_removal_interrupted_anywhere_leaves_no_checkpoint(tmp_path, monkeypat
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(folder.Path if name == "rename" else folder.shutil, name, interrupted)
+            patch.setattr(directory.Path if name == "rename" else directory.shutil, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 folder.remove(root / "step-00000010")
         assert [entry.state for entry in list_checkpoints(root)] in ([], ["uncommitted"])
@@ -115,7 +116,7 @@ def test_a_removal_interrupted_anywhere_leaves_no_checkpoint(tmp_path, monkeypat
 def test_quarantine_keeps_every_copy_and_says_why(tmp_path):
     for reason in ("first", "second", "third"):
         committed(tmp_path, 7)
-        folder.quarantine(tmp_path / "step-00000007", reason)
+        directory.quarantine_directory(tmp_path / "step-00000007", reason)
     found = {path.name: (path / "reason.txt").read_text() for path in (tmp_path / "quarantine").iterdir()}
     assert found == {"step-00000007": "first\n", "step-00000007.1": "second\n", "step-00000007.2": "third\n"}
     assert [entry.step for entry in list_checkpoints(tmp_path)] == [7, 7, 7]

@@ -43,7 +43,7 @@ def drill(job, folder, cases):
             code = 1
             try:
                 fd = os.dup(job.listen_fd) if job.listen_fd is not None else None
-                world = join_world(replace(job, epoch=number, listen_fd=fd), device_type="cpu", timeout_s=20)
+                world = join_world(replace(job, restart_count=number, listen_fd=fd), device_type="cpu", timeout_s=20)
                 save_and_die(world, folder / f"{victim}-{point}", victim, point)
                 code = 0
             except CommError:
@@ -53,7 +53,7 @@ def drill(job, folder, cases):
         statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         # all ranks use the same port for every case: nobody goes on while a child of the last one may still listen
         (folder / f"done-{number}-{job.rank}").touch()
-        everyone = [folder / f"done-{number}-{rank}" for rank in range(job.world)]
+        everyone = [folder / f"done-{number}-{rank}" for rank in range(job.world_size)]
         wait_until(
             lambda files=everyone: all(file.exists() for file in files), f"all ranks are done with case {number}"
         )

@@ -27,7 +27,7 @@ class ThreadRank:
     """What a Checkpointer asks of its World, among threads of this process."""
 
     def __init__(self, rank, slots, barrier):
-        self.rank, self.world, self._slots, self._barrier = rank, len(slots), slots, barrier
+        self.rank, self.world_size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
     def new_group(self, name):
         return self
@@ -43,6 +43,11 @@ class ThreadRank:
         pass
 
 
+def local(tensor, **where):
+    """A rank's part of a global tensor, and where it lies."""
+    return tensor, TensorShard(**where)
+
+
 def save_parts(root, *saves, own=None, replicated=None):
     """Steps 1, 2, ... by the same ranks at once, each a list of every rank's parts; returns every rank's events."""
     slots, barrier = [""] * len(saves[0]), threading.Barrier(len(saves[0]))
@@ -52,7 +57,7 @@ def save_parts(root, *saves, own=None, replicated=None):
         world = ThreadRank(rank, slots, barrier)
         checkpointer = make(root, world=world, emit=log, asynchronous=False, keep_last=100, max_failures=9)
         for step, ranks in enumerate(saves, 1):
-            checkpointer.save(step, replicated or {}, own[rank] if own else {}, {}, parts=ranks[rank])
+            checkpointer.save(step, replicated or {}, own[rank] if own else {}, {}, sharded=ranks[rank])
         checkpointer.close()
         return log.events
 
@@ -62,8 +67,8 @@ def save_parts(root, *saves, own=None, replicated=None):
 
 def rows(tensor, start, stop, **more):
     """The part that holds rows [start, stop)."""
-    return TensorShard(
-        tensor=tensor[start:stop], global_shape=tuple(tensor.shape), offset=(start, *[0] * (tensor.dim() - 1)), **more
+    return local(
+        tensor[start:stop], global_shape=tuple(tensor.shape), offset=(start, *[0] * (tensor.dim() - 1)), **more
     )
 
 
@@ -98,7 +103,7 @@ def layouts(draw):
     tensor = random_bits(shape, draw(st.sampled_from(DTYPES)), torch.Generator().manual_seed(draw(st.integers(0, 99))))
     blocks = draw(cut(shape, world))
     holders = draw(st.permutations(range(world)))
-    empty = TensorShard(tensor=tensor.new_empty(0), global_shape=shape, offset=tuple(extent + 3 for extent in shape))
+    empty = local(tensor.new_empty(0), global_shape=shape, offset=tuple(extent + 3 for extent in shape))
     parts = [empty] * world
     for number, rank in enumerate(holders):
         offset, extents = blocks[number % len(blocks)]
@@ -108,7 +113,7 @@ def layouts(draw):
         block = box(tensor, offset, extents)
         if draw(st.booleans()) and block.dim() > 1:
             block = block.transpose(0, -1).contiguous().transpose(0, -1)
-        parts[rank] = TensorShard(tensor=block, global_shape=shape, offset=offset, replica=replica)
+        parts[rank] = local(block, global_shape=shape, offset=offset, replica=replica)
     return tensor, parts
 
 
@@ -144,7 +149,7 @@ def test_blocks_askew_of_each_other_are_read_by_rows_columns_and_whole(tmp_path)
     """A pinwheel: five blocks that no straight cut parts."""
     whole = torch.arange(81.0).reshape(9, 9)
     places = [((0, 0), (3, 6)), ((0, 6), (6, 3)), ((6, 3), (3, 6)), ((3, 0), (6, 3)), ((3, 3), (3, 3))]
-    parts = [TensorShard(tensor=box(whole, *place), global_shape=(9, 9), offset=place[0]) for place in places]
+    parts = [local(box(whole, *place), global_shape=(9, 9), offset=place[0]) for place in places]
     save_parts(tmp_path, [{"w": part} for part in parts])
     snapshot = open_checkpoint(tmp_path / "step-00000001")
     assert torch.equal(snapshot.tensor("w"), whole)
@@ -177,8 +182,7 @@ def test_of_replicas_only_number_0_is_written(tmp_path):
     whole = torch.randn(40, 8)
     halves = [rows(whole, 0, 20), rows(whole, 20, 40)]
     copies = [
-        TensorShard(tensor=half.tensor.clone(), global_shape=half.global_shape, offset=half.offset, replica=1)
-        for half in halves
+        local(half[0].clone(), global_shape=half[1].global_shape, offset=half[1].offset, replica=1) for half in halves
     ]
     save_parts(tmp_path, [{"w": part} for part in (*halves, *copies)])
     headers = [int.from_bytes(shard.read_bytes()[:8], "little") for shard in shards(tmp_path)]
@@ -196,8 +200,8 @@ def test_tensors_without_dims_or_elements_have_one_owner(tmp_path):
     nothing = torch.empty(0)
     ranks = [
         {
-            "scalar": TensorShard(tensor=scalar if rank == 1 else nothing, global_shape=(), offset=()),
-            "none": TensorShard(tensor=none[rank : rank + 1], global_shape=(3, 0), offset=(rank, 0), replica=rank),
+            "scalar": local(scalar if rank == 1 else nothing, global_shape=(), offset=()),
+            "none": local(none[rank : rank + 1], global_shape=(3, 0), offset=(rank, 0), replica=rank),
         }
         for rank in range(3)
     ]
@@ -230,7 +234,7 @@ MISFITS = {
         "its 2 pieces do not make up [4, 3]: element [2, 0] is in 2 of them",
     ),
     "as many elements, half of them twice": (
-        [rows(WHOLE, 0, 2), TensorShard(tensor=WHOLE[1:3], global_shape=(4, 3), offset=(1, 0))],
+        [rows(WHOLE, 0, 2), local(WHOLE[1:3], global_shape=(4, 3), offset=(1, 0))],
         "its 2 pieces do not make up [4, 3]: element [1, 0] is in 2 of them",
     ),
     "a replica not numbered": (
@@ -238,15 +242,15 @@ MISFITS = {
         "its 2 pieces do not make up [4, 3]: element [0, 0] is in 2 of them",
     ),
     "outside": (
-        [rows(WHOLE, 0, 2), TensorShard(tensor=WHOLE[:2], global_shape=(4, 3), offset=(3, 0))],
+        [rows(WHOLE, 0, 2), local(WHOLE[:2], global_shape=(4, 3), offset=(3, 0))],
         "piece 'w[3:5]' of shard-00001-of-00002.safetensors, from [3, 0] on, lies outside of [4, 3]",
     ),
     "a whole in another place": (
-        [TensorShard(tensor=WHOLE, global_shape=(4, 3), offset=(0, 1)), TensorShard(tensor=WHOLE[:0], global_shape=(4, 3), offset=(4, 0))],
+        [local(WHOLE, global_shape=(4, 3), offset=(0, 1)), local(WHOLE[:0], global_shape=(4, 3), offset=(4, 0))],
         "piece 'w' of shard-00000-of-00002.safetensors, from [0, 1] on, lies outside of [4, 3]",
     ),
     "dims": (
-        [rows(WHOLE, 0, 2), TensorShard(tensor=WHOLE[2:].flatten(), global_shape=(4, 3), offset=(2, 0))],
+        [rows(WHOLE, 0, 2), local(WHOLE[2:].flatten(), global_shape=(4, 3), offset=(2, 0))],
         "piece 'w[2:8]' of shard-00001-of-00002.safetensors has another number of dims than [4, 3]",
     ),
     "of nobody": (
@@ -254,7 +258,7 @@ MISFITS = {
         "its 0 pieces do not make up [4, 3]",
     ),
     "elements of a tensor that has none": (
-        [TensorShard(tensor=WHOLE[:0], global_shape=(0, 3), offset=(0, 0)), TensorShard(tensor=WHOLE[:1], global_shape=(0, 3), offset=(0, 0))],
+        [local(WHOLE[:0], global_shape=(0, 3), offset=(0, 0)), local(WHOLE[:1], global_shape=(0, 3), offset=(0, 0))],
         "piece 'w[0:1]' of shard-00001-of-00002.safetensors, from [0, 0] on, lies outside of [0, 3]",
     ),
 }  # fmt: skip
@@ -279,11 +283,9 @@ def test_blocks_that_do_not_tile_the_whole_fail_the_save_on_all_ranks(tmp_path, 
 OTHERS = {
     "name": {"v": rows(WHOLE, 2, 4)},
     "a name more": {"w": rows(WHOLE, 2, 4), "v": rows(WHOLE, 0, 0)},
-    "whole shape": {"w": TensorShard(tensor=WHOLE[2:], global_shape=(4, 4), offset=(2, 0))},
-    "dtype": {"w": TensorShard(tensor=WHOLE[2:].double(), global_shape=(4, 3), offset=(2, 0))},
-    "dtype of an empty block": {
-        "w": TensorShard(tensor=torch.empty(0, dtype=torch.int8), global_shape=(4, 3), offset=(4, 0))
-    },
+    "whole shape": {"w": local(WHOLE[2:], global_shape=(4, 4), offset=(2, 0))},
+    "dtype": {"w": local(WHOLE[2:].double(), global_shape=(4, 3), offset=(2, 0))},
+    "dtype of an empty block": {"w": local(torch.empty(0, dtype=torch.int8), global_shape=(4, 3), offset=(4, 0))},
 }
 
 
@@ -321,7 +323,7 @@ def test_a_name_in_two_of_the_three_maps_and_what_no_file_holds_are_refused_at_o
             {"a": torch.zeros(2), "c": torch.zeros(2)},
             {"b": torch.zeros(2), "c": torch.zeros(2)},
             {},
-            parts={"a": part, "b": part, "c": part, "d": rows(torch.zeros(2, dtype=torch.complex128), 0, 2)},
+            sharded={"a": part, "b": part, "c": part, "d": rows(torch.zeros(2, dtype=torch.complex128), 0, 2)},
         )
     checkpointer.close()
     text = str(caught.value)
@@ -354,7 +356,7 @@ def test_keys_in_a_shard_never_collide(tmp_path):
             "w": rows(whole, 2 * rank, 2 * rank + 2),
             "w[0:2]": rows(whole + 10, 4 * rank, 4),
             "w[0:2]'": rows(whole + 20, 4 * rank, 4),
-            "w[0:2,0:1]": TensorShard(tensor=whole[:, rank : rank + 1] + 30, global_shape=(4, 2), offset=(0, rank)),
+            "w[0:2,0:1]": local(whole[:, rank : rank + 1] + 30, global_shape=(4, 2), offset=(0, rank)),
         }
         for rank in range(2)
     ]
@@ -378,7 +380,7 @@ def test_a_part_in_another_place_or_of_another_whole_is_noticed_by_the_next_save
     ]
     steps = [
         [
-            {"w": TensorShard(tensor=tensor, global_shape=shape, offset=offset, replica=replica)}
+            {"w": local(tensor, global_shape=shape, offset=offset, replica=replica)}
             for tensor, (shape, offset, replica) in zip((one, two), places, strict=True)
         ]
         for places, _ in saves
@@ -517,8 +519,8 @@ def test_parts_are_saved_from_an_accelerator_and_read_into_it(tmp_path):
     whole = torch.randn(300, 70)
     there = whole.to(device)
     parts = [
-        {"w": TensorShard(tensor=there[:, :33], global_shape=(300, 70), offset=(0, 0))},
-        {"w": TensorShard(tensor=there[:, 33:], global_shape=(300, 70), offset=(0, 33))},
+        {"w": local(there[:, :33], global_shape=(300, 70), offset=(0, 0))},
+        {"w": local(there[:, 33:], global_shape=(300, 70), offset=(0, 33))},
     ]
     save_parts(tmp_path, parts)
     snapshot = open_checkpoint(tmp_path / "step-00000001")

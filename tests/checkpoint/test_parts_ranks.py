@@ -18,6 +18,11 @@ SHAPES = {
 }
 
 
+def local(tensor, **where):
+    """A rank's part of a global tensor, and where it lies."""
+    return tensor, TensorShard(**where)
+
+
 def wholes(seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: random_bits(shape, dtype, generator) for name, (shape, dtype) in SHAPES.items()}
@@ -38,7 +43,7 @@ def box(tensor, offset, shape):
 
 def cut_rows(tensor, rank, world):
     offset, shape = place(tensor.shape, 0, rank, world)
-    return TensorShard(tensor=box(tensor, offset, shape), global_shape=tuple(tensor.shape), offset=offset)
+    return local(box(tensor, offset, shape), global_shape=tuple(tensor.shape), offset=offset)
 
 
 def save_rows(world, root, steps):
@@ -47,9 +52,9 @@ def save_rows(world, root, steps):
     checkpointer = make(root, world=world, emit=log, keep_last=100)
     for step in steps:
         tensors = wholes(step)
-        parts = {name: cut_rows(tensor, world.rank, world.world) for name, tensor in tensors.items()}
+        parts = {name: cut_rows(tensor, world.rank, world.world_size) for name, tensor in tensors.items()}
         rng = {f"rng/rank-{world.rank:05d}/torch": torch.full((5,), world.rank, dtype=torch.uint8)}
-        checkpointer.save(step, {"step": torch.tensor(step)}, rng, {}, parts=parts)
+        checkpointer.save(step, {"step": torch.tensor(step)}, rng, {}, sharded=parts)
         for tensor in tensors.values():
             tensor.zero_()
         checkpointer.wait()
@@ -63,7 +68,7 @@ def load_boxes(world, root, dim):
     found = {}
     for name in SHAPES:
         spec = snapshot.spec(name)
-        offset, shape = place(spec.shape, dim % len(spec.shape), world.rank, world.world)
+        offset, shape = place(spec.shape, dim % len(spec.shape), world.rank, world.world_size)
         out = torch.empty(shape, dtype=spec.dtype)
         snapshot.read_part(name, out, offset)
         found[name] = offset, bits(out)
@@ -115,15 +120,15 @@ def save_what_does_not_fit(world, root):
     log = Log()
     whole = torch.arange(12.0).reshape(6, 2)
     checkpointer = make(root, world=world, emit=log, max_failures=9)
-    gap = TensorShard(
-        tensor=whole[2 * world.rank : 2 * world.rank + 2 - (world.rank == 1)],
+    gap = local(
+        whole[2 * world.rank : 2 * world.rank + 2 - (world.rank == 1)],
         global_shape=(6, 2),
         offset=(2 * world.rank, 0),
     )
-    checkpointer.save(1, {}, {}, {}, parts={"model/w": gap})
-    other = TensorShard(tensor=whole[:1], global_shape=(6 + world.rank // 2, 2), offset=(0, 0))
-    checkpointer.save(2, {}, {}, {}, parts={"model/w": other})
-    checkpointer.save(3, {}, {}, {}, parts={"model/w": cut_rows(whole, world.rank, world.world)})
+    checkpointer.save(1, {}, {}, {}, sharded={"model/w": gap})
+    other = local(whole[:1], global_shape=(6 + world.rank // 2, 2), offset=(0, 0))
+    checkpointer.save(2, {}, {}, {}, sharded={"model/w": other})
+    checkpointer.save(3, {}, {}, {}, sharded={"model/w": cut_rows(whole, world.rank, world.world_size)})
     checkpointer.close()
     return [(kind, fields.get("error", "").partition("\n")[0]) for kind, fields in log.events]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from commands import Desk, events_of, losses_of
 
-SIZES = ("model.layers=2", "model.heads=4", "model.kv_heads=2")
+SIZES = ("model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2")
 AXES = {
     "pp": ("plan.pp=2", "plan.micro_batch=2"),
-    "interleaved": ("plan.pp=2", "plan.schedule=interleaved", "plan.micro_batch=2", "model.layers=4"),
+    "interleaved": ("plan.pp=2", "plan.schedule=interleaved", "plan.micro_batch=2", "model.num_layers=4"),
     "cp": ("plan.cp=2",),
     "tp": ("plan.tp=2", "plan.sequence_parallel=true"),
-    "ep": ("model.experts=4", "plan.dp_shard=2", "plan.ep=2"),
+    "ep": ("model.num_experts=4", "plan.dp_shard=2", "plan.ep=2"),
 }
 
 
@@ -26,7 +26,7 @@ def start(desk: Desk, run_dir: Path, *settings: str) -> list[str]:
 @pytest.mark.parametrize("axis", AXES)
 def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) -> None:
     run_dir = tmp_path / "run"
-    done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.processes=2"), "--json")
+    done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.num_processes=2"), "--json")
     assert done.code == 0, done.err
     assert (done.json["reason"], done.json["step"]) == ("finished", 4)
     assert done.json["sample"].startswith("def ")
@@ -48,23 +48,23 @@ def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) ->
     assert (tmp_path / "exported/model.safetensors").read_bytes() == (run_dir / "export/model.safetensors").read_bytes()
     # the plan that the run has kept
     plan = json.loads((run_dir / "plan.json").read_text())
-    assert plan["splits"] == {"pp": [1, 1], "interleaved": [1, 1, 1, 1]}.get(axis, [])
+    assert plan["pipeline"]["layers_per_stage"] == {"pp": [1, 1], "interleaved": [1, 1, 1, 1]}.get(axis, [])
     assert desk.here("plan", "show", str(run_dir)).code == 0
     checked = desk.here("plan", "check", str(run_dir), "--processes=2")
     assert checked.out.startswith("a legal plan for 2 processes"), checked.err
     assert desk.here("plan", "check", str(run_dir), "--processes=3").code == 2
     compared = desk.here("plan", "diff", str(run_dir), str(tmp_path / "alone"))
     assert compared.code == 1
-    assert f"{'pp' if plan['splits'] else axis}: 2 -> 1\n" in compared.out
+    assert f"{'pp' if axis == 'interleaved' else axis}: 2 -> 1\n" in compared.out
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("axis", ["pp", "tp", "ep"])
 def test_a_kept_plan_trains_again_and_a_run_goes_on(desk: Desk, tmp_path: Path, axis: str) -> None:
     run_dir, again = tmp_path / "run", tmp_path / "again"
-    done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.processes=2"), "--json")
+    done = desk.process("train", *start(desk, run_dir, *AXES[axis], "launch.num_processes=2"), "--json")
     assert done.code == 0, done.err
-    rest = [each for each in start(desk, again, *AXES[axis], "launch.processes=2") if "=plan." not in each]
+    rest = [each for each in start(desk, again, *AXES[axis], "launch.num_processes=2") if "=plan." not in each]
     repeated = desk.process("train", "--plan", str(run_dir / "plan.json"), *rest, "--json")
     assert repeated.code == 0, repeated.err
     assert losses_of(again) == losses_of(run_dir)

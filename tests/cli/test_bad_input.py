@@ -64,11 +64,11 @@ def test_no_such_file(desk: Desk, tmp_path: Path) -> None:
 
 
 def test_heads_that_do_not_divide(desk: Desk, tmp_path: Path) -> None:
-    assert refused(desk, tmp_path, "--set=model.heads=3") == problem(
-        "--set: model.heads: heads 3 with dim 16",
-        "dim is divisible by heads, and each head's width is even (rotary pairs)",
+    assert refused(desk, tmp_path, "--set=model.num_heads=3") == problem(
+        "--set: model.num_heads: num_heads 3 with dim 16",
+        "dim is divisible by num_heads, and each head's width is even (rotary pairs)",
         "the attention cannot be built",
-        "heads in {1, 2, 4}",
+        "num_heads in {1, 2, 4}",
     )
 
 
@@ -77,14 +77,14 @@ def test_heads_that_do_not_divide(desk: Desk, tmp_path: Path) -> None:
     ["!!python/object/apply:os.system ['touch owned']", "os:system", "os.system('touch owned')", "__import__('os')"],
 )
 def test_a_hostile_value_is_text_that_names_nothing(desk: Desk, tmp_path: Path, text: str) -> None:
-    assert refused(desk, tmp_path, f"--set=parts.model={text}") == problem(
-        f"parts.model = {text!r}",
+    assert refused(desk, tmp_path, f"--set=components.model={text}") == problem(
+        f"components.model = {text!r}",
         "it is built in (gpt), an installed entry point of the group 'unisono.models' (none here), or a callable of a "
         "Python file",
         "the run has no such part, and nothing was started",
         "one of: gpt",
     )
-    assert "takes a whole number" in refused(desk, tmp_path, f"--set=model.layers={text}")
+    assert "takes a whole number" in refused(desk, tmp_path, f"--set=model.num_layers={text}")
     assert not (desk.folder / "owned").exists()
 
 
@@ -123,18 +123,18 @@ def test_a_choice_that_would_act_on_nothing(desk: Desk, tmp_path: Path) -> None:
 
 
 def test_two_copies_need_two_servers(desk: Desk, tmp_path: Path) -> None:
-    settings = ("--set=launch.replicas=2", "--set=plan.sync=dist_async")
+    settings = ("--set=launch.num_replicas=2", "--set=plan.sync=dist_async")
     assert refused(desk, tmp_path, *settings) == problem(
-        "launch.replicas 2 with 1 server",
+        "launch.num_replicas 2 with 1 server",
         "a replica is on another server than the values it is of",
         NOTHING,
-        "launch.servers=2, or launch.replicas=1",
+        "launch.num_servers=2, or launch.num_replicas=1",
     )
 
 
 @pytest.mark.full
 def test_a_synchronous_run_says_that_it_needs_no_servers(desk: Desk, tmp_path: Path) -> None:
-    settings = ("--set=launch.servers=2", "--set=plan.device=cuda")
+    settings = ("--set=launch.num_servers=2", "--set=plan.device=cuda")
     done = desk.process("train", f"--set=run.dir={tmp_path}/new", *desk.settings, *settings)
     assert done.code == 2
     said, _, rest = done.err.partition("\n")
@@ -378,7 +378,11 @@ def test_two_launched_ranks_say_it_once(desk: Desk, mine: Path) -> None:
     """Another world size under ``strict``, and what a user sees of a user error of several processes."""
     kept = (mine / "config.toml").read_text()
     done = desk.process(
-        "train", f"--set=run.dir={mine}", "--set=launch.processes=2", "--set=run.resume=strict", "--set=train.steps=6"
+        "train",
+        f"--set=run.dir={mine}",
+        "--set=launch.num_processes=2",
+        "--set=run.resume=strict",
+        "--set=train.steps=6",
     )
     assert done.code == 2
     given, rest = done.err.split("\n", 1)

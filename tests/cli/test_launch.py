@@ -16,13 +16,13 @@ PLACE = """
 import os
 from unisono.dist import job_from_environ
 job = job_from_environ(os.environ)
-print(job.source, job.role, job.rank, job.world, job.local_rank, job.local_world, job.master_addr, os.environ["A"],
+print(job.source, job.role, job.rank, job.world_size, job.local_rank, job.local_world, job.master_addr, os.environ["A"],
       os.environ["GLOO_SOCKET_IFNAME"], os.environ["OMP_NUM_THREADS"], flush=True)
 """
 ALL_REDUCE = """
 import os, torch
-from unisono.dist import job_from_environ, join
-world = join(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
+from unisono.dist import job_from_environ, join_world
+world = join_world(job_from_environ(os.environ), device_type="cpu", timeout_s=60)
 print("sum", world.all_reduce(torch.tensor([world.rank + 1.0])).item())
 world.close()
 """

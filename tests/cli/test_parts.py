@@ -68,12 +68,12 @@ line-more = unisono_line:more
 [unisono.sinks]
 """
 PARTS = [
-    "--set=parts.model=line-model",
-    "--set=parts.objective=line-loss",
-    "--set=parts.data=line-data",
-    "--set=parts.transform=line-flip",
-    '--set=parts.metrics=["line-worst"]',
-    "--set=parts.own_metrics=line-more",
+    "--set=components.model=line-model",
+    "--set=components.objective=line-loss",
+    "--set=components.data=line-data",
+    "--set=components.transform=line-flip",
+    '--set=components.metrics=["line-worst"]',
+    "--set=components.own_metrics=line-more",
 ]
 SMALL = [
     *("--set=train.steps=40", "--set=plan.global_batch=8", "--set=optim.lr=0.1", "--set=plan.precision=fp32"),
@@ -113,18 +113,22 @@ def test_every_part_comes_from_an_entry_point(desk: Desk, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("installed")
 def test_a_name_that_is_nearly_an_entry_point(desk: Desk, tmp_path: Path) -> None:
-    done = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/run", *PARTS, *SMALL, "--set=parts.data=line-date")
+    done = desk.here(
+        "train", "--debug", f"--set=run.dir={tmp_path}/run", *PARTS, *SMALL, "--set=components.data=line-date"
+    )
     assert done.code == 2
     assert done.err == problem(
-        "parts.data = 'line-date'",
+        "components.data = 'line-date'",
         "it is built in (tokens), an installed entry point of the group 'unisono.datasets' (line-data), or a callable "
         "of a Python file",
         "the run has no such part, and nothing was started",
         "did you mean 'line-data'?",
     )
-    wrong = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/run", *SMALL, '--set=parts.metrics=["acuracy"]')
+    wrong = desk.here(
+        "train", "--debug", f"--set=run.dir={tmp_path}/run", *SMALL, '--set=components.metrics=["acuracy"]'
+    )
     assert wrong.code == 2
-    assert "unisono: parts.metrics = 'acuracy'\n" in wrong.err
+    assert "unisono: components.metrics = 'acuracy'\n" in wrong.err
     assert "did you mean 'accuracy'?" in wrong.err
     assert not (tmp_path / "run").exists()
 
@@ -134,7 +138,7 @@ def test_an_entry_point_that_cannot_be_imported(desk: Desk, installed: Path, tmp
     done = desk.here("train", "--debug", f"--set=run.dir={tmp_path}/run", *PARTS, *SMALL)
     assert done.code == 2
     assert done.err == problem(
-        "parts.data = 'line-data', entry point 'unisono_line:line' of unisono-line: "
+        "components.data = 'line-data', entry point 'unisono_line:line' of unisono-line: "
         "ModuleNotFoundError: No module named 'no_such_package_at_all'",
         "an entry point names something that can be imported",
         "the run has no such part, and nothing was started",
@@ -146,7 +150,7 @@ def test_every_part_comes_from_a_python_file(desk: Desk, tmp_path: Path) -> None
     path, run_dir = tmp_path / "run.py", tmp_path / "run"
     path.write_text(
         PLUGIN
-        + "\n\ndef config():\n    from unisono import Parts, RunConfig\n    return RunConfig(parts=Parts(model=model,"
+        + "\n\ndef config():\n    from unisono import Components, RunConfig\n    return RunConfig(parts=Components(model=model,"
         " objective=squared, data=line, transform=flip, own_metrics=more))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={run_dir}", *SMALL, "--json")
@@ -165,13 +169,13 @@ def test_every_part_comes_from_a_python_file(desk: Desk, tmp_path: Path) -> None
 def test_data_that_is_no_pair(desk: Desk, tmp_path: Path, body: str, given: str) -> None:
     path = tmp_path / "run.py"
     path.write_text(
-        f"from unisono import Parts, RunConfig\ndef data(run):\n    {body}\n"
-        "def config():\n    return RunConfig(parts=Parts(data=data))\n"
+        f"from unisono import Components, RunConfig\ndef data(run):\n    {body}\n"
+        "def config():\n    return RunConfig(parts=Components(data=data))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *SMALL)
     assert done.code == 2
     assert done.err == problem(
-        f"parts.data returned {given}",
+        f"components.data returned {given}",
         "it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
         "there is nothing to train on",
         "return train, held_out",
@@ -181,13 +185,13 @@ def test_data_that_is_no_pair(desk: Desk, tmp_path: Path, body: str, given: str)
 def test_a_model_that_is_none(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "run.py"
     path.write_text(
-        "import torch\nfrom unisono import Parts, RunConfig\n"
-        "def config():\n    return RunConfig(parts=Parts(model=lambda run: torch.nn.Linear))\n"
+        "import torch\nfrom unisono import Components, RunConfig\n"
+        "def config():\n    return RunConfig(parts=Components(model=lambda run: torch.nn.Linear))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *desk.settings)
     assert done.code == 2
     assert done.err == problem(
-        "parts.model returned type",
+        "components.model returned type",
         "it returns a torch.nn.Module",
         "there is nothing to train",
         "return the module itself, not its class or its weights",
@@ -198,8 +202,8 @@ def test_a_model_that_is_none(desk: Desk, tmp_path: Path) -> None:
 def test_gpt_on_data_of_ones_own_needs_a_vocabulary(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "run.py"
     path.write_text(
-        "from unisono import Parts, RunConfig\n"
-        "def config():\n    return RunConfig(parts=Parts(data=lambda run: ([1.0], [1.0])))\n"
+        "from unisono import Components, RunConfig\n"
+        "def config():\n    return RunConfig(parts=Components(data=lambda run: ([1.0], [1.0])))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *desk.settings)
     assert done.code == 2

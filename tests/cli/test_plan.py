@@ -7,23 +7,30 @@ from pathlib import Path
 
 import pytest
 from commands import Desk, events_of
+from plan_edit import dotted, is_plan_field
 
-from unisono.plan.derive import derive_plan
+from unisono.config import renames
+from unisono.config.renames import PLAN_FIELDS
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
     options = PlanOptions(dp_shard=2, global_batch=8, micro_batch=1)
-    derive_plan(options, world=4, device="cpu", native_bf16=False).save(path)
+    derive_plan(options, world_size=4, device="cpu", native_bf16=False).save(path)
     return path
 
 
 def changed(file: Path, **fields: object) -> Path:
     path = file.with_name("changed.json")
-    path.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    data = json.loads(file.read_text())
+    for name, value in fields.items():
+        group, _, short = dotted(name).rpartition(".") if is_plan_field(name) else ("", "", name)
+        (data[group] if group else data)[short] = value
+    path.write_text(json.dumps(data))
     return path
 
 
@@ -38,8 +45,8 @@ def test_show_and_check(desk: Desk, file: Path) -> None:
     shown = desk.here("plan", "show", str(file))
     assert shown.out.startswith("4 x cpu, state cut over 2 (zero 3), fp32, batch 8 = 4 ranks x 2 x 1")
     lines = dict(line.split(maxsplit=1) for line in shown.out.splitlines()[2:] if " " in line)
-    assert (lines["dp_replicate"], lines["dp_shard"], lines["shard_threshold_numel"]) == ("2", "2", "0")
-    assert desk.here("plan", "show", str(file), "--json").json["plan"]["accumulation"] == 2
+    assert (lines["mesh.dp_replicate"], lines["mesh.dp_shard"], lines["fsdp.shard_threshold_numel"]) == ("2", "2", "0")
+    assert desk.here("plan", "show", str(file), "--json").json["plan"]["batch"]["accumulation"] == 2
     assert desk.here("plan", "check", str(file)).out.startswith("a legal plan for 4 processes: 4 x cpu")
     assert desk.here("plan", "check", str(file), "--json").json["processes"] == 4
     other = desk.here("plan", "check", str(file), "--processes", "6")
@@ -49,7 +56,7 @@ def test_show_and_check(desk: Desk, file: Path) -> None:
         "1. dp_replicate 2 x dp_shard 2 on 6 ranks\n"
         "  rule: the product of the mesh axes is the number of ranks\n"
         "  so:   the plan is for 4 ranks\n"
-        "  try:  dp_replicate=3, dp_shard=2, or launch.processes=4\n"
+        "  try:  dp_replicate=3, dp_shard=2, or launch.num_processes=4\n"
         "2. dp_shard 2 with global_batch 8 on 6 ranks\n"
         "  rule: ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks\n"
         "  so:   a rank that is done would keep the others waiting for its part of the parameters\n"
@@ -79,22 +86,22 @@ def test_everything_wrong_with_a_file_comes_at_once(desk: Desk, file: Path) -> N
 
 
 def changed_numbers(file: Path, **fields: int) -> Path:
-    derive_plan(PlanOptions(global_batch=8, micro_batch=1), world=4, device="cpu", native_bf16=False).save(file)
+    derive_plan(PlanOptions(global_batch=8, micro_batch=1), world_size=4, device="cpu", native_bf16=False).save(file)
     return changed(file, **fields)
 
 
 def test_diff(desk: Desk, file: Path) -> None:
     assert desk.here("plan", "diff", str(file), str(file)).code == 0
     done = desk.here("plan", "diff", str(file), str(changed(file, zero=1, recompute="full")))
-    assert (done.code, done.out) == (1, "zero: 3 -> 1\nrecompute: none -> full\n")
+    assert (done.code, done.out) == (1, "recompute.mode: none -> full\nfsdp.zero: 3 -> 1\n")
     assert desk.here("plan", "diff", str(file), str(changed(file, zero=2)), "--json").json == {
-        "differences": [{"field": "zero", "a": 3, "b": 2}]
+        "differences": [{"field": "fsdp.zero", "a": 3, "b": 2}]
     }
 
 
 def test_a_run_follows_a_strategy_file_and_keeps_its_own(desk: Desk, file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    plan = derive_plan(PlanOptions(global_batch=4, micro_batch=2), world=1, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(global_batch=4, micro_batch=2), world_size=1, device="cpu", native_bf16=False)
     plan.save(file)
     arguments = [*desk.settings, f"--set=run.dir={run_dir}", "--set=train.steps=2"]
     arguments = [text for text in arguments if not text.startswith("--set=plan.")]
@@ -102,10 +109,56 @@ def test_a_run_follows_a_strategy_file_and_keeps_its_own(desk: Desk, file: Path,
     assert done.code == 0, done.err
     assert Plan.load(run_dir / "plan.json") == plan
     start = next(event for event in events_of(run_dir) if event["kind"] == "run_start")
-    assert (start["plan"]["accumulation"], start["precision_why"]) == (2, "fp32 as asked")
+    assert (start["plan"]["batch"]["accumulation"], start["precision_why"]) == (2, "fp32 as asked")
     assert desk.here("plan", "diff", str(run_dir), str(file)).code == 0
     both = desk.here("train", "--debug", "--plan", str(file), *arguments, "--set=plan.zero=1", "--set=plan.tf32=true")
     assert both.code == 2
     assert "with plan.zero, plan.tf32" in both.err
     evaluated = desk.here("eval", str(run_dir), "--samples", "4", "--json")
     assert evaluated.code == 0, evaluated.err
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The migration lines since the last call."""
+    lines = [message for message in caplog.messages if "earlier version" in message]
+    caplog.clear()
+    return lines
+
+
+def test_names_of_an_earlier_version_are_read_and_told_in_one_line(
+    desk: Desk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    old = ("--set=launch.threads=1", "--set=plan.fragments=1", "--set=sample.tokens=0")
+    done = desk.train(run_dir, *old, "--set=train.steps=1")
+    assert done.code == 0, done.err
+    assert told(caplog) == [
+        "the configuration uses names of an earlier version, which were read as: plan.fragments → plan.num_fragments, "
+        "launch.threads → launch.num_threads, sample → nothing (this option is gone)"
+    ]
+    # the run keeps today's names: there is nothing more to tell
+    assert "num_threads = 1" in (run_dir / "config.toml").read_text()
+    again = desk.here("train", "--debug", f"--set=run.dir={run_dir}", "--set=run.resume=strict", "--set=train.steps=2")
+    assert again.code == 0, again.err
+    assert told(caplog) == []
+    both = desk.here("train", "--debug", "--set=plan.fragments=1", "--set=plan.num_fragments=1")
+    assert both.code == 2
+    assert "plan.fragments is the earlier name of plan.num_fragments" in both.err
+
+
+def test_a_strategy_file_of_version_2_is_shown_and_told(
+    desk: Desk, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {dotted: name for name, dotted in PLAN_FIELDS.items()}
+    plan = Plan.load(file)
+    values = {names.get(name, name): value for name, value in plan.decisions().items()}
+    file.write_text(json.dumps(values | {"version": 2, "pins": [], "provenance": "by hand"}))
+    shown = desk.here("plan", "show", str(file), "--json")
+    assert Plan.from_json(shown.json["plan"]) == plan
+    (line,) = told(caplog)
+    assert "dp_shard → mesh.dp_shard, " in line
+    file.write_text(file.read_text() + "\n")
+    monkeypatch.setenv("RANK", "1")  # the other ranks of a job are silent
+    renames._announced.clear()
+    assert desk.here("plan", "check", str(file)).code == 0
+    assert told(caplog) == []

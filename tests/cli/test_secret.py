@@ -66,7 +66,11 @@ def test_the_secret_of_a_whole_run_is_nowhere(desk: Desk, tmp_path: Path, starte
     file.parent.mkdir(mode=0o700)
     file.write_bytes(secret)
     settings = {"plan.sync": "dist_async", "run.dir": folder, "train.steps": 1000, "train.eval_every": 0}
-    settings |= {"checkpoint.every_steps": 250, "sample.tokens": 0, "launch.servers": 2, "launch.snapshot_every_s": 0.3}
+    settings |= {
+        "checkpoint.every_steps": 250,
+        "launch.num_servers": 2,
+        "launch.snapshot_every_s": 0.3,
+    }
     run = ["train", *desk.settings, *(f"--set={key}={value}" for key, value in settings.items())]
     if starter == "launch":
         command = [

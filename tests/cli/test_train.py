@@ -13,7 +13,7 @@ from commands import Desk, events_of, losses_of, steps_of
 @pytest.mark.full
 def test_a_model_that_no_process_holds_is_the_same_model(desk: Desk, trained: Path) -> None:
     run_dir = desk.folder / "spread"
-    spread = ["--set=launch.processes=2", "--set=plan.tp=2", "--set=model.kv_heads=1"]
+    spread = ["--set=launch.num_processes=2", "--set=plan.tp=2", "--set=model.num_kv_heads=1"]
     done = desk.process("train", f"--set=run.dir={run_dir}", *desk.settings, *spread, "--json")
     assert done.code == 0, done.err
     assert losses_of(run_dir) == pytest.approx(losses_of(trained), rel=1e-5)
@@ -106,12 +106,12 @@ def test_an_export_in_the_way_costs_the_run_nothing_else(desk: Desk, mine: Path)
 
 def test_a_setting_is_judged_with_what_was_kept_not_with_the_defaults(desk: Desk, mine: Path) -> None:
     # 32 heads fit the default dim of 256, not the 16 of this run
-    done = desk.here("train", "--debug", f"--set=run.dir={mine}", "--set=model.heads=32")
+    done = desk.here("train", "--debug", f"--set=run.dir={mine}", "--set=model.num_heads=32")
     assert done.code == 2
     assert "heads 32 with dim 16" in done.err
     # and 8 of 16 fit this run, where the default kv_heads is 2 and this run's is 1
-    shown = desk.here("config", "show", f"--set=run.dir={mine}", "--set=model.heads=8", "--json")
-    assert shown.json["values"]["model.heads"] == {"value": "8", "origin": "--set"}
+    shown = desk.here("config", "show", f"--set=run.dir={mine}", "--set=model.num_heads=8", "--json")
+    assert shown.json["values"]["model.num_heads"] == {"value": "8", "origin": "--set"}
     assert shown.json["values"]["model.dim"]["origin"].startswith(f"{mine}/config.toml:")
 
 
@@ -157,10 +157,10 @@ def test_a_restarted_worker_goes_on_from_the_newest(desk: Desk, mine: Path) -> N
 
 def test_debug_is_eager_and_keeps_the_configuration(desk: Desk, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    done = desk.train(run_dir, "--set=plan.compile=regional", "--set=train.steps=1", "--set=model.layers=2")
+    done = desk.train(run_dir, "--set=plan.compile=regional", "--set=train.steps=1", "--set=model.num_layers=2")
     assert done.code == 0, done.err
     start = events_of(run_dir)[0]
-    assert start["plan"]["compile"] == "off"
+    assert start["plan"]["backend"]["compile"] == "off"
     assert start["config"]["plan.compile"] == "regional"
     assert 'compile = "regional"' in (run_dir / "config.toml").read_text()
     assert "workers = -1" in (run_dir / "config.toml").read_text()

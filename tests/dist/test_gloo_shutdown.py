@@ -55,4 +55,3 @@ def test_it_does_not_wait_for_ever() -> None:
     assert thread.is_alive()
     ended.set()
     thread.join()
-

@@ -303,7 +303,7 @@ def test_port_taken() -> None:
             join_world(alone(port), device_type="cpu", timeout_s=1)
     text = str(caught.value)
     assert f"rank 0 was told to listen at 127.0.0.1:{port}, and another process already does" in text
-    assert "the ranks would meet in a foreign job, so nothing was started" in text
+    assert "the ranks would join another job, so nothing was started" in text
     assert "try:  MASTER_PORT=" in text
     assert f"MASTER_PORT={port} " not in text
     assert caught.value.exit_code == 2
@@ -312,13 +312,15 @@ def test_port_taken() -> None:
 def test_an_address_of_another_host() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 203\.0\.113\.7:\d+ \("):
         join_world(alone(4000, master_addr="203.0.113.7"), device_type="cpu", timeout_s=1)
-    with pytest.raises(LaunchError, match=r"the master address 'no-such-host\.invalid' has no meaning on this host"):
+    with pytest.raises(LaunchError, match=r"the master address 'no-such-host\.invalid' does not resolve on this host"):
         join_world(alone(4000, master_addr="no-such-host.invalid"), device_type="cpu", timeout_s=1)
 
 
 def test_workers_of_servers_have_no_meeting_point() -> None:
     job = replace(alone(0), servers=1, server_addresses=("127.0.0.1:4000",))
-    with pytest.raises(LaunchError, match=r"rank 0 of 2 was to meet the others in a job with parameter servers\n  rule: "):
+    with pytest.raises(
+        LaunchError, match=r"rank 0 of 2 was to meet the others in a job with parameter servers\n  rule: "
+    ):
         join_world(job, device_type="cpu", timeout_s=60)
 
 
@@ -326,7 +328,12 @@ def test_a_rank_that_never_comes_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         job = JobSpec(
-            run_id="r", world_size=3, local_world=3, master_port=port, source="unisono", listen_fd=os.dup(server.fileno())
+            run_id="r",
+            world_size=3,
+            local_world=3,
+            master_port=port,
+            source="unisono",
+            listen_fd=os.dup(server.fileno()),
         )
         with pytest.raises(CommError) as caught:
             join_world(job, device_type="cpu", timeout_s=5, meet_timeout_s=0.3)
@@ -362,7 +369,7 @@ def meet(job: JobSpec, port: int) -> tuple[int, float]:
         # the others look first, and find a complete handshake: that of the dead
         time.sleep(0.5)
     world = join_world(
-        replace(job, master_port=port, listen_fd=None, shared_store=True, epoch=job.rank),
+        replace(job, master_port=port, listen_fd=None, shared_store=True, restart_count=job.rank),
         device_type="cpu",
         timeout_s=20,
     )

@@ -20,10 +20,10 @@ from unisono.models.options import ModelOptions
 def gpt(**changes: object) -> GPT:
     torch.manual_seed(1)
     sizes = {
-        "layers": 2,
+        "num_layers": 2,
         "dim": 32,
-        "heads": 4,
-        "kv_heads": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
         "vocab_size": 96,
         "rope_theta": 5000.0,
         "norm_eps": 1e-4,
@@ -42,7 +42,7 @@ def test_llama_of_transformers_gives_the_same_logits(tmp_path: Path, tied: bool,
     transformers = pytest.importorskip(
         "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
     )
-    model = gpt(tied=tied, kv_heads=kv_heads)
+    model = gpt(tied=tied, num_kv_heads=kv_heads)
     folder = export(model, tmp_path / "out", max_length=64, end_of_document=5, tokenizer=None)
     llama, loading = transformers.LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not loading["missing_keys"]
@@ -61,7 +61,7 @@ def test_experts_open_as_a_class_that_chooses_alike(tmp_path: Path, balance: str
     transformers = pytest.importorskip(
         "transformers", reason="NOT CHECKED: the extra 'hf' (transformers) is not installed"
     )
-    model = gpt(experts=6, experts_per_token=3, ffn_dim=24, balance=balance, tied=False)
+    model = gpt(num_experts=6, num_experts_per_token=3, ffn_dim=24, balance=balance, tied=False)
     biases = [block.ffn.router.bias for block in model.blocks if balance == "bias"]
     for bias in biases:
         bias += 0.2 * torch.randn(6)
@@ -82,12 +82,18 @@ def test_experts_open_as_a_class_that_chooses_alike(tmp_path: Path, balance: str
 
 def test_one_expert_per_token_has_no_class_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
-        export(gpt(experts=4, experts_per_token=1), tmp_path / "out", max_length=8, end_of_document=5, tokenizer=None)
+        export(
+            gpt(num_experts=4, num_experts_per_token=1),
+            tmp_path / "out",
+            max_length=8,
+            end_of_document=5,
+            tokenizer=None,
+        )
     assert str(raised.value) == (
         "a model with experts_per_token 1\n"
         "  rule: it weighs its expert with the score; Mixtral and its like would weigh it with 1\n"
         "  so:   the export would compute something else, and nothing was exported\n"
-        "  try:  experts_per_token=2 or more, or the checkpoint itself"
+        "  try:  num_experts_per_token=2 or more, or the checkpoint itself"
     )
     assert not list(tmp_path.iterdir())
 

@@ -136,7 +136,7 @@ def refusals(world) -> None:
             other.set_compression("int8")
         other.close()
     with pytest.raises(ConfigError, match="parameters travel flat and have no factors"):
-        create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=2)).set_compression("powersgd:2")
+        create_kvstore("dist_local", world, local_sgd=LocalSGDConfig(local_steps=2)).set_compression("powersgd:2")
 
 
 def test_refusals(pool: Pool) -> None:
@@ -148,7 +148,7 @@ def test_refusals(pool: Pool) -> None:
         assert "the workers of 'dist_sync', 'dist_async' and 'dist_local'" in str(caught.value)
     for store in (
         create_kvstore("dist_sync", alone),
-        create_kvstore("dist_local", alone, rounds=LocalSGDConfig(local_steps=2)),
+        create_kvstore("dist_local", alone, local_sgd=LocalSGDConfig(local_steps=2)),
     ):
         with pytest.raises(ConfigError, match="compression 'int8' with one worker"):
             store.set_compression("int8")
@@ -210,7 +210,7 @@ def test_coded_rounds_come_close_and_go_on_exactly(pool: Pool) -> None:
 
 
 def store_of_rounds(world) -> dict[str, dict[str, float]]:
-    store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=2, num_fragments=2))
+    store = create_kvstore("dist_local", world, local_sgd=LocalSGDConfig(local_steps=2, num_fragments=2))
     store.set_compression("2bit:rms*1.5")
     store.set_optimizer("sgd", lr=0.1)
     store.init({"a": torch.zeros(640), "b": torch.zeros(320)})

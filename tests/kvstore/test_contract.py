@@ -16,7 +16,7 @@ from pool import Pool
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore import KVStore, LocalSGDConfig, create_kvstore
+from unisono.kvstore import KVStore, LocalSGDConfig, ServerConfig, create_kvstore
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.wire.frame import PEER_LIMITS
 from unisono.kvstore.wire.frame_server import FrameServer, listen
@@ -50,7 +50,7 @@ def served(world) -> Iterator[KVStore]:
     ours = [FrameServer([listen("127.0.0.1")], service, secret, PEER_LIMITS) for service in services]
     servers = [tuple(each) for each in world.broadcast_json([server.addresses[0] for server in ours])]
     alone = World(replace(world.job, run_id="contract"))  # as adr 0010 has it: no process group
-    with closing(create_kvstore("dist_async", alone, servers=servers, secret=secret)) as store:
+    with closing(create_kvstore("dist_async", alone, servers=ServerConfig(addresses=servers, secret=secret))) as store:
         yield store
         world.barrier()
     for each in [*services, *ours]:
@@ -66,7 +66,7 @@ KINDS = {
     "dist_async": Kind(served, 2, applies_each=True),
     "dist_async alone": Kind(served, 1, applies_each=True),
     "dist_local": Kind(
-        plain("dist_local", rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0)), 2, averages=True
+        plain("dist_local", local_sgd=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0)), 2, averages=True
     ),
 }
 ALL = [pytest.param(name, marks=pytest.mark.gpu if name == "device" else ()) for name in KINDS]
@@ -333,11 +333,13 @@ def test_kinds_that_do_not_fit_are_refused(pool: Pool) -> None:
 
 def kinds_that_do_not_fit(world) -> None:
     assert "did you mean 'dist_sync'?" in refusal(ConfigError, lambda: create_kvstore("dist_snyc", world))  # type: ignore[arg-type]
-    assert "rounds=Rounds(local_steps=16)" in refusal(ConfigError, lambda: create_kvstore("dist_local", world))
+    assert "local_sgd=LocalSGDConfig(local_steps=16)" in refusal(
+        ConfigError, lambda: create_kvstore("dist_local", world)
+    )
     text = refusal(ConfigError, lambda: create_kvstore("local", world, hierarchical=True, shared_memory=True))
     assert "leave out hierarchical, shared_memory" in text
-    text = refusal(ConfigError, lambda: create_kvstore("dist_sync", world, rounds=LocalSGDConfig(local_steps=1)))
-    assert "rounds go with 'dist_local'" in text
+    text = refusal(ConfigError, lambda: create_kvstore("dist_sync", world, local_sgd=LocalSGDConfig(local_steps=1)))
+    assert "local_sgd is for 'dist_local'" in text
     store = create_kvstore("device", world)
     store.init("w", torch.ones(1))
     text = refusal(ConfigError, lambda: store.push("w", torch.ones(1)))

@@ -22,7 +22,7 @@ from parameter_servers import ParameterServers, parameter_servers
 from procs import wait_until
 
 from unisono.errors import CommError
-from unisono.kvstore.server.clocks import LEASE_S
+from unisono.kvstore.server.membership import LEASE_S
 
 NOTICED_S = 6.0  # a killed worker keeps others no longer than this
 SMALL = 8192  # bytes of a chunk, so that each server has some of each key
@@ -62,19 +62,19 @@ def test_a_worker_cut_off_is_not_waited_for_and_goes_on_when_it_is_back(nursery:
         Chaos(servers.addresses[0], seed=1) as first,
         Chaos(servers.addresses[1], seed=2) as second,
     ):
-        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 12}, "pause_s": 0.1}
+        facts: dict[str, Any] = {"do": "units", "agreed": {"num_batch_shards": 12}, "pause_s": 0.1}
         cut_off = worker(nursery, servers, tmp_path, 0, addresses=[first.address, second.address], **facts)
         cut_off.until("claimed")
         for proxy in (first, second):
             proxy.half_open.set()
         other = worker(nursery, servers, tmp_path, 1, **facts)
         other.finish()
-        assert found(servers, units=12) == sums(range(12))
+        assert found(servers, num_batch_shards=12) == sums(range(12))
         for proxy in (first, second):
             proxy.half_open.clear()
         cut_off.finish()
         assert "worker 0 gave no sign of life" in servers.log(0)
-        assert found(servers, units=12) == sums(range(12))
+        assert found(servers, num_batch_shards=12) == sums(range(12))
 
 
 # --- workers (row 19, and slow ones) ---------------------------------------------------------------------------------
@@ -84,8 +84,8 @@ def test_a_worker_cut_off_is_not_waited_for_and_goes_on_when_it_is_back(nursery:
 def test_a_worker_killed_in_the_middle_of_a_push_is_replaced(nursery: Nursery, tmp_path: Path) -> None:
     elements = 200_000
     with parameter_servers(tmp_path, 2, nursery=nursery) as servers:
-        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 12}, "elements": elements}
-        founder = servers.connect(table(elements), worker=50, units=12)
+        facts: dict[str, Any] = {"do": "units", "agreed": {"num_batch_shards": 12}, "elements": elements}
+        founder = servers.connect(table(elements), worker=50, num_batch_shards=12)
         founder.init(table(elements))
         founder.close()
         # what it sends trickles, so that it dies with a header and a part of the payload sent
@@ -107,7 +107,7 @@ def test_a_worker_killed_in_the_middle_of_a_push_is_replaced(nursery: Nursery, t
         assert time.monotonic() - ended_s < NOTICED_S
         for each in others:
             each.finish()
-        assert found(servers, elements, units=12) == sums(range(12))
+        assert found(servers, elements, num_batch_shards=12) == sums(range(12))
 
 
 def push_under_way(proxy: Chaos) -> bool:
@@ -252,7 +252,11 @@ def snapshot_age_s(servers: ParameterServers) -> float:
 @pytest.mark.full
 def test_units_that_a_server_lost_are_said_too(nursery: Nursery, tmp_path: Path) -> None:
     with parameter_servers(tmp_path, 2, nursery=nursery, snapshot_every_s=0.5) as servers:
-        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 120, "chunk_bytes": SMALL}, "pause_s": 0.02}
+        facts: dict[str, Any] = {
+            "do": "units",
+            "agreed": {"num_batch_shards": 120, "chunk_bytes": SMALL},
+            "pause_s": 0.02,
+        }
         workers = [worker(nursery, servers, tmp_path, n, **facts) for n in range(2)]
         for each in workers:
             each.until("acknowledged", 25)
@@ -260,7 +264,7 @@ def test_units_that_a_server_lost_are_said_too(nursery: Nursery, tmp_path: Path)
         servers.restart(1)
         for each in workers:
             each.finish()
-        held_by_other, held_by_killed = sorted(counts(servers, units=120, chunk_bytes=SMALL), reverse=True)
+        held_by_other, held_by_killed = sorted(counts(servers, num_batch_shards=120, chunk_bytes=SMALL), reverse=True)
         assert held_by_other == 120
         assert held_by_killed == 120 - lost_pushes(workers)
 
@@ -351,7 +355,7 @@ def test_a_wall_clock_that_jumps_by_a_day_changes_nothing(nursery: Nursery, tmp_
     environ = {"FAULTS_JUMP": str(when)}
     program = "faults_worker:jumping_server"
     with parameter_servers(tmp_path, 2, nursery=nursery, environ=environ, program=program) as servers:
-        facts: dict[str, Any] = {"do": "units", "agreed": {"units": 30}, "pause_s": 0.05}
+        facts: dict[str, Any] = {"do": "units", "agreed": {"num_batch_shards": 30}, "pause_s": 0.05}
         workers = [
             worker(nursery, servers, tmp_path, 0, jump=str(when), **facts),
             worker(nursery, servers, tmp_path, 1, **facts),
@@ -363,7 +367,7 @@ def test_a_wall_clock_that_jumps_by_a_day_changes_nothing(nursery: Nursery, tmp_
             each.finish(20)
             assert each.said("reconnects") == [0]
         assert "no sign of life" not in servers.log(0)
-        assert found(servers, units=30) == sums(range(30))
+        assert found(servers, num_batch_shards=30) == sums(range(30))
 
 
 def refusal(nursery: Nursery, folder: Path, program: str, port: int) -> str:
@@ -416,13 +420,13 @@ def test_who_comes_when_no_thread_can_be_started_is_let_in_later_and_the_others_
 
 def test_who_does_not_fit_is_refused_by_name_and_at_once(nursery: Nursery, tmp_path: Path) -> None:
     with parameter_servers(tmp_path, 1, nursery=nursery) as servers:
-        first = servers.connect(table(), about={"plan": "a1"})
+        first = servers.connect(table(), labels={"plan": "a1"})
         since_s = time.monotonic()
         other = {"count": torch.zeros(3001), "squares": torch.zeros(1500)}
         for given, more, text in (
-            (other, {"about": {"plan": "a1"}}, r"key 'count' as \[3001\] float32"),
-            (table(), {"about": {"plan": "b2"}}, "plan b2\n.*it is a1"),
-            (table(), {"about": {"plan": "a1"}, "staleness": 3}, "staleness = 3\n.*it is None"),
+            (other, {"labels": {"plan": "a1"}}, r"key 'count' as \[3001\] float32"),
+            (table(), {"labels": {"plan": "b2"}}, "plan b2\n.*it is a1"),
+            (table(), {"labels": {"plan": "a1"}, "staleness": 3}, "staleness = 3\n.*it is None"),
         ):
             with pytest.raises(CommError, match=text):
                 servers.connect(given, worker=1, **more)

@@ -18,7 +18,7 @@ from parameter_servers import parameter_servers
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whatever_is_killed_each_unit_counts_once(nursery: Nursery, tmp_path: Path, seed: int) -> None:
     draw, units, server = random.Random(seed), 250, 1 - seed
-    facts: dict[str, Any] = {"do": "units", "agreed": {"units": units}, "pause_s": 0.05}
+    facts: dict[str, Any] = {"do": "units", "agreed": {"num_batch_shards": units}, "pause_s": 0.05}
     with parameter_servers(tmp_path, 2, nursery=nursery, replicas=2) as servers:
         incarnations = [0, 0, 0]
         workers = [worker(nursery, servers, tmp_path, n, **facts) for n in range(3)]
@@ -38,4 +38,4 @@ def test_whatever_is_killed_each_unit_counts_once(nursery: Nursery, tmp_path: Pa
             workers[victim] = worker(nursery, servers, tmp_path, victim, incarnation=incarnation, **facts)
         for each in workers:
             each.finish()
-        assert found(servers, units=units) == sums(range(units))
+        assert found(servers, num_batch_shards=units) == sums(range(units))

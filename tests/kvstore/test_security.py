@@ -27,9 +27,8 @@ from unisono.kvstore.server.chunk_payload import WRITE, write_chunks
 from unisono.kvstore.server.chunk_state import encode_chunk_state
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.connection import Connection
-from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op
-from unisono.kvstore.wire.message import json_frame
+from unisono.kvstore.wire.connection import Connection, Endpoint
+from unisono.kvstore.wire.frame import PEER_LIMITS, VERSION, Frame, Op, json_frame
 
 SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 # what runs code that comes as data, or hands a text to a shell
@@ -47,8 +46,8 @@ OBJECT_COLLECTIVES = {
     *("send_object_list", "recv_object_list"),
 }
 ALLOWED = {
-    "data/process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
-    "config/pythonfile.py",  # runs a configuration that its user wrote in Python and named: no data
+    "data/loading/worker_process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
+    "config/python_file.py",  # runs a configuration that its user wrote in Python and named: no data
 }
 
 
@@ -176,7 +175,9 @@ def intruder(servers: ParameterServers, worker: int = 7) -> Connection:
     """A worker with the secret and bad intentions."""
     agreed = RunSpec(table={k: (tuple(v.shape), v.dtype) for k, v in table().items()}, num_servers=1)
     me = Peer("worker", worker, 0, agreed.job, "")
-    return Connection(servers.addresses[0], servers.secret, me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=10.0)
+    return Connection(
+        Endpoint(servers.addresses[0], servers.secret), me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=10.0
+    )
 
 
 def image(**facts: Any) -> bytes:
@@ -243,7 +244,11 @@ def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, ch
     me = replace(Peer("worker", 9, 0, agreed.job, ""))
     with pytest.raises(CommError, match=said):
         Connection(
-            servers.addresses[0], servers.secret, me, agreed.to_json() | change, limits=PEER_LIMITS, deadline_s=10.0
+            Endpoint(servers.addresses[0], servers.secret),
+            me,
+            agreed.to_json() | change,
+            limits=PEER_LIMITS,
+            deadline_s=10.0,
         )
     assert resident_bytes(servers) - before < 16 << 20
 
@@ -261,7 +266,7 @@ def test_a_hundred_thousand_hostile_frames_change_nothing(nursery: Nursery, tmp_
         agreed = RunSpec(table={key: (tuple(v.shape), v.dtype) for key, v in small.items()}, num_servers=1)
         me = Peer("worker", 7, 0, agreed.job, "")
         asker = Connection(
-            servers.addresses[0], servers.secret, me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=20.0
+            Endpoint(servers.addresses[0], servers.secret), me, agreed.to_json(), limits=PEER_LIMITS, deadline_s=20.0
         )
         image = asker.request(json_frame(Op.STATE, {"chunks": [0, 1]})).result(20).payload
         asker.close()
@@ -322,5 +327,5 @@ def test_another_version_is_named(nursery: Nursery, tmp_path: Path) -> None:
 def test_another_secret_opens_nothing(servers: ParameterServers) -> None:
     enemy = Peer("worker", 11, 0, 0, "")
     with pytest.raises(CommError, match=r"the proof that came from .* is wrong"):
-        Connection(servers.addresses[0], bytes(32), enemy, {}, limits=PEER_LIMITS, deadline_s=10.0)
+        Connection(Endpoint(servers.addresses[0], bytes(32)), enemy, {}, limits=PEER_LIMITS, deadline_s=10.0)
     assert is_running(servers.processes[0].pid)

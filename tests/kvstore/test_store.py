@@ -21,7 +21,7 @@ def reduce_once(world, bucket_bytes: int, accumulate: int) -> tuple[list[list[fl
     model = network()
     sync = BucketedAllReduce(dict(model.named_parameters()), world, bucket_bytes)
     rows = torch.arange(48.0).view(12, 4).sin()
-    mine = rows.tensor_split(world.world)[world.rank].tensor_split(accumulate)
+    mine = rows.tensor_split(world.world_size)[world.rank].tensor_split(accumulate)
     totals = torch.tensor([float(world.rank + 1)], dtype=torch.float64)
     for number, part in enumerate(mine, start=1):
         if number == len(mine):
@@ -76,7 +76,7 @@ def replaced_views(world) -> bool:
         sync.zero_grad()
     sync.close()
     other = network()
-    for rank in range(world.world):
+    for rank in range(world.world_size):
         other(torch.ones(2, 4) * (rank + 1)).square().sum().backward()
     close = [torch.allclose(a, p.grad, rtol=1e-5) for a, p in zip(sums, other.parameters(), strict=True)]
     return all(views) and all(close)
@@ -108,7 +108,7 @@ def test_init_refuses_different_tables_naming_the_rank(pool: Pool) -> None:
 
 
 def store_facts(world) -> tuple[int, int, str]:
-    store = create_kvstore("dist_sync" if world.world > 1 else "local", world)
+    store = create_kvstore("dist_sync" if world.world_size > 1 else "local", world)
     return store.rank, store.num_workers, store.kind
 
 

@@ -14,7 +14,7 @@ from parameter_servers import parameter_servers
 
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError
-from unisono.kvstore import KVStore, create_kvstore
+from unisono.kvstore import KVStore, ServerConfig, create_kvstore
 from unisono.kvstore.bench.processes import measure_on_this_host
 from unisono.kvstore.bench.settings import BenchSettings
 from unisono.kvstore.wire.auth import AuthError
@@ -33,10 +33,11 @@ def test_a_store_and_second_copies_under_tls(tmp_path: Path, nursery: Nursery, f
     world = World.alone(JobSpec(run_id="tls"))
     with parameter_servers(tmp_path, 2, replicas=2, nursery=nursery, environ=environ) as servers:
 
-        def store(tls: TLSContexts | None, incarnation: int = 0) -> KVStore:
-            return create_kvstore(
-                "dist_async", world, servers=servers.addresses, secret=servers.secret, tls=tls, incarnation=incarnation
+        def store(tls: TLSContexts | None, restart_count: int = 0) -> KVStore:
+            config = ServerConfig(
+                addresses=servers.addresses, secret=servers.secret, tls=tls, worker_restart_count=restart_count
             )
+            return create_kvstore("dist_async", world, servers=config)
 
         mine = store(read_tls(environ))
         mine.set_optimizer("sgd", lr=1.0, momentum=0.0)
@@ -50,7 +51,7 @@ def test_a_store_and_second_copies_under_tls(tmp_path: Path, nursery: Nursery, f
         assert all(" under TLS\n" in servers.log(server) for server in (0, 1))
         other = read_tls({"UNISONO_TLS": str(Authority(tmp_path / "others").host("n1"))})
         with pytest.raises(AuthError, match=r"the certificate of the server at .* is not accepted here"):
-            store(other, incarnation=1).init(values)
+            store(other, restart_count=1).init(values)
 
 
 def test_a_server_whose_folder_is_no_good_says_so_and_leaves(tmp_path: Path, nursery: Nursery) -> None:
@@ -60,8 +61,9 @@ def test_a_server_whose_folder_is_no_good_says_so_and_leaves(tmp_path: Path, nur
 
 
 def test_tls_is_for_stores_with_servers(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="a store of kind 'local' with tls"):
-        create_kvstore("local", World.alone(JobSpec()), tls=read_tls({"UNISONO_TLS": str(folder)}))
+    config = ServerConfig(addresses=[("127.0.0.1", 1)], secret=bytes(32), tls=read_tls({"UNISONO_TLS": str(folder)}))
+    with pytest.raises(ConfigError, match="a store of kind 'local' with servers"):
+        create_kvstore("local", World.alone(JobSpec()), servers=config)
     with pytest.raises(ConfigError, match="TLS for dist_sync"):
         BenchSettings(kinds=("dist_sync",), tls=str(folder))
 

@@ -16,19 +16,19 @@ from procs import marked, wait_until
 DRILL = """
 import threading
 import torch
-from unisono.dist import join
+from unisono.dist import join_world
 plan = {plan}
-world = join(job, device_type="cpu", timeout_s=3)
-rank, number = plan.get(world.job.epoch, (None, 0))
+world = join_world(job, device_type="cpu", timeout_s=3)
+rank, number = plan.get(world.job.restart_count, (None, 0))
 if rank == job.rank:
     # all_reduce is what every rank does nearly all the time, so that is where the signal hits
     threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 tensor = torch.ones(500_000)
 for step in range(10**9 if rank is not None else 3):
     world.all_reduce(tensor)
-    tensor /= job.world
+    tensor /= job.world_size
 assert tensor.eq(1).all()
-seen("done", f"{{job.source}} {{job.shared_store}} {{world.job.epoch}}")
+seen("done", f"{{job.source}} {{job.shared_store}} {{world.job.restart_count}}")
 world.close()
 """
 
@@ -51,7 +51,7 @@ def test_killed_and_stopped_ranks_are_replaced_by_the_next_attempt(tmp_path: Pat
 @pytest.mark.full
 def test_five_of_five_restarts_come_up(tmp_path: Path) -> None:
     script = DRILL.format(plan="{epoch: (epoch % 3, signal.SIGKILL) for epoch in range(5)}")
-    code, said, launched = run(script, tmp_path, processes=3, max_restarts=5)
+    code, said, launched = run(script, tmp_path, num_processes=3, max_restarts=5)
     assert code == 0, said
     assert [attempt["root_rank"] for attempt in launched.record()["attempts"]] == [0, 1, 2, 0, 1, None]
 

@@ -21,7 +21,7 @@ assert f"{listener.getsockname()[0]}:{listener.getsockname()[1]}" == job.server_
 seen(name, os.getpid())
 while True:
     connection, _ = listener.accept()
-    connection.sendall(f"{job.epoch}".encode())
+    connection.sendall(f"{job.restart_count}".encode())
     connection.close()
 """
 ASK = """
@@ -60,7 +60,7 @@ def test_a_server_that_dies_comes_back_at_its_address_and_no_worker_notices(tmp_
 def test_a_worker_that_dies_is_restarted_alone(tmp_path: Path) -> None:
     worker = """
 seen("up", os.getpid())
-if job.epoch == 0 and job.rank == 1:
+if job.restart_count == 0 and job.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while not (run_dir / "up.1.1").exists():
     time.sleep(0.02)
@@ -184,7 +184,7 @@ def _readable(*names: str) -> list[bytes]:
 def test_a_killed_agent_takes_its_processes_along_and_all_come_back(tmp_path: Path) -> None:
     worker = """
 seen("up", os.getpid())
-while job.epoch == 0:
+while job.restart_count == 0:
     time.sleep(0.05)
 assert ask(0) == "1"
 """

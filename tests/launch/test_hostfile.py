@@ -79,7 +79,7 @@ def test_all_wrong_lines_are_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"no such file|cannot be read: No such file or directory"):
         read_hostfile(tmp_path / "absent")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(LaunchError, match=r"cannot be read: it is no text"):
+    with pytest.raises(LaunchError, match=r"cannot be read: it is not text"):
         read_hostfile(tmp_path / "binary")
 
 
@@ -117,13 +117,13 @@ def test_a_host_without_a_rank_counts_neither_for_meeting_nor_for_loopback() -> 
         command=("x",),
         server_command=(),
         hosts=hosts,
-        seats=assign_processes(hosts, 2, 0),
+        slots=assign_processes(hosts, 2, 0),
         run_id="r",
         options=LaunchOptions(),
         environ={},
     )
     assert job.on_one_host
-    assert job.meeting_host(job.seats[0]) == "127.0.0.1"
+    assert job.meeting_host(job.slots[0]) == "127.0.0.1"
 
 
 # --- which variables travel --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from unisono.launch.workers import open_log
 
 def test_all_ranks_end_well(tmp_path: Path) -> None:
     script = """
-assert (job.source, job.world, job.local_world) == ("unisono", 2, 2)
+assert (job.source, job.world_size, job.local_world) == ("unisono", 2, 2)
 assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == (str(job.rank), "2")
 assert sys.stdin.read() == ""
 print("hello from", job.rank)
@@ -102,7 +102,7 @@ def test_requeue_from_all_is_requeue(tmp_path: Path) -> None:
 def test_a_crash_is_explained_and_restarted_at_the_next_epoch(tmp_path: Path) -> None:
     script = """
 seen("start", os.environ.get("UNISONO_FAULT"))
-if job.epoch == 0:
+if job.restart_count == 0:
     if job.rank == 1:
         try:
             raise ValueError("bad sample 7")
@@ -161,10 +161,10 @@ time.sleep(600)
 
 def test_crashes_that_differ_use_up_the_restarts(tmp_path: Path) -> None:
     script = """
-record_failure(run_dir / "logs", job, RuntimeError("again"), step=job.epoch)
+record_failure(run_dir / "logs", job, RuntimeError("again"), step=job.restart_count)
 sys.exit(1)
 """
-    code, said, launched = run(script, tmp_path, processes=1, max_restarts=4)
+    code, said, launched = run(script, tmp_path, num_processes=1, max_restarts=4)
     assert code == 1
     assert len(launched.record()["attempts"]) == 5
     assert "no restart left of 4" in said
@@ -196,16 +196,16 @@ time.sleep(600)
 
 
 def test_a_second_launch_in_the_same_folder_counts_on(tmp_path: Path) -> None:
-    run("print(job.epoch)", tmp_path)
-    _, _, launched = run("print(job.epoch)", tmp_path)
+    run("print(job.restart_count)", tmp_path)
+    _, _, launched = run("print(job.restart_count)", tmp_path)
     assert launched.record()["attempts"][0]["attempt"] == 1
     assert (launched.run_dir / "logs" / "rank-1.attempt-0.log").read_text() == "0\n"
     assert (launched.run_dir / "logs" / "rank-1.attempt-1.log").read_text() == "1\n"
 
 
 def test_attempts_of_one_process_are_counted_too(tmp_path: Path) -> None:
-    run("sys.exit(2)", tmp_path, processes=1)
-    _, _, launched = run("seen('epoch')", tmp_path, processes=1)
+    run("sys.exit(2)", tmp_path, num_processes=1)
+    _, _, launched = run("seen('epoch')", tmp_path, num_processes=1)
     assert (launched.run_dir / "epoch.0.1").exists()
     assert launched.record()["attempt"] == 1
 
@@ -392,7 +392,7 @@ def test_secrets_stay_out_of_argument_vectors_and_files(tmp_path: Path) -> None:
     launched = start("seen('ready'); time.sleep(1)", tmp_path, environ={"WANDB_API_KEY": canary})
     launched.wait_for("ready.0.0", "ready.1.0")
     lines = command_lines()
-    assert "guard.py" in lines
+    assert "reaper.py" in lines
     assert "worker.py" in lines
     assert canary not in lines
     launched.finish()
@@ -429,7 +429,7 @@ def test_links_that_wait_in_the_folder_lead_nowhere(tmp_path: Path) -> None:
 def test_unwritable_run_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LaunchError) as caught:
-        launch_local(["true"], LaunchOptions(processes=1), run_dir=tmp_path / "file" / "run", run_id="r")
+        launch_local(["true"], LaunchOptions(num_processes=1), run_dir=tmp_path / "file" / "run", run_id="r")
     text = str(caught.value)
     assert f"{tmp_path}/file/run cannot be written (Not a directory)" in text
     assert "so:   no process was started" in text
@@ -438,7 +438,7 @@ def test_unwritable_run_folder(tmp_path: Path) -> None:
 
 def test_unknown_command(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
-        launch_local(["no-such-program-here"], LaunchOptions(processes=2), run_dir=tmp_path, run_id="r")
+        launch_local(["no-such-program-here"], LaunchOptions(num_processes=2), run_dir=tmp_path, run_id="r")
     assert "'no-such-program-here' cannot be started (No such file or directory)" in str(caught.value)
     assert f"try:  {sys.executable} -m your_module" in str(caught.value)
 
@@ -460,7 +460,10 @@ def test_a_launch_inside_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    assert launch_local([sys.executable, "-S", "-c", ""], LaunchOptions(processes=1), run_dir=tmp_path, run_id="r") == 0
+    assert (
+        launch_local([sys.executable, "-S", "-c", ""], LaunchOptions(num_processes=1), run_dir=tmp_path, run_id="r")
+        == 0
+    )
     assert {number: signal.getsignal(number) for number in before} == before
 
 

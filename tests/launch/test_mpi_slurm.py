@@ -20,9 +20,9 @@ from unisono.launch.mpi_slurm import mpirun, srun
 
 ALL_REDUCE = """
 import os, torch
-from unisono.dist import job_from_environ, join
+from unisono.dist import job_from_environ, join_world
 job = job_from_environ(os.environ)
-world = join(job, device_type="cpu", timeout_s=60)
+world = join_world(job, device_type="cpu", timeout_s=60)
 total = world.all_reduce(torch.tensor([float(job.rank + 1)])).item()
 print(f"rank {job.rank} by {job.source}: sum {total} {os.environ['CHOSEN']} {os.environ.get('MY_TOKEN')}\\n", end="", flush=True)
 world.close()
@@ -104,7 +104,7 @@ def test_mpirun_names_variables_and_shows_no_value(tmp_path: Path) -> None:
         hostfile=tmp_path / "hosts",
         interface="lo",
         forwarded={"A": "value"},
-        options=LaunchOptions(threads=3),
+        options=LaunchOptions(num_threads=3),
     )
     assert handover.argv[:5] == ["mpirun", "--hostfile", str(tmp_path / "hosts"), "--bind-to", "none"]
     assert handover.argv[-1] == "train"

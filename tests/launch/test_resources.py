@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.launch import LaunchOptions
-from unisono.launch.host_resources import (
+from unisono.launch.resources import (
+    TUNED_ALLOCATOR,
     Core,
     allowed_cores,
     core_shares,
     count_accelerators,
     cpu_quota,
+    divide_host,
     host_busy_frac,
 )
-from unisono.launch.resources import TUNED_ALLOCATOR, divide_host
 
 
 @given(cores=st.integers(1, 200), processes=st.integers(1, 200), hyperthreads=st.integers(1, 2))
@@ -54,7 +55,7 @@ def test_a_narrowed_mask_narrows_the_share() -> None:
         "import os; os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])\n"
         "from unisono.launch import LaunchOptions\n"
         "from unisono.launch.resources import divide_host\n"
-        "share = divide_host(LaunchOptions(processes=1), {})\n"
+        "share = divide_host(LaunchOptions(num_processes=1), {})\n"
         "print(share.cores_allowed, share.threads)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -62,35 +63,34 @@ def test_a_narrowed_mask_narrows_the_share() -> None:
 
 
 def test_threads_come_from_option_then_environment_then_the_host() -> None:
-    by_option = divide_host(LaunchOptions(processes=2, threads=3), {"OMP_NUM_THREADS": "5"})
-    assert (by_option.threads, by_option.threads_from) == (3, "launch.threads")
-    by_user = divide_host(LaunchOptions(processes=2), {"OMP_NUM_THREADS": "5"})
+    by_option = divide_host(LaunchOptions(num_processes=2, num_threads=3), {"OMP_NUM_THREADS": "5"})
+    assert (by_option.threads, by_option.threads_from) == (3, "launch.num_threads")
+    by_user = divide_host(LaunchOptions(num_processes=2), {"OMP_NUM_THREADS": "5"})
     assert (by_user.threads, by_user.threads_from) == (5, "environment OMP_NUM_THREADS")
-    by_host = divide_host(LaunchOptions(processes=1000), {})
+    by_host = divide_host(LaunchOptions(num_processes=1000), {})
     assert by_host.threads == 1
     assert by_host.threads_from.endswith(" usable cores / 1000 processes")
     assert by_host.environ()["OMP_NUM_THREADS"] == by_host.environ()["MKL_NUM_THREADS"] == "1"
 
 
 def test_allocator_settings_are_explicit_and_the_users_own_stay() -> None:
-    assert divide_host(LaunchOptions(processes=1), {}).allocator == TUNED_ALLOCATOR
+    assert divide_host(LaunchOptions(num_processes=1), {}).allocator == TUNED_ALLOCATOR
     assert TUNED_ALLOCATOR == {
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TRIM_THRESHOLD_": "4294967296",
         "MALLOC_TOP_PAD_": "268435456",
         "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     }
-    kept = divide_host(LaunchOptions(processes=1), {"MALLOC_TOP_PAD_": "1"})
+    kept = divide_host(LaunchOptions(num_processes=1), {"MALLOC_TOP_PAD_": "1"})
     assert kept.allocator["MALLOC_TOP_PAD_"] == "1"
-    assert divide_host(LaunchOptions(processes=1, allocator="system"), {}).allocator == {}
+    assert divide_host(LaunchOptions(num_processes=1, allocator="system"), {}).allocator == {}
 
 
 @pytest.mark.parametrize(
     ("options", "numa"),
     [
-        (LaunchOptions(processes=2, numa="off"), "off"),
-        (LaunchOptions(processes=1), "not pinned: one process has the whole host"),
-        (LaunchOptions(processes=5000), f"not pinned: 5000 processes on {len(allowed_cores())} cores"),
+        (LaunchOptions(num_processes=1), "not pinned: one process has the whole host"),
+        (LaunchOptions(num_processes=5000), f"not pinned: 5000 processes on {len(allowed_cores())} cores"),
     ],
 )
 def test_no_pinning_says_why(options: LaunchOptions, numa: str) -> None:
@@ -126,7 +126,7 @@ def test_the_tuned_allocator_keeps_memory_between_steps(tmp_path: Path) -> None:
 
 
 def test_waiting_threads_give_way_on_a_busy_host_unless_the_user_says_otherwise() -> None:
-    two = LaunchOptions(threads=2)
+    two = LaunchOptions(num_threads=2)
     busy, quiet = (divide_host(two, {}, busy_frac=frac) for frac in (0.42, 0.02))
     assert busy.environ()["GOMP_SPINCOUNT"] == "1000"
     assert busy.waiting_from == "short: others use 42 % of this host"
@@ -134,7 +134,7 @@ def test_waiting_threads_give_way_on_a_busy_host_unless_the_user_says_otherwise(
     assert quiet.waiting_from == "the library's own: others use 2 % of this host"
     given = divide_host(two, {"GOMP_SPINCOUNT": "9"}, busy_frac=0.42)
     assert (given.environ()["GOMP_SPINCOUNT"], given.waiting_from) == ("9", "environment")
-    alone = divide_host(LaunchOptions(threads=1), {}, busy_frac=0.42)
+    alone = divide_host(LaunchOptions(num_threads=1), {}, busy_frac=0.42)
     assert (alone.waiting, alone.waiting_from) == ({}, "one thread waits for nobody")
 
 

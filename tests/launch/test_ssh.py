@@ -19,9 +19,9 @@ from sshd import Sshd, serve
 
 ALL_REDUCE = """
 import os, torch
-from unisono.dist import job_from_environ, join
+from unisono.dist import job_from_environ, join_world
 job = job_from_environ(os.environ)
-world = join(job, device_type="cpu", timeout_s=60)
+world = join_world(job, device_type="cpu", timeout_s=60)
 total = world.all_reduce(torch.tensor([float(job.rank + 1)])).item()
 place = f"{job.rank}.{job.local_rank}.{job.local_world} on {os.environ['GLOO_SOCKET_IFNAME']}"
 print(f"rank {place}: sum {total} at {job.master_addr}", os.environ["CHOSEN"], os.environ.get("LEFT_HERE"), flush=True)
@@ -120,13 +120,13 @@ def test_a_rank_killed_over_there_is_named_with_its_host(sshd: Sshd, tmp_path: P
 def test_a_crash_over_there_shows_its_traceback_and_restarts_all(sshd: Sshd, tmp_path: Path) -> None:
     worker = """
 seen("port", job.master_port)
-if job.rank == 1 and job.epoch == 0:
+if job.rank == 1 and job.restart_count == 0:
     try:
         raise ValueError("bad sample 7")
     except ValueError as error:
         record_failure(Path(os.environ["UNISONO_LOGS"]), job, error, step=12)
     sys.exit(1)
-if job.epoch == 0:
+if job.restart_count == 0:
     time.sleep(600)
 """
     launched = start_job(worker, tmp_path, hosts=sshd.hosts(1), environ=sshd.environ)
@@ -184,7 +184,7 @@ seen("up"); time.sleep(600)
 @pytest.mark.full
 def test_a_host_that_goes_away_is_said_and_comes_back_for_the_next_attempt(sshd: Sshd, tmp_path: Path) -> None:
     launched = start_job(
-        'seen("up"); time.sleep(0 if job.epoch else 600)', tmp_path, hosts=sshd.hosts(1), environ=sshd.environ
+        'seen("up"); time.sleep(0 if job.restart_count else 600)', tmp_path, hosts=sshd.hosts(1), environ=sshd.environ
     )
     launched.wait_for("up.0.0", "up.1.0")
     lines = [child for child in psutil.Process(launched.process.pid).children() if "127.0.0.2" in child.cmdline()]

@@ -18,7 +18,7 @@ from unisono.interop.huggingface import export
 from unisono.models.bert import BERT, BertOptions
 from unisono.train.objectives import masked_token
 
-SMALL = {"vocab_size": 60, "layers": 2, "dim": 24, "heads": 3, "ffn_dim": 40, "max_length": 20, "dropout": 0.0}
+SMALL = {"vocab_size": 60, "num_layers": 2, "dim": 24, "num_heads": 3, "ffn_dim": 40, "max_length": 20, "dropout": 0.0}
 
 
 def build(**changes: object) -> BERT:
@@ -89,7 +89,7 @@ def test_loss_and_gradients_are_those_of_the_plain_formula() -> None:
 
 
 def test_initialisation_is_the_documented_one() -> None:
-    model = build(dim=192, heads=3, vocab_size=1000, ffn_dim=768)
+    model = build(dim=192, num_heads=3, vocab_size=1000, ffn_dim=768)
     assert model.blocks[0].ffn.down.weight.std().item() == pytest.approx(0.02, rel=0.03)
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.03)
     for name, parameter in model.named_parameters():
@@ -99,9 +99,10 @@ def test_initialisation_is_the_documented_one() -> None:
 
 def test_what_cannot_be_built_or_read() -> None:
     with pytest.raises(ConfigError) as caught:
-        build(heads=5)
+        build(num_heads=5)
     assert str(caught.value) == (
-        "heads 5 with dim 24\n  rule: dim is divisible by heads\n  so:   the attention cannot be built\n  try:  heads=4"
+        "num_heads 5 with dim 24\n  rule: dim is divisible by num_heads\n"
+        "  so:   the attention cannot be built\n  try:  num_heads=4"
     )
     with pytest.raises(DataError, match="texts of 21 tokens for a model of max_length 20"):
         build()(torch.zeros(1, 21, dtype=torch.int64))

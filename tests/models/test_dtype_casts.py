@@ -29,7 +29,7 @@ class Casts(TorchDispatchMode):
 
 def test_no_tensor_is_converted_twice() -> None:
     torch.manual_seed(0)
-    model = GPT(ModelOptions(layers=2, dim=16, heads=4, kv_heads=2, vocab_size=48))
+    model = GPT(ModelOptions(num_layers=2, dim=16, num_heads=4, num_kv_heads=2, vocab_size=48))
     tokens = torch.randint(0, 48, (2, 8))
     casts = Casts()
     with casts, torch.autocast("cpu", torch.bfloat16):

@@ -10,7 +10,7 @@ import torch
 from unisono.models.gpt import GPT, rotary_angles, rotate
 from unisono.models.options import ModelOptions
 
-SMALL = {"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, "vocab_size": 64}
+SMALL = {"num_layers": 2, "dim": 32, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 64}
 
 
 def build(**changes: object) -> GPT:
@@ -19,10 +19,10 @@ def build(**changes: object) -> GPT:
 
 
 def test_sizes_come_from_the_configuration() -> None:
-    model = build(layers=3, ffn_dim=48, tied=False)
+    model = build(num_layers=3, ffn_dim=48, tied=False)
     per_block = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert sum(p.numel() for p in model.parameters()) == 2 * 64 * 32 + 3 * per_block + 32
-    assert sum(p.numel() for p in build(layers=3, ffn_dim=48).parameters()) == 64 * 32 + 3 * per_block + 32
+    assert sum(p.numel() for p in build(num_layers=3, ffn_dim=48).parameters()) == 64 * 32 + 3 * per_block + 32
 
 
 def test_a_token_sees_only_its_past() -> None:
@@ -59,7 +59,7 @@ def test_rotary_scores_depend_on_distance_only() -> None:
 
 
 def test_initialisation_is_the_documented_one() -> None:
-    model = build(dim=256, layers=8, vocab_size=1024)
+    model = build(dim=256, num_layers=8, vocab_size=1024)
     block = model.blocks[0]
     assert block.attention.q.weight.std().item() == pytest.approx(0.02, rel=0.03)
     assert block.ffn.down.weight.std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.03)
@@ -83,12 +83,12 @@ def test_generation_is_seeded_and_leaves_the_runs_randomness_alone() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
-    found = dict(ModelOptions(dim=96, heads=7, kv_heads=2, vocab_size=8).problems())
-    assert str(found["heads"]) == (
-        "heads 7 with dim 96\n"
-        "  rule: dim is divisible by heads, and each head's width is even (rotary pairs)\n"
+    found = dict(ModelOptions(dim=96, num_heads=7, num_kv_heads=2, vocab_size=8).problems())
+    assert str(found["num_heads"]) == (
+        "num_heads 7 with dim 96\n"
+        "  rule: dim is divisible by num_heads, and each head's width is even (rotary pairs)\n"
         "  so:   the attention cannot be built\n"
-        "  try:  heads in {6, 8, 4}".replace("{6, 8, 4}", "{4, 6, 8}")
+        "  try:  num_heads in {6, 8, 4}".replace("{6, 8, 4}", "{4, 6, 8}")
     )
-    assert found["kv_heads"].nearest == "kv_heads in {1, 7}"
+    assert found["num_kv_heads"].nearest == "num_kv_heads in {1, 7}"
     assert not list(ModelOptions(vocab_size=8).problems())

@@ -12,11 +12,19 @@ from unisono.models.loss import cross_entropy_sum
 from unisono.models.moe import BALANCE_LOSS_WEIGHT, BIAS_UPDATE_RATE, MoE, set_balance_loss_scale, update_router_biases
 from unisono.models.options import ModelOptions
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.build import gpt_flops_per_token
 
-SMALL = {"layers": 2, "dim": 12, "heads": 2, "kv_heads": 1, "ffn_dim": 20, "vocab_size": 32, "experts": 5}
+SMALL = {
+    "num_layers": 2,
+    "dim": 12,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "ffn_dim": 20,
+    "vocab_size": 32,
+    "num_experts": 5,
+}
 
 
 def layer(dtype: torch.dtype = torch.float64, **changes: object) -> MoE:
@@ -66,7 +74,7 @@ def test_equals_a_loop_over_tokens(k: int, dtype: torch.dtype) -> None:
     """Also with rows of less than 16 bytes, which the grouped product does not take."""
     close = {"rtol": 1e-5, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     for width in (20, 21):
-        moe = layer(dtype, experts_per_token=k, ffn_dim=width)
+        moe = layer(dtype, num_experts_per_token=k, ffn_dim=width)
         x = torch.randn(2, 9, 12, dtype=dtype, requires_grad=True)
         mine, theirs = moe(x), by_token(moe, x, k)
         torch.testing.assert_close(mine, theirs, **close)
@@ -173,7 +181,7 @@ def test_balance_counts_each_pass_once(recompute: str, balance: str) -> None:
     """Two micro-batches and an evaluation; with recompute every block runs twice."""
     plain, model = gpt(balance=balance), gpt(balance=balance)
     options = PlanOptions(device="cpu", recompute=recompute)
-    model = parallelize(derive_plan(options, world=1, device="cpu", native_bf16=False), model).model
+    model = parallelize(derive_plan(options, world_size=1, device="cpu", native_bf16=False), model).model
     tokens = torch.randint(0, 32, (4, 11))
     with torch.no_grad():
         model(tokens)
@@ -294,25 +302,25 @@ def test_names_shapes_and_state() -> None:
 
 def test_only_the_experts_a_token_meets_count_as_work() -> None:
     """A dense model whose feed-forward layer is two experts wide does the same work, but for the routers."""
-    wide = gpt(experts=0, ffn_dim=40)
+    wide = gpt(num_experts=0, ffn_dim=40)
     assert gpt_flops_per_token(gpt(), 16) == gpt_flops_per_token(wide, 16) + 6 * 2 * 5 * 12
-    assert gpt_flops_per_token(gpt(experts_per_token=5), 16) > gpt_flops_per_token(gpt(), 16)
+    assert gpt_flops_per_token(gpt(num_experts_per_token=5), 16) > gpt_flops_per_token(gpt(), 16)
 
 
 def test_settings_that_do_not_fit() -> None:
-    found = dict(ModelOptions(**{**SMALL, "experts_per_token": 6}).problems())
-    assert str(found["experts_per_token"]) == (
-        "experts_per_token 6 with experts 5\n"
+    found = dict(ModelOptions(**{**SMALL, "num_experts_per_token": 6}).problems())
+    assert str(found["num_experts_per_token"]) == (
+        "num_experts_per_token 6 with num_experts 5\n"
         "  rule: a token goes to different experts\n"
         "  so:   there are not enough to choose from\n"
-        "  try:  experts_per_token=5, or experts=6"
+        "  try:  num_experts_per_token=5, or num_experts=6"
     )
-    found = dict(ModelOptions(capacity_factor=1.5, balance="none", experts_per_token=1).problems())
-    assert found.keys() == {"capacity_factor", "balance", "experts_per_token"}
+    found = dict(ModelOptions(capacity_factor=1.5, balance="none", num_experts_per_token=1).problems())
+    assert found.keys() == {"capacity_factor", "balance", "num_experts_per_token"}
     assert str(found["balance"]) == (
-        "balance 'none' with experts 0\n"
+        "balance 'none' with num_experts 0\n"
         "  rule: it says how tokens find their experts\n"
         "  so:   it would change nothing\n"
-        "  try:  experts=8, or leave balance out"
+        "  try:  num_experts=8, or leave balance out"
     )
     assert not list(ModelOptions(**SMALL).problems())

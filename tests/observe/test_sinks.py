@@ -15,7 +15,7 @@ import pytest
 
 from unisono.errors import ConfigError, ExtraError
 from unisono.observe.events import Event, EventLog, next_attempt, read_events
-from unisono.observe.sinks import Background, CsvSink, TensorBoardSink, Trackers, numbers
+from unisono.observe.sinks import Background, CsvSink, TensorBoardSink, Trackers, event_metrics
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -45,7 +45,7 @@ def open_log(run_dir: Path, attempt: int | None = None) -> EventLog:
 
 def test_numbers_are_the_series_of_an_event() -> None:
     given = event("step", 3, steps_total=9, eta_s=1.0, note="x", flag=True, **{"train/loss": "NaN", "perf/step_s": 0.5})
-    found = numbers(given)
+    found = event_metrics(given)
     assert set(found) == {"train/loss", "perf/step_s"}
     assert math.isnan(found["train/loss"])
 

@@ -12,8 +12,8 @@ from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.parallel.batch_norm import apply_sync_batch_norm, check_batch_norm
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 SIZES = (5, 1, 3)  # samples of each rank
 
@@ -108,7 +108,7 @@ def test_plans_that_could_not_meet() -> None:
     model = Net()
 
     def check(ranks: int, **options: object) -> None:
-        check_batch_norm(model, derive_plan(PlanOptions(**options), world=ranks, device="cpu", native_bf16=False))
+        check_batch_norm(model, derive_plan(PlanOptions(**options), world_size=ranks, device="cpu", native_bf16=False))
 
     check(1, global_batch=7, compile="model")
     check(2, global_batch=8)
@@ -133,7 +133,7 @@ def recomputed(world: World, recompute: str) -> dict[str, list]:
     if world.group is not None:
         apply_sync_batch_norm(model, world.group)
     options = PlanOptions(device="cpu", recompute=recompute)
-    parallelize(derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), model).model.train()
+    parallelize(derive_plan(options, world_size=1, device="cpu", native_bf16=False), model).model.train()
     generator = torch.Generator().manual_seed(world.rank)
     for _ in range(2):
         model(torch.randn(4, 6, generator=generator)).square().sum().backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
-from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.parallel.sharding import ShardedParameters
+from unisono.parallel.transforms import TRANSFORMS, parallelize
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import masked_token, next_token
 
 B, T, VOCAB = 2, 24, 48
@@ -35,7 +34,7 @@ B, T, VOCAB = 2, 24, 48
 
 def grid_of(world: World, **axes: Any) -> ParallelDims:
     options = PlanOptions(**{"device": "cpu", "precision": "fp32", "global_batch": 4, **axes})
-    return ParallelDims(derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    return ParallelDims(derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world)
 
 
 def documents() -> Tensor:
@@ -152,7 +151,7 @@ def test_attention_alone(pool: Pool, ranks: int) -> None:
 
 def gpt(dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    sizes = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": VOCAB, "dropout": dropout}
     return GPT(ModelOptions(**sizes)).double()
 
 
@@ -189,7 +188,7 @@ def gpts(world: World, axes: dict[str, Any], cases: list[tuple[str, bool]], drop
         grid = grid_of(world, recompute=recompute, **axes)
         model = gpt(dropout)
         context = ContextParallel(grid, model)
-        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).global_spec)
+        pieces = ShardedParameters(model, grid, parallelize(grid.plan, model, grid, context).table)
         torch.manual_seed(1)
         loss = grid.sum(loss_of(model, packed, context), "cp")
         pieces.collect_grads()
@@ -301,7 +300,7 @@ def in_transformers(world: World, recompute: str) -> int:
             alone.config.use_cache = model.config.use_cache = False
         grid = grid_of(world, cp=world.world_size, recompute=recompute)
         context = ContextParallel(grid, model)
-        parallelize(replace(grid.plan, cp=1), model, grid, context)
+        parallelize(grid.plan, model, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
         loss = grid.sum(loss_of_logits(model, batch, context), "cp")
         assert float(loss) == pytest.approx(float(loss_of_logits(alone, batch)), rel=1e-6), (name, kind)
         for parameter, mine in alone.named_parameters():
@@ -497,7 +496,7 @@ class Tokens:
 
 def entered(world: World, folder: str) -> dict[str, str]:
     """What a trainer says on entering, by model; twelve tokens on two ranks are six on each, for a table of eight."""
-    bert = BERT(BertOptions(vocab_size=VOCAB, layers=2, dim=16, heads=4, ffn_dim=32, max_length=8))
+    bert = BERT(BertOptions(vocab_size=VOCAB, num_layers=2, dim=16, num_heads=4, ffn_dim=32, max_length=8))
     cases: dict[str, tuple[nn.Module, Any, Any]] = {
         "resnet": matrix.MODELS["resnet"](4),
         "bert": (bert, Tokens(), masked_token),

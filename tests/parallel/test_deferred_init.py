@@ -18,13 +18,13 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.deferred_init import allocate_shards, deferred_init, materialize
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
 
-SIZES = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "vocab_size": 49}
+SIZES = {"num_layers": 2, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 49}
 
 
 class Mixed(nn.Module):
@@ -138,13 +138,14 @@ class Tied(nn.Module):
 
 def built(world: World, axes: dict, factory: object = small_gpt) -> list[str]:
     """Names of parameters that are not the block of the whole that a plain construction has."""
-    plan = derive_plan(PlanOptions(device="cpu", **axes), world=world.world_size, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(device="cpu", **axes), world_size=world.world_size, device="cpu", native_bf16=False)
     torch.manual_seed(1)
     whole = tensors(factory())
     torch.manual_seed(1)
     recipe = deferred_init(factory)
     grid = ParallelDims(plan, world)
-    model, table, _ = parallelize(plan, recipe.model, grid)
+    parallel = parallelize(plan, recipe.model, grid)
+    model, table = parallel.model, parallel.table
     allocate_shards(model, torch.device("cpu"))
     pieces = ShardedParameters(model, grid, table)
     materialize(recipe, model, pieces)
@@ -236,7 +237,7 @@ def built_before(world: World, folder: str) -> tuple[str, str, str]:
 
 def test_a_model_that_cannot_be_deferred_may_be_built_before(pool: Pool, tmp_path: pathlib.Path) -> None:
     for said, plain, returned in pool.run(built_before, str(tmp_path), ranks=2):
-        assert "  try:  give the trainer (or return from parts.model) a module that was built before" in said
+        assert "  try:  give the trainer (or return from components.model) a module that was built before" in said
         assert plain == returned
 
 
@@ -258,9 +259,11 @@ def test_ranks_agree_on_how_values_are_made(pool: Pool, tmp_path: pathlib.Path) 
 
 
 NETWORKS = {
-    "gpt": lambda: tiny.model(layers=4, heads=4, kv_heads=1, vocab_size=49),
-    "tied": lambda: tiny.model(layers=4, heads=4, kv_heads=2, tied=True),
-    "experts": lambda: tiny.model(layers=2, heads=4, experts=4, experts_per_token=2, ffn_dim=16, balance="bias"),
+    "gpt": lambda: tiny.model(num_layers=4, num_heads=4, num_kv_heads=1, vocab_size=49),
+    "tied": lambda: tiny.model(num_layers=4, num_heads=4, num_kv_heads=2, tied=True),
+    "experts": lambda: tiny.model(
+        num_layers=2, num_heads=4, num_experts=4, num_experts_per_token=2, ffn_dim=16, balance="bias"
+    ),
     "gpt2": lambda: gpt2(),
 }
 
@@ -311,7 +314,7 @@ def through_the_trainer(world: World, folder: str, name: str, changes: dict) -> 
                 ("gpt", 4, {"dp_shard": 2, "tp": 2}),
                 ("gpt", 2, {"dp_shard": 2, "zero": 1}),
                 ("gpt", 2, {"tp": 2, "sequence_parallel": True}),
-                ("gpt", 2, {"cp": 2, "shard_threshold_numel": 100}),
+                ("gpt", 2, {"cp": 2, "fsdp.shard_threshold_numel": 100}),
                 ("tied", 2, {"tp": 2}),
                 ("tied", 4, {"pp": 2, "dp_shard": 2, "schedule": "interleaved"}),
                 ("gpt", 8, {"pp": 2, "dp_shard": 2, "tp": 2}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from unisono.dist import World
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
+from unisono.parallel.transforms import TRANSFORMS, parallelize
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ColwiseRowwise
 
 T, HEADS = 8, 4
-RULE = ColwiseRowwise(module="steps.*.mix", column=("q", "k", "v"), row="out", units="heads")
+RULE = ColwiseRowwise(module="steps.*.mix", colwise=("q", "k", "v"), rowwise="out", num_heads_attr="heads")
 
 
 class Mix(nn.Module):
@@ -76,15 +75,14 @@ class Net(nn.Module):
 def masks(world: World, axes: dict[str, int], recompute: str) -> dict[str, Any]:
     """Which probabilities each layer's attention kept, what dropout between the pairs kept, and gradients."""
     options = PlanOptions(device="cpu", precision="fp32", global_batch=world.world_size, recompute=recompute, **axes)
-    plan = replace(
-        derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), rules=(RULE,) * ("tp" in axes)
-    )
+    derived = derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False)
+    plan = derived.updated(tensor_parallel={"rules": (RULE,) * ("tp" in axes)})
     grid = ParallelDims(plan, world)
     net = Net()
-    context = ContextParallel(grid, net) if plan.cp > 1 else None
+    context = ContextParallel(grid, net) if plan.mesh.cp > 1 else None
     whole = torch.eye(T)[None]
     batch = {"inputs": whole}
-    parallelize(replace(plan, cp=1), net, grid, context)
+    parallelize(plan, net, grid, context, transforms=[each for each in TRANSFORMS if each.name != "fsdp"])
     torch.manual_seed(grid.rng_rank)
     if context:
         with context.micro_batch(batch):
@@ -143,7 +141,7 @@ class _Drops(TorchFunctionMode):
 
 def dropping() -> nn.Module:
     """The tiny GPT with dropout in its attention and behind it."""
-    model = tiny.model(heads=4, kv_heads=2, dropout=0.1)
+    model = tiny.model(num_heads=4, num_kv_heads=2, dropout=0.1)
     for block in model.blocks:
         inner = block.attention.forward
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,14 +18,14 @@ from unisono.models.gpt import GPT
 from unisono.models.options import ModelOptions
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.dtensor_placements import (
-    apply_placements,
     parameter_placements,
     redistribute_grads,
+    resolve_placements,
     shard_function,
     shard_module,
 )
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ParameterPlacement
 
 PINS = {"blocks.*.up.*": ("tp", None), "blocks.*.down.weight": (None, "tp"), "table.weight": (None, "tp")}
@@ -63,7 +63,7 @@ class Net(nn.Module):
 def grid_of(world: World, **options: object) -> ParallelDims:
     options = {"device": "cpu", "global_batch": world.world_size, **options}
     return ParallelDims(
-        derive_plan(PlanOptions(**options), world=world.world_size, device="cpu", native_bf16=False), world
+        derive_plan(PlanOptions(**options), world_size=world.world_size, device="cpu", native_bf16=False), world
     )
 
 
@@ -121,7 +121,7 @@ def test_pinned_parameters_train_like_one_process(pool: Pool, mode: str, ranks: 
 def gradients(world: World) -> dict[str, list]:
     """Loss and gradients of a GPT whose feed-forward layers are pinned, each by itself: what is around them stays plain."""
     torch.manual_seed(0)
-    model = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11, ffn_dim=12))
+    model = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11, ffn_dim=12))
     if world.group is not None:
         columns, rows = ("tp", None), (None, "tp")
         for block in model.blocks:
@@ -168,7 +168,7 @@ def refusals(world: World) -> list[str]:
     with pytest.raises(PlanError) as caught:
         shard_function(torch.relu, inputs=[("tp",)])(net.table.weight)
     found.append(str(caught.value))
-    gpt = GPT(ModelOptions(layers=2, dim=8, heads=2, kv_heads=2, vocab_size=11))
+    gpt = GPT(ModelOptions(num_layers=2, dim=8, num_heads=2, num_kv_heads=2, vocab_size=11))
     shard_module(gpt, {"blocks.*.ffn.up.weight": ("tp", None)}, grid)
     with pytest.raises(PlanError) as caught:
         gpt(torch.zeros(1, 4, dtype=torch.int64))
@@ -268,18 +268,18 @@ def test_a_function_is_told_at_once() -> None:
 )
 def test_where_placements_cannot_be(modules: dict[str, str], text: str) -> None:
     """Known before any rank is asked for anything, so one process stands for two."""
-    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     placed = tuple(ParameterPlacement(module=each, parameter=name, dims=("tp", None)) for each, name in modules.items())
-    grid: Any = SimpleNamespace(plan=replace(plan, placements=placed))
+    grid: Any = SimpleNamespace(plan=changed(plan, placements=placed))
     net = Net()
     with pytest.raises(PlanError) as caught:
-        apply_placements(net, grid)
+        resolve_placements(net, grid.plan)
     assert str(caught.value) == text
     assert not any(isinstance(p, DTensor) for p in net.parameters())
 
 
 def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
-    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world=2, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(device="cpu", global_batch=2, tp=2), world_size=2, device="cpu", native_bf16=False)
     rows, columns = ("tp", None), (None, "tp")
     placed = (
         ParameterPlacement(module="block.*", parameter="up.weight", dims=rows),
@@ -290,9 +290,9 @@ def test_all_that_is_wrong_with_placements_comes_at_once() -> None:
         ParameterPlacement(module="blocks.1.down", outputs=(None, None, None)),
         ParameterPlacement(module="head", outputs=(None, None, None)),
     )
-    net, grid = Net(), SimpleNamespace(plan=replace(plan, placements=placed))
+    net, grid = Net(), SimpleNamespace(plan=changed(plan, placements=placed))
     with pytest.raises(PlanError) as caught:
-        apply_placements(net, grid)  # type: ignore[arg-type]
+        resolve_placements(net, grid.plan)
     assert [problem.given for problem in caught.value.problems] == [
         "a placement in 'block.*'",
         "two placements of 'up.weight' of 'blocks.0'",

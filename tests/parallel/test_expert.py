@@ -21,12 +21,20 @@ from unisono.models.options import ModelOptions
 from unisono.parallel.expert import sum_balance_counts
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
-SIZES = {"layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 48, "experts": 4}
+SIZES = {
+    "num_layers": 2,
+    "dim": 16,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "ffn_dim": 24,
+    "vocab_size": 48,
+    "num_experts": 4,
+}
 TOKENS = 13
 
 
@@ -75,8 +83,8 @@ def biases(gpt: Any) -> dict[str, list[float]]:
 def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict:
     """One step of two micro-batches; the largest relative error of this rank's pieces of the gradients of one process."""
     options = PlanOptions(device="cpu", global_batch=8, **{"micro_batch": 1, **plan})
-    chosen = derive_plan(options, world=world.world_size, device="cpu", native_bf16=False)
-    count, samples = chosen.accumulation, 8 // chosen.accumulation
+    chosen = derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False)
+    count, samples = chosen.batch.accumulation, 8 // chosen.batch.accumulation
     batches = micro_batches(count, samples)
     if empty:  # all tokens alike: some experts, and the ranks that hold them, see none
         batches = [{**batch, "tokens": torch.full_like(batch["tokens"], 7)} for batch in batches]
@@ -84,10 +92,11 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     whole = {name: p.grad for name, p in reference.named_parameters()}
 
     grid = ParallelDims(chosen, world)
-    gpt, table, _ = parallelize(chosen, model(sizes), grid)
+    parallel = parallelize(chosen, model(sizes), grid)
+    gpt, table = parallel.model, parallel.table
     pieces = ShardedParameters(gpt, grid, table)
     sync = FSDPGradients(gpt, pieces, grid)
-    rank, share = grid.data_rank, chosen.micro_batch
+    rank, share = grid.data_rank, chosen.batch.micro_batch
     mine = [{name: each[rank * share : (rank + 1) * share] for name, each in batch.items()} for batch in batches]
     totals = torch.tensor([passes(gpt, mine, sync.prepare_last_backward)], dtype=torch.float64)
     sync.wait(totals)
@@ -149,8 +158,8 @@ def test_gradients_are_those_of_one_process(pool: Pool, ranks: int, plan: dict, 
 @pytest.mark.parametrize(
     ("plan", "sizes", "shapes"),
     [
-        ({"dp_shard": 4}, {"experts": 6}, [[6, 6, 16], [6, 4, 24]]),
-        ({"dp_shard": 4, "ep": 2}, {"experts": 6}, [[3, 12, 16], [3, 8, 24]]),
+        ({"dp_shard": 4}, {"num_experts": 6}, [[6, 6, 16], [6, 4, 24]]),
+        ({"dp_shard": 4, "ep": 2}, {"num_experts": 6}, [[3, 12, 16], [3, 8, 24]]),
     ],
 )
 def test_experts_that_do_not_divide_are_cut_inside(pool: Pool, plan: dict, sizes: dict, shapes: list) -> None:
@@ -163,7 +172,7 @@ def test_experts_that_do_not_divide_are_cut_inside(pool: Pool, plan: dict, sizes
 @pytest.mark.parametrize("balance", ["bias", "loss"])
 def test_experts_and_ranks_without_tokens(pool: Pool, balance: str) -> None:
     """One token everywhere goes to two of eight experts: most ranks receive no row."""
-    found = pool.run(on_ranks, {"dp_shard": 4, "ep": 4}, {"experts": 8, "balance": balance}, True, ranks=4)
+    found = pool.run(on_ranks, {"dp_shard": 4, "ep": 4}, {"num_experts": 8, "balance": balance}, True, ranks=4)
     check(found)
     assert found[0]["idle"] >= 4
 
@@ -180,7 +189,7 @@ def halves(world: World) -> tuple[list, list]:
     whole = layer.router.weight.grad.clone()
     layer.zero_grad()
     options = PlanOptions(device="cpu", cp=2, global_batch=1)
-    grid = ParallelDims(derive_plan(options, world=2, device="cpu", native_bf16=False), world)
+    grid = ParallelDims(derive_plan(options, world_size=2, device="cpu", native_bf16=False), world)
     sum_balance_counts(layer, grid)
     layer(x.chunk(2, dim=1)[world.rank]).sum().backward()
     return grid.sum(layer.router.weight.grad, "cp").tolist(), whole.tolist()
@@ -193,7 +202,9 @@ def test_sequences_over_ranks_have_one_balance_loss(pool: Pool) -> None:
 
 def refused(world: World, plan: dict, sizes: dict) -> str:
     options = PlanOptions(device="cpu", global_batch=8, **plan)
-    grid = ParallelDims(chosen := derive_plan(options, world=world.world_size, device="cpu", native_bf16=False), world)
+    grid = ParallelDims(
+        chosen := derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False), world
+    )
     with pytest.raises(PlanError) as caught:
         parallelize(chosen, model(sizes), grid)
     return str(caught.value)
@@ -201,22 +212,22 @@ def refused(world: World, plan: dict, sizes: dict) -> str:
 
 def test_what_cannot_be_cut_is_refused(pool: Pool) -> None:
     plan = {"dp_shard": 2, "ep": 2}
-    assert pool.run(refused, plan, {"experts": 0}, ranks=2)[0] == (
+    assert pool.run(refused, plan, {"num_experts": 0}, ranks=2)[0] == (
         "plan.ep=2 for GPT, which has no experts\n"
         "  rule: ep spreads the experts of models.moe.Experts over ranks\n"
         "  so:   it would change nothing\n"
-        "  try:  plan.ep=1, or model.experts"
+        "  try:  plan.ep=1, or model.num_experts"
     )
-    assert pool.run(refused, plan, {"experts": 5}, ranks=2)[0] == (
+    assert pool.run(refused, plan, {"num_experts": 5}, ranks=2)[0] == (
         "plan.ep=2 for blocks.0.ffn.experts with 5 experts\n"
         "  rule: each rank has equally many experts\n"
         "  so:   the layer cannot be cut\n"
-        "  try:  plan.ep=1, or model.experts=6"
+        "  try:  plan.ep=1, or model.num_experts=6"
     )
 
 
 def rounded(world: World, run_dir: str, changes: dict) -> list[float]:
-    sizes = {"experts": 4, "balance": "none"}
+    sizes = {"num_experts": 4, "balance": "none"}
     with tiny.trainer(run_dir, world=world, steps=3, precision="bf16", recompute="full", sizes=sizes, **changes) as run:
         return [step.loss for step in run]
 
@@ -233,5 +244,5 @@ def test_rows_travel_in_bf16_too(pool: Pool, tmp_path: Path) -> None:
 )
 def test_a_run_trains_and_saves_like_one_process(pool: Pool, tmp_path: Path, ranks: int, plan: dict) -> None:
     """Through the trainer: losses, norms and the saved state, whose experts are blocks of the whole stacks."""
-    together = like_one_process(pool, tmp_path, ranks, sizes={"experts": 4, "balance": "none"}, **plan)
+    together = like_one_process(pool, tmp_path, ranks, sizes={"num_experts": 4, "balance": "none"}, **plan)
     assert sum(outcome["held"] for outcome in together) == pytest.approx(1)

@@ -27,7 +27,7 @@ TWO_CUTS = {"cp": 2, "tp": 2, "sequence_parallel": True}
 
 
 def model(dtype: str, changes: dict[str, Any]) -> GPT:
-    made = tiny.model(heads=4, kv_heads=2, experts=4, experts_per_token=2, ffn_dim=16, **changes)
+    made = tiny.model(num_heads=4, num_kv_heads=2, num_experts=4, num_experts_per_token=2, ffn_dim=16, **changes)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "ffn." in name:

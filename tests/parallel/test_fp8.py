@@ -11,9 +11,9 @@ from torch import nn
 
 from unisono.errors import PlanError
 from unisono.parallel.device import computes_fp8
-from unisono.parallel.fp8 import fits
-from unisono.plan.derive import derive_plan
+from unisono.parallel.precision import fits
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 
 def test_refused_on_a_device_without_it(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_refused_on_a_device_without_it(tmp_path: Path) -> None:
 
 def test_refused_where_layers_are_computed_otherwise() -> None:
     with pytest.raises(PlanError, match="precision 'fp8' with tp 2, schedule '1f1b'"):
-        derive_plan(PlanOptions(tp=2, precision="fp8"), world=2, device="cuda", native_bf16=True)
+        derive_plan(PlanOptions(tp=2, precision="fp8"), world_size=2, device="cuda", native_bf16=True)
 
 
 def test_which_layers_fit() -> None:

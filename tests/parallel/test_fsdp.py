@@ -13,8 +13,8 @@ from pool import Pool, WorkersFailed
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CommError, DataError, PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,11 @@ def test_stages_compute_the_same_bits(pool: Pool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "whole"),
     [
-        ({"shard_threshold_numel": 100, "unsharded": ("embedding", "blocks.1.*.k")}, 5 * 16 + 48 * 16 + 8 * 16),
-        pytest.param({"shard_threshold_numel": 1 << 20}, None, marks=pytest.mark.full),
+        (
+            {"fsdp.shard_threshold_numel": 100, "fsdp.ignored_modules": ("embedding", "blocks.1.*.k")},
+            5 * 16 + 48 * 16 + 8 * 16,
+        ),
+        pytest.param({"fsdp.shard_threshold_numel": 1 << 20}, None, marks=pytest.mark.full),
     ],
     ids=["some", "all"],
 )
@@ -89,7 +92,7 @@ def test_what_the_plan_leaves_whole(pool: Pool, tmp_path: Path, changes: dict, w
 
 
 def unsharded(world: World, run_dir: str, changes: dict) -> str:
-    sizes = {"heads": 4, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+    sizes = {"num_heads": 4, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
     try:
         with tiny.trainer(run_dir, world=world, dp_shard=2, sizes=sizes, **changes):
             return ""
@@ -98,12 +101,12 @@ def unsharded(world: World, run_dir: str, changes: dict) -> str:
 
 
 def test_names_of_what_stays_whole_are_checked(pool: Pool, tmp_path: Path) -> None:
-    for said in pool.run(unsharded, str(tmp_path / "a"), {"unsharded": ("embeddings",)}, ranks=2):
-        assert said.startswith("unsharded 'embeddings'\n  rule: it names modules of the model")
+    for said in pool.run(unsharded, str(tmp_path / "a"), {"fsdp.ignored_modules": ("embeddings",)}, ranks=2):
+        assert said.startswith("fsdp.ignored_modules 'embeddings'\n  rule: it names modules of the model")
         assert said.endswith("did you mean 'embedding'?")
-    for said in pool.run(unsharded, str(tmp_path / "b"), {"unsharded": ("blocks.*",), "ep": 2}, ranks=2):
+    for said in pool.run(unsharded, str(tmp_path / "b"), {"fsdp.ignored_modules": ("blocks.*",), "ep": 2}, ranks=2):
         assert said == (
-            "unsharded 'blocks.*', which holds blocks.0.ffn.experts\n"
+            "fsdp.ignored_modules 'blocks.*', which holds blocks.0.ffn.experts\n"
             "  rule: it names modules of the model, without experts that ep spreads\n"
             "  so:   experts would not be where tokens are sent\n"
             "  try:  modules beside them, or ep=1"
@@ -113,11 +116,11 @@ def test_names_of_what_stays_whole_are_checked(pool: Pool, tmp_path: Path) -> No
 def test_gathering_ahead_and_whole_parameters_change_nothing_about_resume(pool: Pool, tmp_path: Path) -> None:
     common = {"dp_shard": 2, "dropout": 0.1}
     plain = pool.run(on_ranks, str(tmp_path / "plain"), common, ranks=2)
-    ahead = {**common, "prefetch_blocks": 1}
+    ahead = {**common, "fsdp.prefetch_blocks": 1}
     assert [o["digest"] for o in pool.run(on_ranks, str(tmp_path / "ahead"), ahead, ranks=2)] == [
         o["digest"] for o in plain
     ]
-    changes = {**ahead, "shard_threshold_numel": 100}
+    changes = {**ahead, "fsdp.shard_threshold_numel": 100}
     straight = pool.run(on_ranks, str(tmp_path / "straight"), changes, ranks=2)
     pool.run(save_at, str(tmp_path / "cut"), changes, 3, ranks=2)
     resumed = pool.run(on_ranks, str(tmp_path / "cut"), changes, ranks=2)
@@ -267,19 +270,21 @@ def test_a_rank_that_dies_ends_the_others_within_seconds_by_name(pool: Pool, tmp
 
 def problem(world: int, **options: object) -> str:
     with pytest.raises(PlanError) as caught:
-        derive_plan(PlanOptions(device="cpu", **options), world=world, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(device="cpu", **options), world_size=world, device="cpu", native_bf16=False)
     return str(caught.value)
 
 
 def test_plans_that_cannot_be() -> None:
     text = problem(6, dp_shard=4, global_batch=12)
     assert "dp_replicate 1 x dp_shard 4 on 6 ranks" in text
-    assert "dp_replicate=2, dp_shard=3, or launch.processes=4" in text
+    assert "dp_replicate=2, dp_shard=3, or launch.num_processes=4" in text
     text = problem(4, dp_shard=2, global_batch=10)
     assert "global_batch is a multiple of the ranks" in text
     assert "plan.global_batch=8" in text
-    whole = derive_plan(PlanOptions(device="cpu", dp_shard=0, global_batch=6), world=6, device="cpu", native_bf16=False)
-    assert (whole.dp_replicate, whole.dp_shard, whole.world_size) == (1, 6, 6)
+    whole = derive_plan(
+        PlanOptions(device="cpu", dp_shard=0, global_batch=6), world_size=6, device="cpu", native_bf16=False
+    )
+    assert (whole.mesh.dp_replicate, whole.mesh.dp_shard, whole.mesh.world_size) == (1, 6, 6)
 
 
 def keeps(world: World, run_dir: str) -> str:

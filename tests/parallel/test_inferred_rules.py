@@ -70,7 +70,9 @@ def trained(world: World, run_dir: str, stop_after: int, axes: dict) -> list[tup
             found.append((step.loss, float(step.stats[1])))
             if step.index == stop_after:
                 break
-        assert run.plan.rules == (run.plan.rules if run.plan.tp == 1 else infer_rules(Stack("mixer"), BATCH).rules)
+        assert run.plan.tensor_parallel.rules == (
+            run.plan.tensor_parallel.rules if run.plan.mesh.tp == 1 else infer_rules(Stack("mixer"), BATCH).rules
+        )
     return found
 
 

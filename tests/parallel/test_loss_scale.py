@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from unisono.parallel.loss_scale import LossScale
+from unisono.parallel.precision import LossScale
 
 
 def drive(scale: LossScale, clean: str) -> list[float]:

@@ -13,35 +13,34 @@ from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.optim import OptimOptions, state_names
 from unisono.parallel import fsdp
-from unisono.parallel.global_spec import GlobalParameterSpec
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger, coordinates_of
-from unisono.parallel.shard_notes import TensorParallelBlock
-from unisono.plan.derive import derive_plan
+from unisono.parallel.sharding import GlobalParameterSpec, TensorShard
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 
-WIDE = {"heads": 4, "kv_heads": 2, "vocab_size": 49}
+WIDE = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 49}
 # the dimension of each matrix of the reference GPT that tp cuts
 DIMS = {"embedding": 0, "q": 0, "k": 0, "v": 0, "gate": 0, "up": 0, "out": 1, "down": 1}
 
 
-def by_hand(whole: GlobalParameterSpec, plan: Plan, rank: int) -> dict[str, TensorParallelBlock]:
+def by_hand(whole: GlobalParameterSpec, plan: Plan, rank: int) -> dict[str, TensorShard]:
     """What tp leaves a rank, whose first ranks have one row more where it does not come out even."""
-    found: dict[str, TensorParallelBlock] = {}
+    found: dict[str, TensorShard] = {}
     for name, entry in whole.parameters.items():
         dim, index = DIMS.get(name.split(".")[-2]), coordinates_of(plan, rank)["tp"]
-        if dim is not None and plan.tp > 1:
+        if dim is not None and plan.mesh.tp > 1:
             size = entry.shape[dim]
-            length = size // plan.tp + (index < size % plan.tp)
-            start = index * (size // plan.tp) + min(index, size % plan.tp)
-            found[name] = TensorParallelBlock(dim=dim, size=size, runs=((start, length),))
+            length = size // plan.mesh.tp + (index < size % plan.mesh.tp)
+            start = index * (size // plan.mesh.tp) + min(index, size % plan.mesh.tp)
+            found[name] = TensorShard.whole(entry.shape).select(dim, [(start, length)])
     return found
 
 
 def expected(plan: Plan, rank: int, kind: str, blocks: dict | None = None) -> MemoryLedger:
     whole = GlobalParameterSpec.from_model(tiny.model(**WIDE))
     blocks = by_hand(whole, plan, rank) if blocks is None else blocks
-    return build_ledger(plan, whole, rank, state=state_names(OptimOptions(kind=kind)), blocks=blocks)
+    return build_ledger(plan, whole, rank, state=state_names(OptimOptions(kind=kind)), shards=blocks)
 
 
 def compared(world: World, run_dir: str, changes: dict) -> tuple[int, int, str]:
@@ -85,7 +84,7 @@ def test_ranks_hold_what_the_plan_says(pool: Pool, tmp_path: Path, ranks: int, c
 
 def plan(world: int, **options: object) -> Plan:
     return derive_plan(
-        PlanOptions(device="cpu", global_batch=8 * world, **options), world=world, device="cpu", native_bf16=False
+        PlanOptions(device="cpu", global_batch=8 * world, **options), world_size=world, device="cpu", native_bf16=False
     )
 
 
@@ -105,8 +104,8 @@ def test_experts_are_shared_along_their_own_line() -> None:
     chosen = plan(8, dp_shard=4, ep=2, tp=2)
     assert [coordinates_of(chosen, rank)["ep"] for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     whole = GlobalParameterSpec.from_model(torch.nn.Linear(6, 8, bias=False))
-    half = {"weight": TensorParallelBlock(dim=1, size=6, runs=((3, 3),))}
-    assert build_ledger(chosen, whole, 5, state=(), blocks=half, stacks={"weight"}).parameters["weight"].shape == (2, 3)
+    half = {"weight": TensorShard.whole((8, 6)).select(1, [(3, 3)])}
+    assert build_ledger(chosen, whole, 5, state=(), shards=half, stacks={"weight"}).parameters["weight"].shape == (2, 3)
     assert build_ledger(plan(8, dp_shard=8), whole, 5, state=(), stacks={"weight"}).parameters["weight"].shape == (1, 6)
     # where experts do not divide, their next dimension does
     assert build_ledger(plan(3, dp_shard=3), whole, 2, state=(), stacks={"weight"}).parameters["weight"].shape == (8, 2)

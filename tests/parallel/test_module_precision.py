@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,18 @@ import msgspec
 import pytest
 import tiny
 import torch
+from plan_edit import changed
 from pool import Pool
 
 from unisono.checkpoint import open_checkpoint
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.loss import LazyLogits
-from unisono.parallel.sharding import TensorShard
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
-from unisono.plan.dtype_rules import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
+from unisono.plan.rules import DtypeRule
 from unisono.train.load import tensor_reader
 
 STEPS = 4
@@ -31,8 +30,8 @@ STEPS = 4
 
 def plan_of(rules: list[dict[str, str]], ranks: int = 1, **options: Any) -> Plan:
     asked = PlanOptions(**{"device": "cpu", "precision": "bf16", "global_batch": 8, **options})
-    made = derive_plan(asked, world=ranks, device="cpu", native_bf16=False)
-    return replace(made, dtypes=tuple(msgspec.convert(rule, DtypeRule) for rule in rules))
+    made = derive_plan(asked, world_size=ranks, device="cpu", native_bf16=False)
+    return changed(made, dtype_rules=tuple(msgspec.convert(rule, DtypeRule) for rule in rules))
 
 
 def train(
@@ -53,10 +52,7 @@ def train(
         made._asked_plan = plan_of(rules, world.world_size, **options)
         with made as run:
             losses = [step.loss for step in run]
-            held = {
-                name: (v.tensor if isinstance(v, TensorShard) else v).dtype
-                for name, v in run.state.global_state().items()
-            }
+            held = {name: tensor.dtype for name, tensor in run.state.global_state().items()}
         world.barrier()
     return {"losses": losses, "held": {name: str(dtype).removeprefix("torch.") for name, dtype in held.items()}}
 
@@ -158,8 +154,10 @@ def test_spread_over_ranks(pool: Pool, ranks: int, options: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        pytest.param({"dp_shard": 2, "ep": 2, "micro_batch": 4}, {"experts": 2, "experts_per_token": 1}, id="ep"),
-        pytest.param({"pp": 2, "schedule": "zbv", "micro_batch": 2}, {"layers": 4}, id="zbv"),
+        pytest.param(
+            {"dp_shard": 2, "ep": 2, "micro_batch": 4}, {"num_experts": 2, "num_experts_per_token": 1}, id="ep"
+        ),
+        pytest.param({"pp": 2, "schedule": "zbv", "micro_batch": 2}, {"num_layers": 4}, id="zbv"),
     ],
 )
 def test_spread_over_ranks_from_a_callable(pool: Pool, options: dict[str, Any], sizes: dict[str, Any]) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from unisono.errors import PlanError
 from unisono.models.loss import cross_entropy_sum
-from unisono.parallel import offload as module
-from unisono.parallel.offload import offload_activations
-from unisono.plan.derive import derive_plan
+from unisono.parallel import recompute as module
+from unisono.parallel.recompute import offload_activations
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def test_gradients_stay_bit_equal_and_parameters_where_they_are(monkeypatch: pyt
 
 def test_refused_where_it_moves_nothing() -> None:
     with pytest.raises(PlanError) as caught:
-        derive_plan(PlanOptions(offload=True, recompute="full"), world=1, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(offload=True, recompute="full"), world_size=1, device="cpu", native_bf16=False)
     text = str(caught.value)
     assert "offload on the device 'cpu'" in text
     assert "they would be copied to where they are" in text
@@ -59,7 +59,12 @@ def test_refused_where_it_moves_nothing() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 def test_takes_less_of_the_device(tmp_path: Path) -> None:
-    changes = {"steps": 4, "device": "auto", "precision": "bf16", "sizes": {"dim": 256, "layers": 8, "heads": 4}}
+    changes = {
+        "steps": 4,
+        "device": "auto",
+        "precision": "bf16",
+        "sizes": {"dim": 256, "num_layers": 8, "num_heads": 4},
+    }
     peaks, losses = [], []
     for offloaded in (False, True):
         torch.accelerator.reset_peak_memory_stats()

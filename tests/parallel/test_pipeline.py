@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import os
 import signal
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from plan_edit import changed
 from pool import Pool, WorkersFailed
 from torch import Tensor, nn
 
@@ -25,12 +25,12 @@ from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.pipeline.partition import partition_model
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize, repeated_blocks
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
 
 STEPS = 3
@@ -39,9 +39,9 @@ MICRO = 2
 
 def build(kind: str, layers: int) -> nn.Module:
     if kind == "wide tied":
-        return tiny.model(layers=layers, heads=4, kv_heads=2)
+        return tiny.model(num_layers=layers, num_heads=4, num_kv_heads=2)
     if kind in ("tied", "untied"):
-        return tiny.model(layers=layers, tied=kind == "tied")
+        return tiny.model(num_layers=layers, tied=kind == "tied")
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -75,11 +75,11 @@ def micros_of(step: int, count: int, data_rank: int = 0, data_ranks: int = 1) ->
 
 
 def plan_of(micros: int, **options: Any) -> Plan:
-    splits = options.pop("splits", ())
+    splits = options.pop("pipeline.layers_per_stage", ())
     ranks = options.get("pp", 1) * (options.get("dp_shard") or 1) * options.get("tp", 1)
     options["global_batch"] = micros * MICRO * (options.get("dp_shard") or 1)
-    plan = derive_plan(PlanOptions(micro_batch=MICRO, **options), world=ranks, device="cpu", native_bf16=False)
-    return dataclasses.replace(plan, splits=splits)
+    plan = derive_plan(PlanOptions(micro_batch=MICRO, **options), world_size=ranks, device="cpu", native_bf16=False)
+    return changed(plan, layers_per_stage=splits)
 
 
 def alone(kind: str, layers: int, micros: int, double: bool = False, data_ranks: int = 1) -> dict[str, Any]:
@@ -113,14 +113,22 @@ def cut(
     names = {name for name, _ in model.named_parameters()}
     blocks = repeated_blocks(model)
     layout = partition_model(
-        model, blocks, inputs_of(kind, micros_of(0, 1)[0]), plan.pp * plan.stages_per_rank, plan.splits
+        model,
+        blocks,
+        inputs_of(kind, micros_of(0, 1)[0]),
+        plan.mesh.pp * plan.stages_per_rank,
+        plan.pipeline.layers_per_stage,
     )
-    model, whole, stages = parallelize(plan, model, grid, None, layout)
+    parallel = parallelize(plan, model, grid, None, layout)
+    model, table, stages = parallel.model, parallel.table, parallel.stages
     assert stages is not None
-    mine = [stage_index(plan.schedule, plan.pp, grid.rank_along("pp"), chunk) for chunk in range(plan.stages_per_rank)]
+    mine = [
+        stage_index(plan.pipeline.schedule, plan.mesh.pp, grid.rank_along("pp"), chunk)
+        for chunk in range(plan.stages_per_rank)
+    ]
     held = {name for name, _ in model.named_parameters()}
     assert held == {name for name in names if not set(layout.stages_of_parameter[name]).isdisjoint(mine)}
-    return model, ShardedParameters(model, grid, whole), PipelineExecutor(stages, grid, torch.device("cpu"))
+    return model, ShardedParameters(model, grid, table), PipelineExecutor(stages, grid, torch.device("cpu"))
 
 
 def on_ranks(
@@ -149,7 +157,7 @@ def on_ranks(
             if sync:
                 sync.prepare_last_backward(part)
 
-        batch = micros_of(step, micros, grid.data_rank, plan.dp_world_size)
+        batch = micros_of(step, micros, grid.data_rank, plan.mesh.dp_world_size)
         pipeline.forward_backward(
             batch, lambda micro: model(**inputs_of(kind, micro)), loss, last, lambda *_: nullcontext()
         )
@@ -162,7 +170,7 @@ def on_ranks(
         if not step:
             first = {name: p.grad.clone().numpy() for name, p in named.items()}
         for parameter in named.values():
-            parameter.grad /= float(totals[1]) / plan.tp
+            parameter.grad /= float(totals[1]) / plan.mesh.tp
         optimizer.step()
         if sync:
             sync.zero_grad()
@@ -170,7 +178,7 @@ def on_ranks(
         losses.append(float(totals[0] / totals[1]))
         live.append(sum(type(each) is Tensor for each in gc.get_objects()))
     gc.enable()
-    assert armed == ([] if plan.schedule == "zbv" else list(range(STEPS)))  # weight gradients come later
+    assert armed == ([] if plan.pipeline.schedule == "zbv" else list(range(STEPS)))  # weight gradients come later
     # gloo lets go of a message a moment after it is through
     assert live[2] < live[1] + micros, f"a step leaves tensors behind: {live}"
     if sync:
@@ -222,7 +230,7 @@ def test_four_ranks_train_like_one_process(pool: Pool, schedule: str, micros: in
     ("schedule", "splits"), [("1f1b", (1, 3)), ("1f1b", (3, 1)), ("interleaved", (1, 2, 1, 2)), ("zbv", (2, 1, 1, 1))]
 )
 def test_uneven_splits(pool: Pool, schedule: str, splits: tuple[int, ...]) -> None:
-    same(pool, "untied", sum(splits), 4, {"pp": 2, "schedule": schedule, "splits": splits})
+    same(pool, "untied", sum(splits), 4, {"pp": 2, "schedule": schedule, "pipeline.layers_per_stage": splits})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ TOKENS = {"tokens": torch.arange(24).view(2, 12)}
 
 
 def test_stages_in_a_row_compute_what_the_whole_does() -> None:
-    whole = tiny.model(layers=4, tied=True)
+    whole = tiny.model(num_layers=4, tied=True)
     names = {name: p.numel() for name, p in whole.named_parameters()}
     layout = partition_model(whole, repeated_blocks(whole), TOKENS, 4)
     assert layout.shared_parameters == {"embedding.weight": (0, 3)}
@@ -30,7 +30,7 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
     # two ranks with two pieces each
     ranks = [
         PipelineStages(model, layout, mine)
-        for model, mine in zip((tiny.model(layers=4), tiny.model(layers=4)), ((0, 2), (1, 3)), strict=True)
+        for model, mine in zip((tiny.model(num_layers=4), tiny.model(num_layers=4)), ((0, 2), (1, 3)), strict=True)
     ]
     for stage in range(4):
         ranks[stage % 2].activate(stage, hidden)
@@ -45,7 +45,7 @@ def test_stages_in_a_row_compute_what_the_whole_does() -> None:
         sum(p.numel() for each in ranks for p in each.model.parameters())
         == sum(names.values()) + names["embedding.weight"]
     )
-    with pytest.raises(RuntimeError, match="enter"):
+    with pytest.raises(RuntimeError, match="activate"):
         ranks[0].model(**TOKENS)
 
 
@@ -136,7 +136,7 @@ def test_splits_must_fit_the_model() -> None:
     assert layout.layers_per_stage == (1, 2)
     assert layout.shared_parameters == {"bias": (0, 1)}  # given to blocks as it is, it is on their stages
     assert partition_model(model, repeated_blocks(model), TOKENS, 2, (2, 1)).layers_per_stage == (2, 1)
-    with pytest.raises(PlanError, match=r"splits \[2, 2\] for Stack with 3 blocks in 2 pieces"):
+    with pytest.raises(PlanError, match=r"layers_per_stage \[2, 2\] for Stack with 3 blocks in 2 stages"):
         partition_model(model, repeated_blocks(model), TOKENS, 2, (2, 2))
     with pytest.raises(PlanError, match="a model of 3 blocks in 4 pieces"):
         partition_model(model, repeated_blocks(model), TOKENS, 4)
@@ -147,12 +147,12 @@ def test_splits_must_fit_the_model() -> None:
 )
 def test_splits_are_derived_from_weights(weights: tuple, splits: tuple) -> None:
     model = Stack("good")
-    assert partition_model(model, repeated_blocks(model), TOKENS, 2, weights=weights).layers_per_stage == splits
+    assert partition_model(model, repeated_blocks(model), TOKENS, 2, block_costs=weights).layers_per_stage == splits
     with pytest.raises(PlanError) as caught:
-        partition_model(model, repeated_blocks(model), TOKENS, 2, weights=weights[1:-1])
+        partition_model(model, repeated_blocks(model), TOKENS, 2, block_costs=weights[1:-1])
     assert str(caught.value) == (
-        "3 weights for Stack with 3 blocks\n"
-        "  rule: one number for what is before the blocks, one for each block, one for what is behind them\n"
-        "  so:   it would be unclear what each of them weighs\n"
+        "3 block_costs for Stack with 3 blocks\n"
+        "  rule: one cost for what comes before the blocks, one for each block, one for what follows them\n"
+        "  so:   it would be unclear what each of them is the cost of\n"
         "  try:  5 numbers, or none (they are counted)"
     )

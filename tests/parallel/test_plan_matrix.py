@@ -13,8 +13,8 @@ from pool import Pool
 
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.validate import validate_plan
 
 # also in the short tier
@@ -69,7 +69,7 @@ def test_trains_like_one_process(pool: Pool, case: Case) -> None:
 @pytest.mark.parametrize(("settings", "ranks", "reason"), matrix.REFUSED, ids=[reason for *_, reason in matrix.REFUSED])
 def test_refused_with_a_reason(settings: dict, ranks: int, reason: str) -> None:
     with pytest.raises(PlanError) as caught:
-        validate_plan(derive_plan(PlanOptions(**settings), world=ranks, device="cpu", native_bf16=False), ranks)
+        validate_plan(derive_plan(PlanOptions(**settings), world_size=ranks, device="cpu", native_bf16=False), ranks)
     assert reason in str(caught.value)
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
+from plan_edit import changed
 from pool import Pool
 
 from unisono import PlanOptions
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.observe.formatting import event_message
-from unisono.plan.derive import derive_plan
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ColwiseRowwise, ParameterPlacement
 from unisono.plan.validate import validate_plan
 
@@ -28,7 +28,7 @@ FFN = (
 
 def planned(ranks: int, **options: int) -> Plan:
     given = PlanOptions(**{"device": "cpu", "global_batch": 8, "precision": "fp32", "tp": ranks, **options})
-    return derive_plan(given, world=ranks, device="cpu", native_bf16=False)
+    return derive_plan(given, world_size=ranks, device="cpu", native_bf16=False)
 
 
 MOVED = (*FFN, ParameterPlacement(module="blocks.*.ffn.down", inputs=((None, "tp", None),), outputs=(None, None, None)))
@@ -51,7 +51,7 @@ def trained(world: World, run_dir: str, file: str, stop_after: int) -> dict:
 def test_trains_like_one_process_and_goes_on_on_one_rank(
     pool: Pool, tmp_path: Path, placements: tuple[ParameterPlacement, ...]
 ) -> None:
-    replace(planned(2), placements=placements).save(tmp_path / "plan.json")
+    changed(planned(2), placements=placements).save(tmp_path / "plan.json")
     alone = trained(World(JobSpec()), str(tmp_path / "alone"), "", 4)["figures"]
     first = pool.run(trained, str(tmp_path / "run"), str(tmp_path / "plan.json"), 2, ranks=2)[0]
     rest = trained(World(JobSpec()), str(tmp_path / "run"), "", 4)["figures"]
@@ -91,15 +91,15 @@ def test_a_placement_says_one_thing() -> None:
         (ParameterPlacement(module="a", parameter="w", dims=ROWS, outputs=ROWS), "with parameter, dims, outputs\n"),
     ):
         with pytest.raises(PlanError, match="a placement has parameter and dims, or inputs and outputs") as caught:
-            validate_plan(replace(planned(2), placements=(wrong,)), 2)
+            validate_plan(changed(planned(2), placements=(wrong,)), 2)
         assert said in str(caught.value)
 
 
 def test_what_cannot_be_beside_placements() -> None:
-    plan = replace(planned(2), placements=FFN, rules=(ColwiseRowwise(module="a", row="b"),))
+    plan = changed(planned(2), placements=FFN, rules=(ColwiseRowwise(module="a", rowwise="b"),))
     with pytest.raises(PlanError, match="placements with rules 1"):
         validate_plan(plan, 2)
-    with pytest.raises(PlanError, match="FSDP2 would cut each parameter again"):
-        validate_plan(replace(planned(2, tp=1, dp_shard=2), placements=FFN), 2)
+    with pytest.raises(PlanError, match="FSDP2 would shard each parameter again"):
+        validate_plan(changed(planned(2, tp=1, dp_shard=2), placements=FFN), 2)
     with pytest.raises(PlanError, match=r"placements with plan\.tp=1"):
-        validate_plan(replace(planned(1), placements=FFN), 1)
+        validate_plan(changed(planned(1), placements=FFN), 1)

@@ -12,8 +12,8 @@ from plans import like_one_process
 from pool import Pool
 
 from unisono.errors import PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
 LAYERS = 6  # two for each rank of three that take turns
 NAMED = [
@@ -50,7 +50,7 @@ def draw(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
             continue
         try:
             derive_plan(
-                PlanOptions(device="cpu", precision="fp32", **plan), world=ranks, device="cpu", native_bf16=False
+                PlanOptions(device="cpu", precision="fp32", **plan), world_size=ranks, device="cpu", native_bf16=False
             )
         except PlanError:
             continue
@@ -59,10 +59,10 @@ def draw(seed: int) -> tuple[int, dict[str, Any], dict[str, Any]]:
             "ema_decay": rng.choice([0.0, 0.9]),
             "clip_norm": rng.choice([0.0, 0.5]),
         }
-        sizes = {"layers": LAYERS, "heads": 4, "kv_heads": 2, "tied": rng.choice([True, False])}
+        sizes = {"num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "tied": rng.choice([True, False])}
         if plan["recompute"] != "none" and rng.random() < 0.7:
-            others["recompute_modules"] = rng.choice(NAMED)
-        return ranks, plan | others, sizes | ({"experts": experts, "ffn_dim": 16} if experts else {})
+            others["recompute.modules"] = rng.choice(NAMED)
+        return ranks, plan | others, sizes | ({"num_experts": experts, "ffn_dim": 16} if experts else {})
 
 
 @pytest.mark.full

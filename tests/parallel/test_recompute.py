@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -20,10 +20,10 @@ from unisono.errors import PlanError
 from unisono.parallel import recompute
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
-from unisono.plan.dtype_rules import DtypeRule
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
+from unisono.plan.rules import DtypeRule
 from unisono.plan.validate import validate_plan
 
 SIZES = {"vocab_size": tiny.VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -44,7 +44,7 @@ FAMILIES = {
 def plan(**options: Any) -> Plan:
     return derive_plan(
         PlanOptions(**{"device": "cpu", "global_batch": 4, "precision": "fp32", **options}),
-        world=1,
+        world_size=1,
         device="cpu",
         native_bf16=False,
     )
@@ -98,7 +98,9 @@ def test_attention_that_drops_is_not_kept() -> None:
     assert named(None, flash.default, 0, 0, 0) == CheckpointPolicy.MUST_SAVE
     with pytest.raises(PlanError) as caught:
         named(None, flash.default, 0, 0, 0, 0.1)
-    assert "recompute_keep '_scaled_dot_product_flash_attention' of attention with dropout 0.1" in str(caught.value)
+    assert "recompute.saved_ops '_scaled_dot_product_flash_attention' of attention with dropout 0.1" in str(
+        caught.value
+    )
     assert "dropout behind it in the block would draw other numbers" in str(caught.value)
 
 
@@ -121,7 +123,7 @@ def test_attention_that_drops_on_an_accelerator() -> None:
     def gradients(how: str) -> list[Tensor | None]:
         torch.manual_seed(0)
         blocks = nn.Sequential(Dropping(), Dropping()).to("cuda", torch.bfloat16)
-        model = parallelize(replace(plan(), recompute=how), blocks).model
+        model = parallelize(changed(plan(), recompute=how), blocks).model
         model(torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
         return [p.grad for p in model.parameters()]
 
@@ -134,14 +136,16 @@ def test_attention_that_drops_on_an_accelerator() -> None:
 def twice_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], str, list[int]]:
     """Losses, digest, and how often the blocks that are here ran for each micro-batch of the last step, by number."""
     runs: Counter[int] = Counter()
-    with tiny.trainer(run_dir, world=world, steps=2, dropout=0.1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+    with tiny.trainer(
+        run_dir, world=world, steps=2, dropout=0.1, micro_batch=2, sizes={"num_layers": 4}, **changes
+    ) as run:
         for number, block in enumerate(run.model.blocks):
             if hasattr(block, "ffn"):
                 block.ffn.register_forward_pre_hook(lambda *_, number=number: runs.update([number]))
         losses = []
         for step in run:
             losses.append(step.loss)
-            last = {number: count // run.plan.accumulation for number, count in runs.items()}
+            last = {number: count // run.plan.batch.accumulation for number, count in runs.items()}
             runs.clear()
         return losses, tiny.digest(run), [last.get(number, 0) for number in range(4)]
 
@@ -155,13 +159,15 @@ def twice_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], s
         ("zbv", (1, 1, 1, 1), (1, 0, 0, 1), [2, 1, 1, 2]),
     ],
 )
-@pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute_keep": ("mm",)}])
+@pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute.saved_ops": ("mm",)}])
 def test_blocks_of_each_stage_by_the_plan(
     pool: Pool, tmp_path: Path, schedule: str, splits: tuple, blocks: tuple, runs: list[int], how: dict
 ) -> None:
-    plain = {"pp": 2, "schedule": schedule, "splits": splits}
+    plain = {"pp": 2, "schedule": schedule, "pipeline.layers_per_stage": splits}
     expected = pool.run(twice_run, str(tmp_path / "plain"), plain, ranks=2)
-    found = pool.run(twice_run, str(tmp_path / "again"), {**plain, **how, "recompute_blocks": blocks}, ranks=2)
+    found = pool.run(
+        twice_run, str(tmp_path / "again"), {**plain, **how, "recompute.blocks_per_stage": blocks}, ranks=2
+    )
     assert [sum(each) for each in zip(*(counts for *_, counts in expected), strict=True)] == [1] * 4
     assert [sum(each) for each in zip(*(counts for *_, counts in found), strict=True)] == runs
     assert [each[:2] for each in found] == [each[:2] for each in expected]
@@ -179,7 +185,7 @@ def gradients_of(model: nn.Module, **batch: Tensor) -> dict[str, Tensor]:
     [
         ({"recompute": "full"}, ("blocks.*.ffn",), {"ffn": 4, "attention": 2}),
         (
-            {"recompute": "selective", "recompute_keep": ("mm",)},
+            {"recompute": "selective", "recompute.saved_ops": ("mm",)},
             ("blocks.0.attention", "blocks.1", "embedding"),
             {"ffn": 3, "attention": 4},
         ),
@@ -194,34 +200,38 @@ def test_named_modules_are_recomputed_in_place_of_blocks(how: dict, modules: tup
     for name, module in model.named_modules():
         if name.endswith((".ffn.up", ".attention.q")):
             module.register_forward_pre_hook(lambda *_, name=name: seen.update([name.split(".")[2]]))
-    again = gradients_of(parallelize(replace(plan(), recompute_modules=modules, **how), model).model, tokens=tokens)
+    again = gradients_of(
+        parallelize(changed(plan(), **{"recompute.modules": modules}, **how), model).model, tokens=tokens
+    )
     assert seen == runs
     assert plain.keys() == again.keys()
     assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
 
 
 def test_operators_to_keep_that_no_named_module_runs_are_refused() -> None:
-    asked = replace(plan(recompute="selective"), recompute_modules=("blocks.*.ffn",), recompute_keep=("convolution",))
-    with pytest.raises(PlanError, match="recompute_keep convolution"):
+    asked = changed(
+        plan(recompute="selective"), **{"recompute.modules": ("blocks.*.ffn",), "recompute.saved_ops": ("convolution",)}
+    )
+    with pytest.raises(PlanError, match=r"recompute\.saved_ops convolution"):
         gradients_of(parallelize(asked, tiny.model()).model, tokens=torch.zeros(1, 8, dtype=torch.int64))
 
 
 def test_modules_that_cannot_be_recomputed_are_refused_at_once() -> None:
     names = ("blocks", "blocks.*.mlp", "blocks.*.ffn", "blocks.*.ffn.up", "blocks.1.f*n")
     with pytest.raises(PlanError) as caught:
-        parallelize(replace(plan(recompute="full"), recompute_modules=names), tiny.model())
+        parallelize(changed(plan(recompute="full"), **{"recompute.modules": names}), tiny.model())
     twice = (
-        "  rule: one pattern of recompute_modules names a module, and none one inside it\n"
+        "  rule: one pattern of recompute.modules names a module, and none one inside it\n"
         "  so:   it would be computed again for each of them, or be unclear which counts\n"
         "  try:  the outer or the inner modules, by patterns that do not overlap"
     )
     assert str(caught.value) == (
         "4 problems\n"
-        "1. recompute_modules 'blocks', which holds blocks.0\n"
+        "1. recompute.modules 'blocks', which holds blocks.0\n"
         "  rule: a module that is recomputed is a repeated block, lies in one, or holds none\n"
         "  so:   all blocks in it would keep their activations in the backward pass, as if none were recomputed\n"
         "  try:  'blocks.*'\n"
-        "2. recompute_modules 'blocks.*.mlp'\n"
+        "2. recompute.modules 'blocks.*.mlp'\n"
         "  rule: it names modules of the model\n"
         "  so:   it would change nothing\n"
         "  try:  did you mean 'blocks.*'?\n"
@@ -231,16 +241,16 @@ def test_modules_that_cannot_be_recomputed_are_refused_at_once() -> None:
         f"{twice}"
     )
     lists = nn.Sequential(nn.ModuleDict({"inner": nn.Linear(2, 2)}), nn.Linear(2, 2))
-    with pytest.raises(PlanError, match="recompute_modules '0': the model never calls 0"):
-        parallelize(replace(plan(recompute="full"), recompute_modules=("0",)), lists)
+    with pytest.raises(PlanError, match=r"recompute\.modules '0': the model never calls 0"):
+        parallelize(changed(plan(recompute="full"), **{"recompute.modules": ("0",)}), lists)
 
 
 def test_modules_that_are_never_called_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    named = {"recompute": "full", "recompute_modules": ("blocks.*.ffn", "head")}
+    named = {"recompute": "full", "recompute.modules": ("blocks.*.ffn", "head")}
     with pytest.raises(PlanError) as caught, tiny.trainer(tmp_path, sizes={"tied": False}, **named):
         pass
     assert str(caught.value) == (
-        "recompute_modules for 'head': the model never calls head\n"
+        "recompute.modules for 'head': the model never calls head\n"
         "  rule: a module is recomputed where it is called; some are lists, or only lend their parameters\n"
         "  so:   it would change nothing\n"
         "  try:  the module that is called: one inside, or around it"
@@ -249,14 +259,14 @@ def test_modules_that_are_never_called_are_refused_before_the_first_step(tmp_pat
 
 def test_a_model_without_repeated_blocks_recomputes_what_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-    named = parallelize(replace(plan(recompute="full"), recompute_modules=("0",)), model)
+    named = parallelize(changed(plan(recompute="full"), **{"recompute.modules": ("0",)}), model)
     assert named.model[0].forward.__wrapped__ == nn.Linear.forward.__get__(model[0])
 
 
 def named_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], str, dict[str, int]]:
     """Losses, digest, and how often kinds of modules ran."""
     runs: Counter[str] = Counter()
-    sizes = {"layers": 4, "heads": 4, "kv_heads": 2, **changes.pop("sizes", {})}
+    sizes = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, **changes.pop("sizes", {})}
     with tiny.trainer(run_dir, world=world, steps=2, dropout=0.1, sizes=sizes, **changes) as run:
         for name, module in run.model.named_modules():
             if name.endswith((".ffn.up", ".ffn.router", ".attention.q")):
@@ -265,8 +275,12 @@ def named_run(world: World, run_dir: str, changes: dict) -> tuple[list[float], s
         return [step.loss for step in run], tiny.digest(run), dict(runs)
 
 
-EXPERTS = {"sizes": {"experts": 4, "ffn_dim": 16}}
-BF16 = {"precision": "bf16", "micro_batch": 4, "dtypes": (DtypeRule(module="blocks.*", parameters="bf16"),)}
+EXPERTS = {"sizes": {"num_experts": 4, "ffn_dim": 16}}
+BF16 = {
+    "precision": "bf16",
+    "micro_batch": 4,
+    "precision.dtype_rules": (DtypeRule(module="blocks.*", parameters="bf16"),),
+}
 
 
 @pytest.mark.full
@@ -285,12 +299,12 @@ BF16 = {"precision": "bf16", "micro_batch": 4, "dtypes": (DtypeRule(module="bloc
     ],
     ids=str,
 )
-@pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute_keep": ("mm",)}])
+@pytest.mark.parametrize("how", [{"recompute": "full"}, {"recompute": "selective", "recompute.saved_ops": ("mm",)}])
 def test_named_modules_along_the_axes(
     pool: Pool, tmp_path: Path, ranks: int, changes: dict, modules: tuple, again: set, how: dict
 ) -> None:
     expected = pool.run(named_run, str(tmp_path / "plain"), dict(changes), ranks=ranks)
-    named = {**changes, **how, "recompute_modules": modules}
+    named = {**changes, **how, "recompute.modules": modules}
     found = pool.run(named_run, str(tmp_path / "again"), named, ranks=ranks)
     assert [each[:2] for each in found] == [each[:2] for each in expected]
     for (*_, plain), (*_, runs) in zip(expected, found, strict=True):
@@ -299,13 +313,13 @@ def test_named_modules_along_the_axes(
 
 def test_a_part_of_a_pair_is_refused() -> None:
     model = of_transformers("BertForMaskedLM", use_cache=False)
-    asked = replace(plan(recompute="full"), tp=2)
-    resolve_rules(model, replace(asked, recompute_modules=("**.attention", "**.self.query", "**.self.dropout")))
+    asked = changed(plan(recompute="full"), tp=2)
+    resolve_rules(model, changed(asked, **{"recompute.modules": ("**.attention", "**.self.query", "**.self.dropout")}))
     with pytest.raises(PlanError) as caught:
-        resolve_rules(model, replace(asked, recompute_modules=("**.attention.self",)))
+        resolve_rules(model, changed(asked, **{"recompute.modules": ("**.attention.self",)}))
     layer = "bert.encoder.layer.0.attention"
     assert str(caught.value) == (
-        f"recompute_modules for {layer}.self with plan.tp=2, which holds {layer}.self.query and not {layer}.output.dense\n"
+        f"recompute.modules for {layer}.self with plan.tp=2, which holds {layer}.self.query and not {layer}.output.dense\n"
         "  rule: between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of them, or is "
         "one of them, or holds none\n"
         "  so:   dropout would draw other numbers in the backward pass\n"
@@ -316,11 +330,13 @@ def test_a_part_of_a_pair_is_refused() -> None:
 @pytest.mark.full
 def test_weights_say_where_a_pipeline_is_cut(pool: Pool, tmp_path: Path) -> None:
     """And the run's plan has the splits that came of them, so that it can be run again."""
-    for splits in pool.run(weighed, str(tmp_path), {"pp": 2, "weights": (0.0, 1.0, 1.0, 1.0, 1.0, 2.0)}, ranks=2):
+    for splits in pool.run(
+        weighed, str(tmp_path), {"pp": 2, "pipeline.block_costs": (0.0, 1.0, 1.0, 1.0, 1.0, 2.0)}, ranks=2
+    ):
         assert splits == ((3, 1), ())
 
 
 def weighed(world: World, run_dir: str, changes: dict) -> tuple:
-    with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"layers": 4}, **changes) as run:
+    with tiny.trainer(run_dir, world=world, steps=1, micro_batch=2, sizes={"num_layers": 4}, **changes) as run:
         validate_plan(run.plan, 2)
-        return run.plan.splits, run.plan.weights
+        return run.plan.pipeline.layers_per_stage, run.plan.pipeline.block_costs

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tiny
+from plan_edit import changed
 from plans import STEPS, on_ranks, save_at
 from pool import Pool
 
 from unisono import PlanOptions, Trainer
 from unisono.dist import JobSpec, World
 from unisono.errors import CommError
-from unisono.plan.derive import derive_plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import EmbeddingRule
 from unisono.train.objectives import next_token
 
 AT = 3
-GPT = {"layers": 4, "heads": 4, "kv_heads": 2}
-MOE = {**GPT, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+GPT = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+MOE = {**GPT, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
 MODELS = {"tied": GPT, "untied": {**GPT, "tied": False}, "moe": MOE}
 
 # name: ranks, what the plan says
@@ -105,7 +105,7 @@ def cut_or_straight(world: World, run_dir: str, changes: dict, until: int | None
             "losses": losses,
             "digest": tiny.digest(run),
             "generators": generators.hexdigest(),
-            "draw_rank": run._grid.rng_rank,
+            "draw_rank": run._dims.rng_rank,
         }
 
 
@@ -145,10 +145,10 @@ def test_a_run_that_is_cut_has_the_bits_of_one_that_is_not(pool: Pool, tmp_path:
 
 def odd_one(world: World, run_dir: str, base: dict, odd: dict, sizes: dict) -> str:
     """Rank 1 has another plan or model; what it is told."""
-    plan = replace(
+    plan = changed(
         derive_plan(
             PlanOptions(device="cpu", precision="fp32", global_batch=8, micro_batch=2, **base),
-            world=world.world_size,
+            world_size=world.world_size,
             device="cpu",
             native_bf16=False,
         ),
@@ -171,19 +171,41 @@ RULES = (EmbeddingRule(module="embedding"),)
         (
             {"pp": 2},
             {"schedule": "gpipe"},
-            ('plan is {"schedule": "gpipe"} on rank 1', '{"schedule": "1f1b"} on rank 0'),
+            ('plan is {"pipeline.schedule": "gpipe"} on rank 1', '{"pipeline.schedule": "1f1b"} on rank 0'),
         ),
-        ({"dp_shard": 2}, {"dp_shard": 1, "cp": 2, "accumulation": 4}, ('"cp": 2', '"dp_shard": 1', '"cp": 1')),
+        (
+            {"dp_shard": 2},
+            {"dp_shard": 1, "cp": 2, "accumulation": 4},
+            ('"mesh.cp": 2', '"mesh.dp_shard": 1', '"mesh.cp": 1'),
+        ),
         *(
             pytest.param(*each, marks=pytest.mark.full)
             for each in (
-                ({"pp": 2}, {"splits": (1, 3)}, ('plan is {"splits": [1, 3]} on rank 1', '{"splits": []} on rank 0')),
-                ({"tp": 2}, {"rules": RULES}, ('plan is {"rules": [{"module": "embedding"', '{"rules": []} on rank 0')),
-                ({"tp": 2}, {"sequence_parallel": True}, ('plan is {"sequence_parallel": true} on rank 1',)),
                 (
                     {"pp": 2},
-                    {"recompute": "full", "recompute_blocks": (1, 1)},
-                    ('"recompute_blocks": [1, 1]} on rank 1',),
+                    {"pipeline.layers_per_stage": (1, 3)},
+                    (
+                        'plan is {"pipeline.layers_per_stage": [1, 3]} on rank 1',
+                        '{"pipeline.layers_per_stage": []} on rank 0',
+                    ),
+                ),
+                (
+                    {"tp": 2},
+                    {"rules": RULES},
+                    (
+                        'plan is {"tensor_parallel.rules": [{"module": "embedding"',
+                        '{"tensor_parallel.rules": []} on rank 0',
+                    ),
+                ),
+                (
+                    {"tp": 2},
+                    {"sequence_parallel": True},
+                    ('plan is {"tensor_parallel.sequence_parallel": true} on rank 1',),
+                ),
+                (
+                    {"pp": 2},
+                    {"recompute": "full", "recompute.blocks_per_stage": (1, 1)},
+                    ('"recompute.blocks_per_stage": [1, 1]} on rank 1',),
                 ),
             )
         ),

@@ -14,10 +14,10 @@ from pool import Pool
 from unisono.dist import JobSpec, World
 from unisono.errors import PlanError
 from unisono.models.resnet import ResNet, ResNetOptions
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 
-WIDE = {"heads": 4, "kv_heads": 2}
+WIDE = {"num_heads": 4, "num_kv_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,12 @@ def test_trains_like_one_process(pool: Pool, tmp_path: Path, ranks: int, axes: d
 @pytest.mark.parametrize(
     ("ranks", "axes", "sizes"),
     [
-        (2, {"tp": 2}, {"kv_heads": 1, "tied": False, "vocab_size": 49}),
-        pytest.param(4, {"tp": 4}, {"kv_heads": 1, "vocab_size": 51}, marks=pytest.mark.full),
-        (4, {"tp": 4, "sequence_parallel": True}, {"kv_heads": 2, "vocab_size": 51, "tied": False}),
-        pytest.param(8, {"tp": 4, "dp_shard": 2, "sequence_parallel": True}, {"kv_heads": 1}, marks=pytest.mark.full),
+        (2, {"tp": 2}, {"num_kv_heads": 1, "tied": False, "vocab_size": 49}),
+        pytest.param(4, {"tp": 4}, {"num_kv_heads": 1, "vocab_size": 51}, marks=pytest.mark.full),
+        (4, {"tp": 4, "sequence_parallel": True}, {"num_kv_heads": 2, "vocab_size": 51, "tied": False}),
+        pytest.param(
+            8, {"tp": 4, "dp_shard": 2, "sequence_parallel": True}, {"num_kv_heads": 1}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_shared_key_value_heads_and_odd_vocabularies(
@@ -148,7 +150,7 @@ def test_all_that_the_model_does_not_allow_comes_at_once(pool: Pool, tmp_path: P
         "pp": 2,
         "schedule": "interleaved",
         "micro_batch": 2,
-        "sizes": {"heads": 3, "kv_heads": 3, "dim": 24},
+        "sizes": {"num_heads": 3, "num_kv_heads": 3, "dim": 24},
     }
     text = pool.run(refused, str(tmp_path), changes, ranks=4)[0]
     assert text.startswith("3 problems\n1. a model of 2 blocks in 4 pieces\n")
@@ -175,18 +177,21 @@ def refused_resnet(world: World, run_dir: str, changes: dict) -> str:
 
 
 def refused_experts(world: World, run_dir: str) -> str:
-    return refused(world, run_dir, {"tp": 2, "sizes": {"experts": 2, "ffn_dim": 15}})
+    return refused(world, run_dir, {"tp": 2, "sizes": {"num_experts": 2, "ffn_dim": 15}})
 
 
 def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None:
     text = pool.run(
-        refused, str(tmp_path / "one"), {"tp": 3, "sizes": {"dim": 24, "heads": 6, "kv_heads": 2}}, ranks=3
+        refused, str(tmp_path / "one"), {"tp": 3, "sizes": {"dim": 24, "num_heads": 6, "num_kv_heads": 2}}, ranks=3
     )[0]
     assert "plan.tp=3 for blocks.0.attention, whose kv_heads is 2" in text
     assert "or ranks share whole key/value heads" in text
     assert "plan.tp=2" in text
     text = pool.run(
-        refused, str(tmp_path / "two"), {"tp": 3, "sizes": {**WIDE, "dim": 24, "heads": 6, "kv_heads": 6}}, ranks=3
+        refused,
+        str(tmp_path / "two"),
+        {"tp": 3, "sizes": {**WIDE, "dim": 24, "num_heads": 6, "num_kv_heads": 6}},
+        ranks=3,
     )[0]
     assert "blocks.0.ffn, whose width of down is 64" in text
     text = pool.run(refused_stack, str(tmp_path / "three"), ranks=2)[0]
@@ -203,6 +208,6 @@ def test_layers_that_cannot_be_cut_are_named(pool: Pool, tmp_path: Path) -> None
     text = pool.run(refused_experts, str(tmp_path / "five"), ranks=2)[0]
     assert "plan.tp=2 for blocks.0.ffn.experts, whose number of hidden units of an expert is 15" in text
     with pytest.raises(PlanError, match="the graph would break"):
-        derive_plan(PlanOptions(tp=2, compile="model"), world=2, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(tp=2, compile="model"), world_size=2, device="cpu", native_bf16=False)
     with pytest.raises(PlanError, match="dp_replicate 1 x dp_shard 1 x tp 2 on 3 ranks"):
-        derive_plan(PlanOptions(tp=2), world=3, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(tp=2), world_size=3, device="cpu", native_bf16=False)

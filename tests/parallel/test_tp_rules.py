@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from cut import compare, difference
+from plan_edit import changed
 from pool import Pool
 from torch import Tensor, nn
 
@@ -21,9 +21,9 @@ from unisono.errors import PlanError
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, OutputRule, Rule
 
 VOCAB, BATCH, TOKENS = 29, 2, 8
@@ -31,7 +31,7 @@ VOCAB, BATCH, TOKENS = 29, 2, 8
 
 def build(kind: str, **changes: Any) -> nn.Module:
     if kind == "gpt":
-        return tiny.model(vocab_size=VOCAB, heads=4, dim=32, **changes).double()
+        return tiny.model(vocab_size=VOCAB, num_heads=4, dim=32, **changes).double()
     import transformers
 
     torch.manual_seed(0)
@@ -154,9 +154,9 @@ def test_trains_and_goes_on_under_another_plan(pool: Pool, tmp_path: Path, kind:
 
 def plan_with(rules: tuple[Rule, ...], **options: Any) -> Plan:
     made = derive_plan(
-        PlanOptions(device="cpu", tp=2, global_batch=2, **options), world=2, device="cpu", native_bf16=False
+        PlanOptions(device="cpu", tp=2, global_batch=2, **options), world_size=2, device="cpu", native_bf16=False
     )
-    return replace(made, rules=rules)
+    return changed(made, rules=rules)
 
 
 class Scaled(nn.Embedding):
@@ -183,7 +183,7 @@ class Odd(nn.Module):
 
 
 OWN: tuple[Rule, ...] = (
-    ColwiseRowwise(module="steps.*", column=("one",), row="two", enter="one"),
+    ColwiseRowwise(module="steps.*", colwise=("one",), rowwise="two", input_module="one"),
     EmbeddingRule(module="words"),
     OutputRule(module="last"),
 )
@@ -198,18 +198,21 @@ def test_rules_of_a_strategy_file(pool: Pool, tmp_path: Path) -> None:
     plan = plan_with(OWN)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert plan.diff(plan_with(())) == {"rules": (plan.to_json()["rules"], [])}
+    assert plan.diff(plan_with(())) == {"tensor_parallel.rules": (plan.decisions()["tensor_parallel.rules"], [])}
     outcomes = pool.run(own_rules, ranks=2)
     compare(outcomes)
     assert outcomes[0]["held"] < 0.6
 
 
 def test_an_unknown_field_of_a_rule_is_an_error() -> None:
-    data = plan_with(()).to_json() | {"rules": [{"rule": "pair", "module": "a", "row": "b", "columns": ["c"]}]}
+    def data(rule: dict[str, Any]) -> dict[str, Any]:
+        values = plan_with(()).to_json()
+        return values | {"tensor_parallel": values["tensor_parallel"] | {"rules": [rule]}}
+
     with pytest.raises(PlanError, match="Object contains unknown field `columns`"):
-        Plan.from_json(data)
+        Plan.from_json(data({"rule": "colwise_rowwise", "module": "a", "rowwise": "b", "columns": ["c"]}))
     with pytest.raises(PlanError, match="Invalid value 'triple'"):
-        Plan.from_json(data | {"rules": [{"rule": "triple"}]})
+        Plan.from_json(data({"rule": "triple"}))
 
 
 def problem(rules: tuple[Rule, ...], model: nn.Module | None = None, **options: Any) -> str:
@@ -219,15 +222,18 @@ def problem(rules: tuple[Rule, ...], model: nn.Module | None = None, **options: 
 
 
 def test_rules_that_cannot_be_followed() -> None:
-    text = problem((EmbeddingRule(module="wrds"), ColwiseRowwise(module="steps.*", column=("onne",), row="two")))
+    text = problem((EmbeddingRule(module="wrds"), ColwiseRowwise(module="steps.*", colwise=("onne",), rowwise="two")))
     assert "a rule for 'wrds'" in text
     assert "did you mean 'words'?" in text
     assert "a rule for 'steps.*' with onne" in text
     assert "did you mean 'one'?" in text
-    text = problem((ColwiseRowwise(module="steps.*", column=("one",), row="two", units="heads"),))
+    text = problem((ColwiseRowwise(module="steps.*", colwise=("one",), rowwise="two", num_heads_attr="heads"),))
     assert "a rule for 'steps.*' with heads" in text
-    text = problem((*OWN, ColwiseRowwise(module="steps.0", column=("one",), row="two")))
-    assert "steps.0.one, which is named by the pair rule for 'steps.*' and by the pair rule for 'steps.0'" in text
+    text = problem((*OWN, ColwiseRowwise(module="steps.0", colwise=("one",), rowwise="two")))
+    assert (
+        "steps.0.one, which is named by the colwise_rowwise rule for 'steps.*' and by the colwise_rowwise rule for 'steps.0'"
+        in text
+    )
     assert "a layer is cut in one way" in text
     tied = Odd()
     tied.last.weight = tied.words.weight
@@ -242,12 +248,12 @@ def test_rules_that_cannot_be_followed() -> None:
     assert "words, a Embedding, as vocabulary" in problem(OWN, bounded)
     text = problem(
         (
-            ColwiseRowwise(module="steps.*", row="two"),
-            ColwiseRowwise(module="steps.*", column=("one",), row="two", ratio="n"),
+            ColwiseRowwise(module="steps.*", rowwise="two"),
+            ColwiseRowwise(module="steps.*", colwise=("one",), rowwise="two", kv_group_size_attr="n"),
         )
     )
     assert "1. a pair for 'steps.*' with row 'two' alone\n" in text
-    assert "2. a pair for 'steps.*' with ratio 'n'\n" in text
+    assert "2. a pair for 'steps.*' with kv_group_size_attr 'n'\n" in text
     narrow = Odd()
     narrow.steps[1] = nn.ModuleDict({"one": nn.Linear(8, 7), "two": nn.Linear(7, 8)})
     assert "plan.tp=2 for steps.1, whose width of two is 7" in problem(OWN, narrow)
@@ -263,9 +269,9 @@ def test_halves_of_one_layer_are_not_cut_apart() -> None:
     gated.steps[1] = nn.ModuleDict({"one": nn.Linear(8, 24), "two": nn.Linear(12, 8)})
     assert problem(OWN, gated) == (
         "steps.1.one, of 24 output features, before two, of 12 input features\n"
-        "  rule: without units, columns give what the row takes in, and fused ones three times that\n"
+        "  rule: without num_heads_attr, columns give what the row takes in, and fused ones three times that\n"
         "  so:   a rank would compute with features that do not belong together\n"
-        "  try:  units, the attribute that counts heads; a gate and its values as two layers"
+        "  try:  num_heads_attr, the attribute that counts heads; a gate and its values as two layers"
     )
 
 

@@ -18,8 +18,8 @@ from unisono.errors import PlanError
 from unisono.train.metrics import METRICS
 
 STEPS, BAD = 4, 3
-SIZES = {"layers": 4, "heads": 4, "kv_heads": 2}
-MOE = {**SIZES, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+SIZES = {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
+MOE = {**SIZES, "num_experts": 4, "num_experts_per_token": 2, "ffn_dim": 16}
 FEATURES = {
     "micro_batch": 2,
     "ema_decay": 0.9,
@@ -39,7 +39,7 @@ PLANS = {
     "pp-ep": (4, {"pp": 2, "dp_shard": 2, "ep": 2}),
     "tp": (4, {"tp": 4}),  # two ranks have the same head of keys
     "tp-ep": (4, {"dp_shard": 2, "tp": 2, "ep": 2}),
-    "hybrid-ep": (4, {"dp_shard": 2, "ep": 2, "shard_threshold_numel": 300}),
+    "hybrid-ep": (4, {"dp_shard": 2, "ep": 2, "fsdp.shard_threshold_numel": 300}),
 }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+from plan_edit import changed
 from torch import nn
 
 from unisono.errors import PlanError
@@ -14,20 +14,20 @@ from unisono.models.gpt import GPT
 from unisono.models.loss import cross_entropy_sum
 from unisono.models.options import ModelOptions
 from unisono.parallel.device import find_device
-from unisono.parallel.transforms import parallelize, repeated_blocks
-from unisono.plan.derive import derive_plan
+from unisono.parallel.transforms import TRANSFORMS, Transform, check_transforms, parallelize, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.plan.validate import validate_plan
 
 
 def plan(**options: object) -> Plan:
-    return derive_plan(PlanOptions(device="cpu", **options), world=1, device="cpu", native_bf16=False)
+    return derive_plan(PlanOptions(device="cpu", **options), world_size=1, device="cpu", native_bf16=False)
 
 
 def gpt(dropout: float = 0.0) -> GPT:
     torch.manual_seed(0)
-    return GPT(ModelOptions(layers=3, dim=32, heads=4, kv_heads=2, vocab_size=64, dropout=dropout))
+    return GPT(ModelOptions(num_layers=3, dim=32, num_heads=4, num_kv_heads=2, vocab_size=64, dropout=dropout))
 
 
 def gradients(model: nn.Module, precision: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -77,15 +77,15 @@ def saved_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"recompute": "full", "recompute_blocks": (2,)},
-        {"recompute": "selective", "recompute_blocks": (1,)},
-        {"recompute": "selective", "recompute_keep": ("mm",)},
-        {"recompute": "selective", "recompute_blocks": (2,), "recompute_keep": ("mm", "silu")},
+        {"recompute": "full", "recompute.blocks_per_stage": (2,)},
+        {"recompute": "selective", "recompute.blocks_per_stage": (1,)},
+        {"recompute": "selective", "recompute.saved_ops": ("mm",)},
+        {"recompute": "selective", "recompute.blocks_per_stage": (2,), "recompute.saved_ops": ("mm", "silu")},
     ],
 )
 def test_partial_lists_are_bitwise_equal_including_dropout(changes: dict) -> None:
     plain = gradients(gpt(dropout=0.3), torch.bfloat16)
-    again = gradients(parallelize(replace(plan(), **changes), gpt(dropout=0.3)).model, torch.bfloat16)
+    again = gradients(parallelize(changed(plan(), **changes), gpt(dropout=0.3)).model, torch.bfloat16)
     assert plain.keys() == again.keys()
     for name in plain:
         assert torch.equal(plain[name], again[name]), name
@@ -95,7 +95,9 @@ def test_partial_lists_keep_what_they_say() -> None:
     counts = [saved_bytes(gpt())]
     for blocks in (1, 2, 3):
         counts.append(
-            saved_bytes(parallelize(replace(plan(recompute="full"), recompute_blocks=(blocks,)), gpt()).model)
+            saved_bytes(
+                parallelize(changed(plan(recompute="full"), **{"recompute.blocks_per_stage": (blocks,)}), gpt()).model
+            )
         )
     steps = {before - after for before, after in pairwise(counts)}
     assert len(steps) == 1
@@ -105,27 +107,34 @@ def test_partial_lists_keep_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"recompute_blocks": (1,)}, "recompute_blocks [1] with recompute 'none'"),
-        ({"recompute": "full", "recompute_blocks": (0,)}, "recompute_blocks [0] for 1 piece of the model"),
-        ({"recompute": "full", "recompute_blocks": (1, 1)}, "recompute_blocks [1, 1] for 1 piece of the model"),
-        ({"recompute": "full", "recompute_keep": ("mm",)}, "recompute_keep ['mm'] with recompute 'full'"),
+        ({"recompute.blocks_per_stage": (1,)}, "recompute.blocks_per_stage [1] with recompute 'none'"),
+        ({"recompute": "full", "recompute.blocks_per_stage": (0,)}, "recompute.blocks_per_stage [0] for 1 stage"),
+        (
+            {"recompute": "full", "recompute.blocks_per_stage": (1, 1)},
+            "recompute.blocks_per_stage [1, 1] for 1 stage",
+        ),
+        ({"recompute": "full", "recompute.saved_ops": ("mm",)}, "recompute.saved_ops ['mm'] with recompute 'full'"),
     ],
 )
 def test_lists_that_say_nothing_are_refused(changes: dict, said: str) -> None:
     with pytest.raises(PlanError) as raised:
-        validate_plan(replace(plan(), **changes), 1)
+        validate_plan(changed(plan(), **changes), 1)
     assert str(raised.value).startswith(said)
 
 
 def test_lists_that_do_not_fit_the_model_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"recompute_blocks\[0\] is 4, and that piece of the model has 3 blocks"):
-        parallelize(replace(plan(recompute="full"), recompute_blocks=(4,)), gpt())
+    with pytest.raises(
+        PlanError, match=r"recompute.blocks_per_stage\[0\] is 4, and that piece of the model has 3 blocks"
+    ):
+        parallelize(changed(plan(recompute="full"), **{"recompute.blocks_per_stage": (4,)}), gpt())
     for name in ("adddmm", "bernoulli_", "native_dropout"):
-        with pytest.raises(PlanError, match=f"recompute_keep '{name}'") as raised:
-            parallelize(replace(plan(recompute="selective"), recompute_keep=(name,)), gpt())
+        with pytest.raises(PlanError, match=f"recompute.saved_ops '{name}'") as raised:
+            parallelize(changed(plan(recompute="selective"), **{"recompute.saved_ops": (name,)}), gpt())
         assert "did you mean" in str(raised.value)
-    model = parallelize(replace(plan(recompute="selective"), recompute_keep=("mm", "convolution")), gpt()).model
-    with pytest.raises(PlanError, match="recompute_keep convolution") as raised:
+    model = parallelize(
+        changed(plan(recompute="selective"), **{"recompute.saved_ops": ("mm", "convolution")}), gpt()
+    ).model
+    with pytest.raises(PlanError, match=r"recompute\.saved_ops convolution") as raised:
         gradients(model)
     assert "it names operators that the recomputed blocks run" in str(raised.value)
 
@@ -154,7 +163,7 @@ def test_regional_compile_compiles_one_block_once(recompute: str, named: tuple[s
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for _ in range(2):
-        asked = replace(plan(compile="regional", recompute=recompute), recompute_modules=named)
+        asked = changed(plan(compile="regional", recompute=recompute), **{"recompute.modules": named})
         compiled = gradients(parallelize(asked, gpt()).model)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for name, gradient in gradients(gpt()).items():
@@ -173,14 +182,14 @@ def test_a_choice_that_would_act_on_nothing_is_an_error() -> None:
 
 
 def test_experts_are_not_compiled() -> None:
-    model = GPT(ModelOptions(layers=2, dim=16, heads=2, kv_heads=1, vocab_size=64, experts=4))
+    model = GPT(ModelOptions(num_layers=2, dim=16, num_heads=2, num_kv_heads=1, vocab_size=64, num_experts=4))
     with pytest.raises(PlanError) as raised:
         parallelize(plan(compile="regional"), model)
     assert str(raised.value) == (
         "plan.compile='regional' for GPT with experts\n"
         "  rule: how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes\n"
         "  so:   the graph would break in every block\n"
-        "  try:  compile='off', or model.experts=0"
+        "  try:  compile='off', or model.num_experts=0"
     )
 
 
@@ -206,3 +215,21 @@ def test_a_device_that_is_absent_is_an_error() -> None:
         f"plan.device 'cuda'\n  rule: this torch ({torch.__version__}) sees only the CPU\n"
         "  so:   nothing was started\n  try:  plan.device='cpu', or a torch built for 'cuda' and its driver"
     )
+
+
+def test_checks_and_application_walk_one_list() -> None:
+    """A transform of one's own is an entry among the others; what it says against a model comes with what they say."""
+    applied: list[str] = []
+
+    def refuse(_model: nn.Module, _plan: Plan) -> None:
+        raise PlanError(given="a tap", rule="it taps something", consequence="it would change nothing", nearest="none")
+
+    tap = Transform("tap", lambda _plan: True, lambda _model, _plan: None, lambda state, _mesh: applied.append("tap"))
+    model = parallelize(plan(recompute="full"), gpt(), transforms=[*TRANSFORMS, tap]).model
+    assert applied == ["tap"]
+    assert isinstance(model, GPT)
+    assert [t.name for t in TRANSFORMS if t.is_active(plan(recompute="full"))] == ["recompute"]
+    with pytest.raises(PlanError) as raised:
+        parallelize(plan(recompute="full"), nn.Linear(2, 2), transforms=[*TRANSFORMS, tap._replace(validate=refuse)])
+    assert [problem.given for problem in raised.value.problems] == ["plan.recompute='full' for Linear", "a tap"]
+    assert check_transforms(gpt(), plan(recompute="full")) == []

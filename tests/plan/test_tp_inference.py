@@ -12,8 +12,8 @@ from stacks import TOKENS, VOCAB, Stack
 from torch import Tensor, nn
 
 from unisono.models.bert import BERT, BertOptions
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import BUILT_IN_RULES, ColwiseRowwise, EmbeddingRule, OutputRule
 from unisono.plan.rules import built_in_rules as built_in_rules
 from unisono.plan.tp_inference import infer_rules
@@ -28,7 +28,7 @@ def pairs(rules: Any) -> list[ColwiseRowwise]:
 
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_a_gpt_gets_the_pairs_of_its_set(kv_heads: int) -> None:
-    model = tiny.model(heads=4, kv_heads=kv_heads, dim=32)
+    model = tiny.model(num_heads=4, num_kv_heads=kv_heads, dim=32)
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}
     found = infer_rules(model, {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono gpt"])
@@ -42,12 +42,12 @@ def test_a_gpt_gets_the_pairs_of_its_set(kv_heads: int) -> None:
 
 def test_heads_that_are_counted_twice_are_told_twice() -> None:
     """With as many key/value heads as query heads nothing tells them apart but what the forward pass does with the numbers."""
-    (attention, _) = pairs(infer_rules(tiny.model(heads=4, kv_heads=4, dim=32), {"tokens": BATCH}).rules)
-    assert (attention.units, attention.divided) == ("heads", ("kv_heads",))
+    (attention, _) = pairs(infer_rules(tiny.model(num_heads=4, num_kv_heads=4, dim=32), {"tokens": BATCH}).rules)
+    assert (attention.num_heads_attr, attention.size_attrs) == ("heads", ("kv_heads",))
 
 
 def test_a_bert_gets_the_pairs_of_its_set() -> None:
-    options = BertOptions(vocab_size=VOCAB, layers=2, dim=32, heads=4, ffn_dim=48, max_length=16)
+    options = BertOptions(vocab_size=VOCAB, num_layers=2, dim=32, num_heads=4, ffn_dim=48, max_length=16)
     found = infer_rules(BERT(options), {"tokens": BATCH})
     assert pairs(found.rules) == pairs(BUILT_IN_RULES["unisono bert"])
     assert found.left["head.dense"] == "its result goes through layer_norm along the dim that is cut"
@@ -77,7 +77,7 @@ def test_models_of_transformers_get_the_rules_of_their_set(kind: str) -> None:
     built_in = [rule for rule in built_in_rules(names) if isinstance(rule, (ColwiseRowwise, EmbeddingRule, OutputRule))]
     root = "bert." if kind == "bert" else "model."
     # sizes that older versions of transformers read in a forward pass
-    built_in = [replace(rule, divided=()) if isinstance(rule, ColwiseRowwise) else rule for rule in built_in]
+    built_in = [replace(rule, size_attrs=()) if isinstance(rule, ColwiseRowwise) else rule for rule in built_in]
     assert [replace(r, module=r.module.removeprefix(root)) for r in found] == [
         replace(r, module=r.module.removeprefix("**.")) for r in built_in
     ]
@@ -86,11 +86,16 @@ def test_models_of_transformers_get_the_rules_of_their_set(kind: str) -> None:
 def test_layers_are_entered_one_by_one_where_no_module_holds_them() -> None:
     attention, wide, *_ = infer_rules(Stack("parallel"), {"tokens": BATCH}).rules
     assert attention == ColwiseRowwise(
-        module="blocks.*", column=("q", "k", "v"), row="proj", units="n_head", divided=("n_embd",), enter="*"
+        module="blocks.*",
+        colwise=("q", "k", "v"),
+        rowwise="proj",
+        num_heads_attr="n_head",
+        size_attrs=("n_embd",),
+        input_module="*",
     )
-    assert wide == ColwiseRowwise(module="blocks.*", column=("wide",), row="narrow", enter="wide")
+    assert wide == ColwiseRowwise(module="blocks.*", colwise=("wide",), rowwise="narrow", input_module="wide")
     (fused, *_) = infer_rules(Stack("decoder"), {"tokens": BATCH}).rules
-    assert fused == ColwiseRowwise(module="blocks.*.own", fused=("qkv",), row="out", units="heads")
+    assert fused == ColwiseRowwise(module="blocks.*.own", fused_colwise=("qkv",), rowwise="out", num_heads_attr="heads")
 
 
 class Refusing(nn.Module):
@@ -160,7 +165,7 @@ def test_a_built_in_set_must_run_on_parts(kind: str, looked: int, pairs_found: l
         vocab_size=VOCAB, intermediate_size=48, pad_token_id=0, eos_token_id=1, **sizes
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    plan = derive_plan(PlanOptions(tp=2), world=2, device="cpu", native_bf16=False)
+    plan = derive_plan(PlanOptions(tp=2), world_size=2, device="cpu", native_bf16=False)
     asked: list[int] = []
     events = Events()
 
@@ -173,7 +178,7 @@ def test_a_built_in_set_must_run_on_parts(kind: str, looked: int, pairs_found: l
     if pairs_found is None:
         assert (made, events.emitted) == (plan, [])
         return
-    assert [pair.module for pair in pairs(made.rules)] == pairs_found
+    assert [pair.module for pair in pairs(made.tensor_parallel.rules)] == pairs_found
     ((said, fields),) = events.emitted
     assert said == "rules_inferred"
     why = fields["left"]["model.layers.*.self_attn.q_proj"]

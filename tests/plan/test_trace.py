@@ -11,7 +11,7 @@ from unisono.plan.trace import trace
 
 
 def test_a_gpt_is_seen_as_it_computes() -> None:
-    model = tiny.model(layers=2, tied=True)
+    model = tiny.model(num_layers=2, tied=True)
     generator, before = torch.get_rng_state(), {name: p.detach().clone() for name, p in model.named_parameters()}
     seen = trace(model, {"tokens": torch.zeros(2, 12, dtype=torch.long)})
     assert torch.equal(torch.get_rng_state(), generator)
@@ -62,7 +62,7 @@ def test_an_operation_is_of_the_innermost_module_and_returned_parameters_are_nam
 
 def test_a_model_without_values_computes_the_same() -> None:
     def build() -> torch.nn.Module:
-        return tiny.model(experts=4, experts_per_token=2, ffn_dim=16)
+        return tiny.model(num_experts=4, num_experts_per_token=2, ffn_dim=16)
 
     inputs = {"tokens": torch.zeros(2, 12, dtype=torch.int64)}
     assert trace(build(), inputs) == trace(deferred_init(build).model, inputs)

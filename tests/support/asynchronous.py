@@ -30,7 +30,9 @@ def place(job: JobSpec, addresses: list[str], secret: str, ranks: int = 0) -> Wo
         os.close(job.listen_fd)  # for a meeting that does not take place
     world = ranks or job.world_size
     return World.alone(
-        replace(job, server_addresses=tuple(addresses), world=world, local_world=world, listen_fd=None, epoch=0)
+        replace(
+            job, server_addresses=tuple(addresses), world_size=world, local_world=world, listen_fd=None, restart_count=0
+        )
     )
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from plan_edit import changed
 from torch import Tensor, nn
 
 from unisono.dist import World
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.shard_notes import replicated_grad_groups
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.transforms import parallelize
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.plan.rules import Rule
 
 Loss = Callable[[nn.Module], Tensor]
@@ -36,27 +35,28 @@ def difference(
     ranks = world.world_size
     plan = derive_plan(
         PlanOptions(device="cpu", global_batch=ranks, **{"tp": ranks, **options}),
-        world=ranks,
+        world_size=ranks,
         device="cpu",
         native_bf16=False,
     )
-    plan = replace(plan, rules=rules)
+    plan = changed(plan, rules=rules)
     grid = ParallelDims(plan, world)
-    model, table, _ = parallelize(plan, model, grid)
+    parallel = parallelize(plan, model, grid)
+    model, table = parallel.model, parallel.table
     pieces = ShardedParameters(model, grid, table)
     found = loss(model)
     found.backward()
     pieces.collect_grads()
-    ReplicatedGradients(replicated_grad_groups(model), world).reduce(pieces)
+    ReplicatedGradients(table.replicated_grad_groups, world).reduce(pieces)
     for piece in pieces.parameters.values():
-        piece.grad /= plan.dp_world_size  # they all computed the same samples
+        piece.grad /= plan.mesh.dp_world_size  # they all computed the same samples
     gradients: dict[str, Boxes] = {}
     for name, piece in pieces.parameters.items():
         part = pieces.shard_of(name, piece.grad)
         if part is None:
             gradients[name] = [((0,) * piece.dim(), piece.grad.numpy())]
         elif not part.replica:
-            gradients[name] = [(offset, piece.grad[index].numpy()) for index, offset in part.boxes()]
+            gradients[name] = [(offset, piece.grad[index].numpy()) for index, offset in part.blocks()]
     trained = [p.grad for p in pieces.parameters.values()]
     return {
         "loss": abs(found.item() / expected.item() - 1),

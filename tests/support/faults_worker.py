@@ -19,7 +19,7 @@ import torch
 from parameter_servers import recipe
 from torch import Tensor
 
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.server import __main__ as server
 from unisono.kvstore.server.run_spec import RunSpec
 
@@ -57,15 +57,14 @@ def main(facts: Mapping[str, Any]) -> int:
         **facts.get("agreed", {}),
     )
     addresses = [(host, port) for host, port in facts["servers"]]
+    restart_count = facts.get("incarnation", 0)
     worker = ServerClient(
-        addresses,
-        secret,
+        ServerConfig(addresses=addresses, secret=secret, worker_restart_count=restart_count),
         agreed,
         worker=facts["worker"],
-        incarnation=facts.get("incarnation", 0),
         deadline_s=facts.get("deadline_s", 60.0),
         shared_memory=False,  # faults of the network are to be felt
-        say=lambda text: tell(said=text),
+        report=lambda text: tell(said=text),
     )
     if not worker.is_initialised:
         worker.init(here)
@@ -95,7 +94,7 @@ def units(worker: ServerClient, facts: Mapping[str, Any]) -> None:
         if work.kind == "unit":
             tell(claimed=work.number)
             time.sleep(facts.get("pause_s", 0.0))
-            sent = worker.push(gradients(work.number, facts.get("elements", 3000)), unit=work.number).wait()
+            sent = worker.push(gradients(work.number, facts.get("elements", 3000)), batch_shard=work.number).wait()
             tell(acknowledged=work.number, duplicates=sent.num_duplicates)
         if work.kind != "wait":
             worker.mark_done(work)

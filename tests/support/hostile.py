@@ -14,8 +14,18 @@ from typing import Any
 from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.wire.auth import Peer, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel
-from unisono.kvstore.wire.frame import CODECS, DTYPES, HEADER_BYTES, PEER_LIMITS, Frame, Op, pack, payload_views, unpack
-from unisono.kvstore.wire.message import json_frame
+from unisono.kvstore.wire.frame import (
+    CODECS,
+    DTYPES,
+    HEADER_BYTES,
+    PEER_LIMITS,
+    Frame,
+    Op,
+    json_frame,
+    pack,
+    payload_views,
+    unpack,
+)
 
 # what waits for other workers would only wait here too; a higher epoch is how a server is told to leave
 _NEVER = {Op.TICK, Op.BARRIER, Op.CLAIM}
@@ -124,7 +134,7 @@ class Hostile:
                     other = {
                         "job": frame.job ^ 1,
                         "worker": frame.worker + 1,
-                        "incarnation": frame.worker_restart_count + 1,
+                        "worker_restart_count": frame.worker_restart_count + 1,
                     }
                     name = draw.choice(list(other))
                     frame = replace(frame, **{name: other[name]})

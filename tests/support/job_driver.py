@@ -20,7 +20,7 @@ if __name__ == "__main__":
             command=(sys.executable, asked["worker"]),
             server_command=(sys.executable, asked["server"]),
             hosts=hosts,
-            seats=assign_processes(hosts, None, asked["servers"]),
+            slots=assign_processes(hosts, None, asked["servers"]),
             run_id="test",
             options=LaunchOptions(**asked["options"]),
             environ=asked["environ"],

@@ -27,7 +27,7 @@ run_dir = Path(os.environ["UNISONO_LOGS"]).parent
 def seen(name, content=""):
     partial = run_dir / f".{name}.{job.rank}"
     partial.write_text(str(content))
-    partial.replace(run_dir / f"{name}.{job.rank}.{job.epoch}")
+    partial.replace(run_dir / f"{name}.{job.rank}.{job.restart_count}")
 """
 
 
@@ -82,7 +82,7 @@ def start(
     worker = folder / "worker.py"
     worker.write_text(PRELUDE + script)
     mark = uuid.uuid4().hex
-    settings = {"processes": 2, "threads": 1, "grace_s": 20.0} | options
+    settings = {"num_processes": 2, "num_threads": 1, "grace_s": 20.0} | options
     process = subprocess.Popen(
         [*prefix, sys.executable, str(DRIVER), json.dumps(settings), str(folder / "run"), sys.executable, str(worker)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MARK": mark} | (environ or {}),
@@ -144,7 +144,7 @@ def start_job(
         "worker": str(folder / "worker.py"),
         "server": str(folder / "server.py"),
         "servers": servers,
-        "options": {"threads": 1, "grace_s": 20.0} | options,
+        "options": {"num_threads": 1, "grace_s": 20.0} | options,
         "port": port,
         "environ": {
             "RUN_DIR": str(folder / "run"),

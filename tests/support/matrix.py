@@ -22,8 +22,8 @@ from unisono.errors import PlanError
 from unisono.models.bert import BERT, BertOptions
 from unisono.models.resnet import ResNet, ResNetOptions
 from unisono.parallel.sharding import TensorShard
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import cross_entropy, masked_token, next_token
 
 STEPS = 20
@@ -54,11 +54,18 @@ class Case:
 
 
 def _gpt(layers: int) -> tuple[torch.nn.Module, Any, Any]:
-    return tiny.model(layers=layers, heads=4, kv_heads=2), tiny.RaggedTokens(), next_token
+    return tiny.model(num_layers=layers, num_heads=4, num_kv_heads=2), tiny.RaggedTokens(), next_token
 
 
 def _moe(layers: int) -> tuple[torch.nn.Module, Any, Any]:
-    sizes = {"layers": layers, "heads": 4, "kv_heads": 2, "experts": 4, "experts_per_token": 2, "ffn_dim": 16}
+    sizes = {
+        "num_layers": layers,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "ffn_dim": 16,
+    }
     return tiny.model(**sizes), tiny.RaggedTokens(), next_token
 
 
@@ -66,7 +73,9 @@ def _bert(layers: int) -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
     return (
         BERT(
-            BertOptions(vocab_size=tiny.VOCAB, layers=layers, dim=16, heads=4, ffn_dim=32, max_length=12, dropout=0.0)
+            BertOptions(
+                vocab_size=tiny.VOCAB, num_layers=layers, dim=16, num_heads=4, ffn_dim=32, max_length=12, dropout=0.0
+            )
         ),
         Masked(),
         masked_token,
@@ -169,12 +178,10 @@ def run_case(world: World, model: str, settings: Mapping[str, Any], dtype: str =
                     return
                 for (name, _), gradient in zip(trained.items(), gradients, strict=True):
                     whole = (gradient / divisor).detach()
-                    part = pieces.shard_of(name, whole) or TensorShard(
-                        tensor=whole, global_shape=tuple(whole.shape), offset=(0,) * whole.dim()
-                    )
-                    blocks.append((name, part.global_shape, part.offset, part.tensor.numpy().copy()))
+                    shard = pieces.shard_of(name, whole) or TensorShard.whole(whole.shape)
+                    blocks.append((name, shard.global_shape, shard.offset, whole.numpy().copy()))
 
-            object.__setattr__(run._engine, "observe_gradients", spy)
+            object.__setattr__(run._loop.runner.train_step, "observe_gradients", spy)
             losses, norms = [], []
             for step in run:
                 losses.append(step.loss)
@@ -228,8 +235,8 @@ _GPT_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("dp_shard2", {"zero": 1}),
     ("dp_shard2", {"zero": 2}),
     ("dp_shard2", {"recompute": "full"}),
-    ("dp_shard2", {"shard_threshold_numel": 600, "prefetch_blocks": 2}),
-    ("pp2 dp_replicate2 dp_shard2", {"shard_threshold_numel": 600, "zero": 1}),
+    ("dp_shard2", {"fsdp.shard_threshold_numel": 600, "fsdp.prefetch_blocks": 2}),
+    ("pp2 dp_replicate2 dp_shard2", {"fsdp.shard_threshold_numel": 600, "zero": 1}),
     ("tp2", {"sequence_parallel": True}),
     ("dp_shard2 tp2", {"sequence_parallel": True}),
     ("pp2", {"schedule": "gpipe"}),
@@ -248,7 +255,7 @@ _MOE = (
 )
 _MOE_SETTINGS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tp2", {"sequence_parallel": True}),
-    ("dp_replicate2 dp_shard2 tp2 ep2", {"shard_threshold_numel": 600}),
+    ("dp_replicate2 dp_shard2 tp2 ep2", {"fsdp.shard_threshold_numel": 600}),
     ("pp2", {"schedule": "zbv"}),
     ("pp2 dp_shard2 ep2", {"schedule": "interleaved"}),
 )
@@ -304,7 +311,7 @@ REFUSED: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"dp_shard": 4, "ep": 3, "global_batch": 8}, 4, "ep divides dp_shard x cp"),
     ({"dp_shard": 2, "ep": 2, "compile": "model"}, 2, "cannot be traced by the compiler"),
     ({"sequence_parallel": True}, 1, "it would change nothing"),
-    ({"pp": 4, "global_batch": 8, "micro_batch": 4}, 4, "the schedule keeps 4 micro-batches under way at once"),
+    ({"pp": 4, "global_batch": 8, "micro_batch": 4}, 4, "the schedule keeps 4 micro-batches in flight at once"),
     ({"pp": 2, "schedule": "interleaved", "global_batch": 9, "micro_batch": 3}, 2, "in groups of pp"),
     ({"dp_shard": 3, "global_batch": 8}, 3, "global_batch is a multiple of the ranks"),
     ({"tp": 2, "cp": 2}, 6, "the product of the mesh axes is the number of ranks"),
@@ -338,7 +345,7 @@ def page() -> str:
 
 def _reason(settings: Mapping[str, Any], ranks: int) -> str:
     try:
-        derive_plan(PlanOptions(**settings), world=ranks, device="cpu", native_bf16=False)
+        derive_plan(PlanOptions(**settings), world_size=ranks, device="cpu", native_bf16=False)
     except PlanError as error:
         return "; ".join(problem.rule for problem in error.problems)
     raise AssertionError(f"{settings} is legal")

@@ -17,7 +17,7 @@ import torch
 from nursery import FIRST_FD, Child, Nursery
 from torch import Tensor
 
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.optim import OptimOptions
@@ -99,8 +99,8 @@ class ParameterServers:
     def connect(
         self, table: Mapping[str, Tensor], *, worker: int = 0, incarnation: int = 0, **more: Any
     ) -> ServerClient:
-        """A worker. ``more``: what ``Agreed`` and ``Servers`` take."""
-        own = {name: more.pop(name) for name in ("deadline_s", "say", "shared_memory") if name in more}
+        """A worker. ``more``: arguments of ``RunSpec`` and ``ServerClient``."""
+        own = {name: more.pop(name) for name in ("deadline_s", "report", "shared_memory") if name in more}
         codec = more.pop("codec", None)
         agreed = RunSpec(
             table={key: (tuple(value.shape), value.dtype) for key, value in table.items()},
@@ -108,9 +108,8 @@ class ParameterServers:
             codec=codec.name if codec is not None else "none",
             **more,
         )
-        return ServerClient(
-            self.addresses, self.secret, agreed, worker=worker, incarnation=incarnation, codec=codec, **own
-        )
+        config = ServerConfig(addresses=self.addresses, secret=self.secret, worker_restart_count=incarnation)
+        return ServerClient(config, agreed, worker=worker, codec=codec, **own)
 
     def close(self) -> None:
         """End them all."""

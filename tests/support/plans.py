@@ -19,8 +19,8 @@ OF_RANKS = {
     *(
         "dp_shard",
         "zero",
-        "shard_threshold_numel",
-        "unsharded",
+        "fsdp.shard_threshold_numel",
+        "fsdp.ignored_modules",
         "micro_batch",
         "tp",
         "sequence_parallel",
@@ -46,7 +46,7 @@ def on_ranks(world: World, run_dir: str, changes: dict) -> dict:
             "norms": norms,
             "samples": samples,
             "digest": tiny.digest(run),
-            "data_rank": run._grid.data_rank,
+            "data_rank": run._dims.data_rank,
             "held": sum(p.numel() for p in pieces.parameters.values()) / pieces.num_parameters,
         }
 

@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from plan_edit import changed, is_plan_field
 
 from unisono import (
     CheckpointOptions,
@@ -27,9 +27,8 @@ from unisono.data.order.permutation import Permutation
 from unisono.dist import World
 from unisono.models.gpt import GPT
 from unisono.observe.events import events_path, read_events
-from unisono.parallel.sharding import TensorShard
-from unisono.plan.derive import derive_plan
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan
 from unisono.train.objectives import next_token
 
 VOCAB, SEQ_LEN, SAMPLES = 48, 12, 37
@@ -64,7 +63,7 @@ class RaggedTokens:
 
 def model(**changes: Any) -> GPT:
     torch.manual_seed(0)
-    sizes = {"layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "vocab_size": VOCAB}
+    sizes = {"num_layers": 2, "dim": 16, "num_heads": 2, "num_kv_heads": 1, "vocab_size": VOCAB}
     return GPT(ModelOptions(**{**sizes, **changes}))
 
 
@@ -80,10 +79,10 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
 
     network = changes.pop("network", None) or model(dropout=changes.pop("dropout", 0.0), **changes.pop("sizes", {}))
     asked: PlanOptions | Plan = take(PlanOptions, device="cpu", global_batch=8, precision="fp32")
-    of_plan = {name: changes.pop(name) for name in list(changes) if name in Plan.__dataclass_fields__}
+    of_plan = {name: changes.pop(name) for name in list(changes) if is_plan_field(name)}
     if of_plan:  # fields that only strategy files have
         ranks = world.world_size if world else 1
-        asked = replace(derive_plan(asked, world=ranks, device="cpu", native_bf16=False), **of_plan)
+        asked = changed(derive_plan(asked, world_size=ranks, device="cpu", native_bf16=False), **of_plan)
     made = Trainer(
         network,
         data,
@@ -105,8 +104,7 @@ def trainer(run_dir: Path | str, *, steps: int = 8, world: World | None = None, 
 def digest(run: Trainer) -> str:
     """Over every bit of the state but the generators; of what is spread over ranks, this rank's part."""
     state = hashlib.sha256()
-    for name, value in sorted(run.state.global_state().items()):
-        tensor = value.tensor if isinstance(value, TensorShard) else value
+    for name, tensor in sorted(run.state.global_state().items()):
         state.update(
             name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             if tensor.dim()

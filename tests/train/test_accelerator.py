@@ -37,7 +37,7 @@ def test_resumes_bitwise(tmp_path: Path, compile_: str) -> None:
 
 def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
     """torch's sync debug mode raises on any implicit wait for the device."""
-    with tiny.trainer(tmp_path / "run", steps=12, device="auto", workers=0) as run:
+    with tiny.trainer(tmp_path / "run", steps=12, device="auto", num_workers=0) as run:
         steps = iter(run)
         next(steps)
         backend = getattr(torch, run.device.type)
@@ -59,12 +59,12 @@ def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
         {"tp": 2, "sequence_parallel": True},
         {"cp": 2},
         *({"pp": 2, "micro_batch": 2, "schedule": schedule} for schedule in ("1f1b", "interleaved", "zbv")),
-        {"dp_shard": 2, "ep": 2, "sizes": {"layers": 4, "heads": 4, "kv_heads": 2, "experts": 4}},
+        {"dp_shard": 2, "ep": 2, "sizes": {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "num_experts": 4}},
     ],
     ids=str,
 )
 def test_two_devices_equal_one(tmp_path: Path, axes: dict) -> None:
-    sizes = {"sizes": {"layers": 4, "heads": 4, "kv_heads": 2, **axes.pop("sizes", {})}}
+    sizes = {"sizes": {"num_layers": 4, "num_heads": 4, "num_kv_heads": 2, **axes.pop("sizes", {})}}
     script = str(Path(tiny.__file__).with_name("launch_tiny.py"))
     source = str(Path(__file__).parents[2] / "src")
     run = subprocess.run(

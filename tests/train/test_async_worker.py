@@ -20,8 +20,8 @@ from unisono.checkpoint import verify
 from unisono.data.order.permutation import Permutation
 from unisono.dist import JobSpec, World
 from unisono.errors import ConfigError, LaunchError, PlanError
-from unisono.plan.derive import derive_plan
 from unisono.plan.options import PlanOptions
+from unisono.plan.resolve import derive_plan
 from unisono.train import async_worker
 
 
@@ -66,7 +66,7 @@ def test_one_worker_is_one_process_bit_for_bit(
     [
         {},
         pytest.param({"staleness": 0}, marks=pytest.mark.full),
-        pytest.param({"compression": "int8", "damping": True}, marks=pytest.mark.full),
+        pytest.param({"compression": "int8", "staleness_lr_decay": True}, marks=pytest.mark.full),
     ],
 )
 def test_workers_share_the_work_and_end_with_the_same_values(
@@ -129,13 +129,13 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
     def plan(**options: Any) -> None:
         derive_plan(
             PlanOptions(**{"global_batch": 8, "sync": "dist_async", **options}),
-            world=4,
+            world_size=4,
             device="cpu",
             native_bf16=False,
         )
 
     with pytest.raises(
-        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that go on without each other hold"
+        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that update without each other hold"
     ):
         plan(tp=2)
     with pytest.raises(PlanError, match="sync 'dist_async' with global_batch 6 on 4 ranks"):
@@ -170,7 +170,7 @@ def joining(job: JobSpec, addresses: list[str], secret: str, run_dir: str) -> di
             samples.append(step.sample_ids.tolist())
             (folder / f"begun.{job.rank}").touch()
             begun(3)
-    return {"samples": samples, "values": digests(run), "world": run.plan.world_size}
+    return {"samples": samples, "values": digests(run), "world": run.plan.mesh.world_size}
 
 
 @pytest.mark.full

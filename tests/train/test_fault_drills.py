@@ -140,11 +140,11 @@ def test_a_sharded_run_survives_a_kill_bit_for_bit(tmp_path: Path, pool: Pool, p
 
 
 AXES = {
-    "pp": {"pp": 2, "sizes": {"layers": 4}},
-    "zbv": {"pp": 2, "schedule": "zbv", "sizes": {"layers": 4}},
+    "pp": {"pp": 2, "sizes": {"num_layers": 4}},
+    "zbv": {"pp": 2, "schedule": "zbv", "sizes": {"num_layers": 4}},
     "cp": {"cp": 2},
-    "tp": {"tp": 2, "sequence_parallel": True, "sizes": {"kv_heads": 2}},
-    "ep": {"dp_shard": 2, "ep": 2, "sizes": {"experts": 4}},
+    "tp": {"tp": 2, "sequence_parallel": True, "sizes": {"num_kv_heads": 2}},
+    "ep": {"dp_shard": 2, "ep": 2, "sizes": {"num_experts": 4}},
 }
 
 
@@ -172,9 +172,9 @@ def test_the_others_end_within_seconds_and_name_the_rank(tmp_path: Path, axis: s
 
 
 FOUR: dict[str, dict[str, Any]] = {
-    "pp": {"pp": 4, "sizes": {"layers": 4}},
-    "pp-tp": {"pp": 2, "tp": 2, "sizes": {"layers": 4, "kv_heads": 2}},
-    "pp-ep": {"pp": 2, "dp_shard": 2, "ep": 2, "sizes": {"layers": 4, "experts": 4}},
+    "pp": {"pp": 4, "sizes": {"num_layers": 4}},
+    "pp-tp": {"pp": 2, "tp": 2, "sizes": {"num_layers": 4, "num_kv_heads": 2}},
+    "pp-ep": {"pp": 2, "dp_shard": 2, "ep": 2, "sizes": {"num_layers": 4, "num_experts": 4}},
 }
 
 

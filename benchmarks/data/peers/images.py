@@ -53,9 +53,9 @@ def unisono(folder: Path, photos: Photos, how: str) -> Batches:
         data,
         seed=1,
         global_batch=BATCH,
-        options=LoaderOptions(workers=WORKERS, worker_kind="thread"),
+        options=LoaderOptions(num_workers=WORKERS, worker_kind="thread"),
         transform=ImageTransform(augment=augment, pixels_on="device" if batch_wise else "host"),
-        finish=partial(finished_batch, augment) if batch_wise else None,
+        batch_transform=partial(finished_batch, augment) if batch_wise else None,
     )
     for batch in loader.iterate(0, 10**9):
         yield batch.micro_batches[0]["image"].numpy()

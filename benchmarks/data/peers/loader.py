@@ -91,7 +91,7 @@ def batches(kind: str, data: Any, *, batch: int = BATCH) -> Iterator[Any]:
         return chain.from_iterable(repeat(loader))
     from unisono.data import Loader, LoaderOptions, as_dataset
 
-    options = LoaderOptions(workers=int(count), worker_kind="process" if how[-1:] == ["process"] else "thread")
+    options = LoaderOptions(num_workers=int(count), worker_kind="process" if how[-1:] == ["process"] else "thread")
     return Loader(as_dataset(data), seed=1, global_batch=batch, options=options).iterate(0, 10**9)
 
 

@@ -179,7 +179,7 @@ def resume_unisono(folder: Path, settings: Settings, world: int) -> Iterable[int
         (world, range(STEPS_BEFORE, settings["samples"] // size)),
     ):
         for rank in range(ranks):
-            loader = Loader(data, seed=1, global_batch=size, rank=rank, world=ranks)
+            loader = Loader(data, seed=1, global_batch=size, rank=rank, world_size=ranks)
             yield from (int(i) for step in steps for i in loader.sample_ids(step))
 
 

@@ -63,7 +63,7 @@ def unisono(folder: Path, path: Path, how: str) -> Batches:
         rng = np.random.default_rng(1)
         while True:
             yield data.read(rng.integers(0, len(data), BATCH))
-    options = LoaderOptions(workers=int(workers[0]), worker_kind="thread")
+    options = LoaderOptions(num_workers=int(workers[0]), worker_kind="thread")
     yield from Loader(data, seed=1, global_batch=BATCH, options=options).iterate(0, 10**9)
 
 

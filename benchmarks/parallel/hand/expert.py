@@ -79,7 +79,7 @@ def mixture_gpt(workload: Workload, rank: int, ranks: int) -> GPT:
     """The GPT with mixture layers, of whose experts ``rank`` has its part."""
     model = build_gpt(workload)
     for layer, block in enumerate(model.blocks):
-        weights, chosen = mixture_weights(workload, layer), workload.model["experts_per_token"]
+        weights, chosen = mixture_weights(workload, layer), workload.model["num_experts_per_token"]
         block.ffn = Mixture(weights, chosen, rank, ranks)  # pyright: ignore[reportAttributeAccessIssue]
     return model
 

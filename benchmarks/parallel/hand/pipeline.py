@@ -27,7 +27,7 @@ class Part(nn.Module):
         self.options = model.options
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
-        cos, sin = rotary_angles(positions, self.options.dim // self.options.heads, self.options.rope_theta)
+        cos, sin = rotary_angles(positions, self.options.dim // self.options.num_heads, self.options.rope_theta)
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
         if self.embedding is not None:
             x = self.embedding(x)

@@ -1,8 +1,4 @@
-"""The last part of a save, on rank 0: from shards in a temporary directory to one committed checkpoint.
-
-manifest written and synced, directory synced, renamed, parent synced, COMMIT written and synced. Killed anywhere before
-COMMIT, the directory is no checkpoint; where renaming is not atomic, COMMIT alone decides.
-"""
+"""The last part of a save, on rank 0: from shards in a temporary directory to one committed checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from unisono.checkpoint.folder import is_committed, os_reason, remove, step_name, sync_folder, write_file
+from unisono.checkpoint.folder import is_committed, remove, step_name
 from unisono.checkpoint.manifest import (
     COMMIT,
     MANIFEST,
@@ -29,13 +25,15 @@ from unisono.checkpoint.manifest import (
 from unisono.checkpoint.safetensors_format import dtype_code
 from unisono.checkpoint.shard_assignment import ShardContents, Table
 from unisono.errors import CheckpointError, Problem, UnisonoError
+from unisono.storage.directory import commit_directory
+from unisono.storage.files import os_reason
 
 # Free space asked for, as a multiple of the checkpoint's size.
 _HEADROOM = 1.2
 
 
 def describe(shard: ShardContents) -> list[list[Any]]:
-    """The pieces of one shard as JSON: ``[name, shape, dtype, key, offset, extent]`` each."""
+    """The pieces of one shard as JSON: a list of ``[name, shape, dtype, key, offset, extent]``."""
     return [
         [piece.name, piece.shape, dtype_code(piece.dtype), piece.key, piece.offset, piece.extent]
         for piece in shard.pieces
@@ -43,18 +41,18 @@ def describe(shard: ShardContents) -> list[list[Any]]:
 
 
 def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> dict[str, TensorEntry]:
-    """Every rank's ``describe`` put together, by name; ``spread`` are the tensors that come in blocks of several ranks.
+    """Merge every rank's ``describe`` into the manifest's tensor table. ``spread`` are the tensors sharded over ranks.
 
-    Raises CheckpointError where ranks contradict each other or a tensor's blocks do not make it up.
+    Raises CheckpointError if ranks contradict each other or the blocks do not cover a tensor exactly once.
     """
-    found: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
+    tensors: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
         name: (shape, str(dtype_code(dtype)), []) for name, (shape, dtype) in spread.items()
     }
     for rank, pieces in enumerate(shards):
         file = shard_name(rank, len(shards))
         for name, shape, dtype, key, offset, extent in pieces:
             entry = PieceEntry(file=file, key=key, offset=tuple(offset), shape=tuple(extent))
-            known_shape, known_dtype, parts = found.setdefault(name, (tuple(shape), dtype, []))
+            known_shape, known_dtype, parts = tensors.setdefault(name, (tuple(shape), dtype, []))
             again = (known_shape, known_dtype) != (tuple(shape), dtype) or entry.shape == known_shape
             if parts and again and name not in spread:
                 raise CheckpointError(
@@ -66,7 +64,7 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> di
             parts.append(entry)
     table = {
         name: TensorEntry(shape=shape, dtype=dtype, pieces=tuple(parts))
-        for name, (shape, dtype, parts) in sorted(found.items())
+        for name, (shape, dtype, parts) in sorted(tensors.items())
     }
     for name, entry in table.items():
         fault = pieces_fault(entry)
@@ -81,9 +79,9 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> di
 
 
 def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
-    """Make the temporary directory, once there is room and the step is free.
+    """Create the temporary directory of a save that needs ``need_bytes``.
 
-    Raises CheckpointError: too little space, or step ``step`` is already there.
+    Raises CheckpointError: too little free space, or step ``step`` is already committed.
     """
     final = root / step_name(step)
     if final.is_symlink() or is_committed(final):
@@ -104,34 +102,19 @@ def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
             nearest=f"free {_gib(_HEADROOM * need_bytes - free)} there, or keep fewer with checkpoint.keep_last",
         )
     if final.exists():
-        remove(final)  # renamed, but never committed: an earlier attempt died in between
+        remove(final)  # renamed but not committed: an earlier attempt died in between
     temporary.mkdir(mode=0o700)
 
 
-def publish(
-    temporary: Path,
-    final: Path,
-    *,
-    manifest: Manifest,
-    fault: Callable[[str], None],
-) -> None:
-    """Turn the temporary directory with all its shards into the committed checkpoint ``final``."""
+def publish(temporary: Path, final: Path, *, manifest: Manifest, fault: Callable[[str], None]) -> None:
+    """Turn the temporary directory with all its shards into the committed checkpoint ``final``. Raises OSError."""
     data = encode(manifest)
-    fault("before_manifest")
-    write_file(temporary / MANIFEST, data)
-    sync_folder(temporary)
-    fault("before_rename")
-    os.rename(temporary, final)
-    sync_folder(final.parent)
-    fault("before_commit")
-    write_file(final / f"{COMMIT}.tmp", encode_commit_marker(data, manifest.step))
-    os.rename(final / f"{COMMIT}.tmp", final / COMMIT)
-    sync_folder(final)
-    fault("after_commit")
+    marker = encode_commit_marker(data, manifest.step)
+    commit_directory(temporary, final, manifest=(MANIFEST, data), marker=(COMMIT, marker), fault=fault)
 
 
 def problems_of(error: BaseException, what: str) -> list[Problem]:
-    """Why ``what`` failed, for people."""
+    """The problems of a failed save; ``what`` names the operation."""
     if isinstance(error, UnisonoError):
         return list(error.problems)
     reason = os_reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -146,7 +129,7 @@ def problems_of(error: BaseException, what: str) -> list[Problem]:
 
 
 def shard_entries(reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
-    """File entries of all ranks from what each reported: ``{"bytes", "digest"}``."""
+    """The manifest's file entries, from each rank's report with ``bytes`` and ``digest``."""
     return {
         shard_name(rank, len(reports)): msgspec.convert(
             {"bytes": report["bytes"], "digest": report["digest"]}, type=FileEntry

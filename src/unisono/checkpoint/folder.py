@@ -1,35 +1,41 @@
-"""The folder of checkpoints: names, listing, moving aside, deleting.
+"""The folder of a run's checkpoints: names, listing, quarantine, retention, deletion.
 
     step-00000120/              committed once it holds COMMIT
     step-00000120.tmp-2/        being written by attempt 2, or left behind by it
-    step-00000120.trash/        being deleted, or left behind by that
+    step-00000120.trash/        being deleted, or left behind by an interrupted deletion
     quarantine/step-00000120/   found damaged, with reason.txt
 
-A name means a checkpoint only if it is exactly such a name and a real directory: links, other spellings and anything
-that would lead out of the folder do not count. Whoever moves or deletes is rank 0.
+Only rank 0 moves or deletes. ``unisono.storage.directory`` has the rules for names and the commit itself.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import math
 import os
 import re
 import secrets
 import shutil
-import stat
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from unisono.checkpoint.manifest import COMMIT
+from unisono.checkpoint.options import CheckpointOptions
 from unisono.errors import CheckpointError
+from unisono.storage.directory import (
+    QUARANTINE,
+    has_marker,
+    number_of,
+    numbered_directories,
+    numbered_name,
+    quarantine_directory,
+    remove_directory,
+    subdirectories,
+)
+from unisono.storage.files import os_reason
 
-QUARANTINE = "quarantine"
-REASON = "reason.txt"
-
-_STEP = re.compile(r"step-(\d{8,18})", re.ASCII)
+_PREFIX = "step"
 _LEFTOVER = re.compile(r"step-\d{8,18}\.(tmp-\d+|trash(-\d+)?)", re.ASCII)
 
 State = Literal["committed", "uncommitted", "quarantined"]
@@ -45,55 +51,38 @@ class CheckpointEntry:
 
 
 def step_name(step: int) -> str:
-    """``step-00000120``: zero-padded, so that names sort as steps do up to 10^8."""
-    return f"step-{step:08d}"
+    """The directory name of a step, such as ``step-00000120``."""
+    return numbered_name(_PREFIX, step)
 
 
 def step_of(name: str) -> int | None:
-    """The step a directory name stands for, or None if it is no name of a checkpoint."""
-    match = _STEP.fullmatch(name)
-    if match is None:
-        return None
-    step = int(match[1])
-    return step if step_name(step) == name else None
+    """The step in a directory name, or None if it is not the name of a checkpoint."""
+    return number_of(_PREFIX, name)
 
 
 def list_checkpoints(root: Path) -> list[CheckpointEntry]:
-    """The checkpoints under ``root`` by step, those in quarantine last. A missing folder or a link has none."""
+    """The checkpoints under ``root`` by step, quarantined ones last. Empty if ``root`` is missing or a link."""
     if root.is_symlink():
         return []
-    set_aside = [
-        CheckpointEntry(step=step, path=path, state="quarantined")
-        for path in _directories(root / QUARANTINE)
-        if (step := step_of(path.name.partition(".")[0])) is not None
-    ]
     entries = [
         CheckpointEntry(step=step, path=path, state="committed" if is_committed(path) else "uncommitted")
-        for path in _directories(root)
-        if (step := step_of(path.name)) is not None
+        for step, path in numbered_directories(root, _PREFIX).items()
     ]
-    return sorted(entries, key=lambda entry: entry.step) + sorted(set_aside, key=lambda entry: entry.path.name)
-
-
-def _directories(folder: Path) -> Iterator[Path]:
-    if folder.is_symlink():
-        return
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield folder / entry.name
+    quarantined = [
+        CheckpointEntry(step=step, path=path, state="quarantined")
+        for path in sorted(subdirectories(root / QUARANTINE))
+        if (step := step_of(path.name.partition(".")[0])) is not None
+    ]
+    return entries + quarantined
 
 
 def is_committed(path: Path) -> bool:
-    """Whether the directory holds a regular file COMMIT; what it says is for ``verify``."""
-    try:
-        return stat.S_ISREG((path / COMMIT).lstat().st_mode)
-    except OSError:
-        return False
+    """Whether the directory holds a regular file COMMIT. ``verify`` checks its content."""
+    return has_marker(path, COMMIT)
 
 
 def open_root(root: Path) -> None:
-    """Make ``root`` if need be and see that it can be written; CheckpointError if not."""
+    """Create ``root`` if needed and check that it can be written. Raises CheckpointError if not."""
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
         if root.is_symlink() or not root.is_dir():
@@ -116,74 +105,35 @@ def open_root(root: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete what crashed saves and deletions left behind; returns the names. Only when no save is under way."""
-    found = [path for path in _directories(root) if _LEFTOVER.fullmatch(path.name)]
-    for path in found:
+    """Delete what crashed saves and deletions left behind; returns the names. Only call it while no save is under way."""
+    leftovers = [path for path in subdirectories(root) if _LEFTOVER.fullmatch(path.name)]
+    for path in leftovers:
         shutil.rmtree(path)
-    return sorted(path.name for path in found)
+    return sorted(path.name for path in leftovers)
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint so that, whenever this is interrupted, what is left is no checkpoint."""
-    with contextlib.suppress(FileNotFoundError):
-        (path / COMMIT).unlink()
-    trash = _free(path.with_name(f"{path.name}.trash"), "-")
-    path.rename(trash)
-    shutil.rmtree(trash)
-
-
-def quarantine(path: Path, reason: str) -> Path:
-    """Move a checkpoint out of the way, with ``reason`` beside its files; returns where it is now."""
-    folder = path.parent / QUARANTINE
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink():
-        raise NotADirectoryError(errno.ENOTDIR, "is a link", str(folder))
-    target = _free(folder / path.name, ".")
-    path.rename(target)
-    write_file(target / REASON, reason.encode() + b"\n")
-    sync_folder(folder)
-    sync_folder(path.parent)
-    return target
+    """Delete a checkpoint. Interrupted at any point, it leaves no committed checkpoint."""
+    remove_directory(path, marker=COMMIT)
 
 
 def quarantine_after(root: Path, step: int) -> list[Path]:
-    """Quarantine all checkpoints newer than ``step``: the run goes on from there and will write those steps again."""
+    """Quarantine all checkpoints newer than ``step``: the run resumes there and will write those steps again."""
     newer = [entry for entry in list_checkpoints(root) if entry.state != "quarantined" and entry.step > step]
-    return [quarantine(entry.path, f"the run was resumed from step {step}, before this checkpoint") for entry in newer]
+    reason = f"the run was resumed from step {step}, before this checkpoint"
+    return [quarantine_directory(entry.path, reason) for entry in newer]
 
 
-def _free(path: Path, separator: str) -> Path:
-    """``path``, or with a number behind it when that is taken."""
-    candidate, number = path, 0
-    while os.path.lexists(candidate):
-        number += 1
-        candidate = path.with_name(f"{path.name}{separator}{number}")
-    return candidate
+def expired_checkpoints(scores: Mapping[int, float | None], options: CheckpointOptions) -> list[int]:
+    """The committed steps to delete, oldest first, given ``{step: score}``.
 
-
-def write_file(path: Path, data: bytes) -> None:
-    """A new small file, on disk when this returns."""
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(fd)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names inside a directory durable, where the file system knows how to."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        # some network file systems have no fsync of directories; they write names through anyway
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise
-    finally:
-        os.close(fd)
-
-
-def os_reason(error: OSError) -> str:
-    """``ENOSPC, No space left on device``: what the system said, without the path."""
-    name = errno.errorcode.get(error.errno, str(error.errno)) if error.errno else type(error).__name__
-    return f"{name}, {error.strerror or error}"
+    Kept are the newest ``keep_last``, every step divisible by ``keep_every``, and the ``keep_best`` lowest scores
+    (the newer of equal ones). The newest is always retained; a missing or non-finite score is never among the best.
+    """
+    steps = sorted(scores)
+    retained = set(steps[-max(1, options.keep_last) :])
+    if options.keep_every:
+        retained |= {step for step in steps if step % options.keep_every == 0}
+    ranked = sorted((score, -step) for step, score in scores.items() if score is not None and math.isfinite(score))
+    retained |= {-step for _, step in ranked[: options.keep_best]}
+    return [step for step in steps if step not in retained]

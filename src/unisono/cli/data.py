@@ -1,4 +1,4 @@
-"""``unisono data``: pack record files, look into them, check them, mend them, cut, join and convert them."""
+"""``unisono data``: pack, inspect, verify, repair, reshard and convert record files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 import click
 
 from unisono.cli.common import every_verb, print_json
-from unisono.cli.data_bench import command as bench
 from unisono.cli.data_pack import pack
 from unisono.errors import DataError
 
-_SHOWN = 20  # findings, records: as many as fit a screen
+_SHOWN = 20  # findings and labels that fit on a screen
 
 
 @click.group("data")
@@ -23,7 +22,6 @@ def command() -> None:
 
 
 command.add_command(pack)
-command.add_command(bench)
 
 
 @command.command("verify")
@@ -36,28 +34,30 @@ def verify_files(files: tuple[Path, ...], as_json: bool) -> int:
     """
     from unisono.data.recordio.maintenance import verify
 
-    found = {path: verify(path) for path in files}
-    bad = any(each.findings for each in found.values())
+    reports = {path: verify(path) for path in files}
+    bad = any(report.findings for report in reports.values())
     if as_json:
         rows = [
             {
                 "path": str(path),
-                "ok": not each.findings,
-                "records": each.records,
-                "bytes": each.bytes,
-                "checksums": each.checksums,
-                "findings": [_finding(finding) for finding in each.findings],
+                "ok": not report.findings,
+                "records": report.records,
+                "bytes": report.bytes,
+                "checksums": report.checksums,
+                "findings": [_finding(finding) for finding in report.findings],
             }
-            for path, each in found.items()
+            for path, report in reports.items()
         ]
         print_json({"ok": not bad, "files": rows})
         return int(bad)
-    for path, each in found.items():
-        said = f"checksums {each.checksums}" if each.checksums else "no checksums: changed payloads cannot be seen"
-        click.echo(
-            f"{'bad' if each.findings else 'ok':<4} {path}  {each.records:,} records, {each.bytes:,} bytes, {said}"
+    for path, report in reports.items():
+        checksums = (
+            f"checksums {report.checksums}" if report.checksums else "no checksums: changed payloads cannot be seen"
         )
-        _list(each.findings, "finding")
+        click.echo(
+            f"{'bad' if report.findings else 'ok':<4} {path}  {report.records:,} records, {report.bytes:,} bytes, {checksums}"
+        )
+        _list(report.findings, "finding")
     return int(bad)
 
 
@@ -93,12 +93,12 @@ def reindex_files(files: tuple[Path, ...], as_json: bool) -> None:
 
     dropped = {str(path): reindex(path) for path in files}
     if as_json:
-        print_json({"files": [{"path": path, "not_kept": each} for path, each in dropped.items()]})
+        print_json({"files": [{"path": path, "not_kept": losses} for path, losses in dropped.items()]})
         return
-    for path, each in dropped.items():
+    for path, losses in dropped.items():
         click.echo(f"ok   {path}")
-        for what in each:
-            click.echo(f"     not kept: {what}")
+        for loss in losses:
+            click.echo(f"     not kept: {loss}")
 
 
 @command.command("convert")
@@ -126,7 +126,7 @@ def convert_file(
     …-idx3-ubyte (also .gz) and CIFAR's .bin. One file of a set (name-00000-of-00005…) stands for all of it. Pictures of MNIST
     and CIFAR become PNG in .rec, behind MXNet's image header, and in .mindrecord; elsewhere they are arrays of uint8.
     """
-    from unisono.data.convert.conversion import convert
+    from unisono.data.convert.table_files import convert
 
     rows = convert(
         source, target, overwrite=overwrite, columns=list(columns) or None, base64=list(base64), arrays=list(arrays)
@@ -212,23 +212,50 @@ def file_stats(file: Path, as_json: bool) -> None:
 
     from unisono.data.convert.pack import record_stats
 
-    found = record_stats(file)
+    stats = record_stats(file)
     if as_json:
-        labels = [{"label": label, "count": count} for label, count in found.labels.items()]
-        print_json({"path": str(file), **asdict(found), "labels": labels})
+        labels = [{"label": label, "count": count} for label, count in stats.labels.items()]
+        print_json({"path": str(file), **asdict(stats), "labels": labels})
         return
-    click.echo(f"{file}: {found.records:,} records, {found.bytes:,} bytes")
-    if found.sampled:
-        click.echo(f"labels and image sizes are of {found.sampled:,} records, evenly spread: no side columns have them")
-    for name, each in found.spreads.items():
+    click.echo(f"{file}: {stats.records:,} records, {stats.bytes:,} bytes")
+    if stats.sampled:
+        click.echo(f"labels and image sizes are of {stats.sampled:,} records, evenly spread: no side columns have them")
+    for name, spread in stats.spreads.items():
         click.echo(
-            f"{name}: {each.least:g} to {each.most:g}, mean {each.mean:g}, "
-            f"10 % below {each.p10:g}, half below {each.median:g}, 90 % below {each.p90:g}"
+            f"{name}: {spread.least:g} to {spread.most:g}, mean {spread.mean:g}, "
+            f"10 % below {spread.p10:g}, half below {spread.median:g}, 90 % below {spread.p90:g}"
         )
-    for label, count in sorted(found.labels.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]:
+    for label, count in sorted(stats.labels.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]:
         click.echo(f"label {label:g}: {count:,}")
-    if len(found.labels) > _SHOWN:
-        click.echo(f"and {len(found.labels) - _SHOWN:,} labels more (all are in --json)")
+    if len(stats.labels) > _SHOWN:
+        click.echo(f"and {len(stats.labels) - _SHOWN:,} labels more (all are in --json)")
+
+
+@command.command("bench")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--seconds", default=1.0, show_default=True, type=click.FloatRange(min=0.05), help="Of each of three repeats."
+)
+@click.option(
+    "--size", default=224, show_default=True, type=click.IntRange(min=1), help="Side of the crops, in pixels."
+)
+@every_verb
+def bench(file: Path, seconds: float, size: int, as_json: bool) -> None:
+    """Measure how fast records of FILE (.rec) are read here, and if they are images, decoded and loaded."""
+    from unisono.data.loading.throughput import measure_throughput
+
+    rates = measure_throughput(file, seconds=seconds, size=size)
+    if as_json:
+        rows = [{"what": rate.name, "per_s": rate.per_s, "bytes_per_s": rate.bytes_per_s} for rate in rates]
+        print_json({"path": str(file), "rates": rows})
+        return
+    for rate in rates:
+        bandwidth = f", {rate.bytes_per_s / 1e6:,.0f} MB/s" if rate.bytes_per_s else ""
+        click.echo(f"{rate.name}: {rate.per_s:,.0f} /s{bandwidth}")
+    last = rates[-1]
+    click.echo(
+        f"A training loop on this machine that takes fewer than {last.per_s:,.0f} samples/s does not wait ({last.name})."
+    )
 
 
 @command.command("cat")
@@ -260,8 +287,8 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
 
 
 def _column(column: Any) -> dict[str, Any]:
-    """Type and range of a side column: of its numbers, or of the sizes of its arrays."""
-    from unisono.data.recordio.side_columns import RaggedColumn
+    """Type of a side column, and range of its numbers or array sizes."""
+    from unisono.data.recordio.index import RaggedColumn
 
     if isinstance(column, RaggedColumn):
         sizes = [len(array) for array in column.tolist()]
@@ -270,9 +297,8 @@ def _column(column: Any) -> dict[str, Any]:
 
 
 def _has_rows(file: Path) -> bool:
-    """Whether it is of another format than RecordIO, which any other name is taken for."""
-    from unisono.data.convert.formats import read_formats
-    from unisono.data.convert.formats.detection import format_of
+    """Whether the file is a table of another format than RecordIO."""
+    from unisono.data.convert.table_files import format_of, read_formats
 
     return format_of(file) in set(read_formats()) - {".rec"}
 
@@ -280,8 +306,8 @@ def _has_rows(file: Path) -> bool:
 def _inspect_rows(file: Path, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.convert.formats import open_table
     from unisono.data.convert.formats.table import kind_of, shorten
+    from unisono.data.convert.table_files import open_table
 
     table = open_table(file)
     first = list(islice(table.rows, 5))
@@ -289,8 +315,8 @@ def _inspect_rows(file: Path, as_json: bool) -> None:
     rows = [{name: shorten(value) for name, value in row.items()} for row in first]
     size = file.stat().st_size
     if as_json:
-        told = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
-        print_json({"path": str(file), "bytes": size, "fields": told, "first": rows})
+        types = {name: {"type": field.type, "shape": field.shape} for name, field in fields.items()}
+        print_json({"path": str(file), "bytes": size, "fields": types, "first": rows})
         return
     click.echo(f"{file}: {size:,} bytes, rows of {len(fields)} fields")
     for name, field in fields.items():
@@ -302,8 +328,8 @@ def _inspect_rows(file: Path, as_json: bool) -> None:
 def _cat_row(file: Path, number: int, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.convert.formats import open_table
     from unisono.data.convert.formats.jsonl import to_line
+    from unisono.data.convert.table_files import open_table
 
     row = next(islice(open_table(file).rows, number, None), None) if number >= 0 else None
     if row is None:

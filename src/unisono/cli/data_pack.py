@@ -1,4 +1,4 @@
-"""``unisono data pack``: images, text, tables and what functions make, into record files."""
+"""``unisono data pack``: pack images, text, tables and results of functions into record files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.cli.common import every_verb, print_json
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
-    from unisono.data.convert.pack import PackResult, RecordSchema
+    from unisono.data.convert.pack import PackOptions, PackResult, RecordSchema
 
 KINDS: Final = ("images", "text", "rows", "python")
 _SHOWN = 20
-_SEEN = 1000  # files of a folder that are looked at to guess what it holds
+_SEEN = 1000  # files of a folder by which its kind is guessed
 _TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"})
 # Each option of one kind, or several; an option given for another kind is an error.
 _FOR: Final = {
@@ -132,6 +132,8 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
 
     What became of every input is written to TARGET.report.json. -v shows progress and time left.
     """
+    from unisono.data.convert.pack import PackOptions
+
     if str(source) != "-" and not source.exists():
         raise _refused(
             f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
@@ -140,13 +142,18 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
     inert = sorted(name for name in given if kind not in _FOR[name].split())
     if inert:
-        told = ", ".join(
+        flags = ", ".join(
             "--" + name.removesuffix("s" if name in ("columns", "arrays") else "").replace("_", "-") for name in inert
         )
-        raise _refused(f"{told} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
+        raise _refused(f"{flags} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
     shard_bytes = None if options["shard_size"] is None else options["shard_size"] << 20
-    common = {"shard_bytes": shard_bytes, "on_error": options["on_error"]}
-    packed = _PACK[kind](source, target, options, common)
+    settings = PackOptions(
+        shard_bytes=shard_bytes,
+        shards=options["shards"] or 1,
+        workers=options["workers"],
+        on_error=options["on_error"],
+    )
+    packed = _PACK[kind](source, target, options, settings)
     if as_json:
         print_json(
             {
@@ -156,21 +163,21 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
                 "empty": packed.num_empty,
                 "left_out": packed.num_left_out,
                 "splits": packed.splits,
-                "bad": [{"path": each.path, "reason": each.reason} for each in packed.bad],
+                "bad": [{"path": bad.path, "reason": bad.reason} for bad in packed.bad],
                 "report": str(packed.report),
             }
         )
         return
     for path in packed.files:
         click.echo(path)
-    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _told(packed))
-    for each in packed.bad[:_SHOWN]:
-        click.echo(f"     bad {each.path}: {each.reason}")
+    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _details(packed))
+    for bad in packed.bad[:_SHOWN]:
+        click.echo(f"     bad {bad.path}: {bad.reason}")
     if len(packed.bad) > _SHOWN:
         click.echo(f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})")
 
 
-def _told(packed: PackResult) -> str:
+def _details(packed: PackResult) -> str:
     parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
     parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
     parts += [f"{packed.num_empty:,} empty"] if packed.num_empty else []
@@ -178,7 +185,7 @@ def _told(packed: PackResult) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _images(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+def _images(source: Path, target: Path, options: Mapping[str, Any], pack: PackOptions) -> PackResult:
     from unisono.data.convert.pack import ImageOptions, pack_image_rows, pack_images
 
     names = ("resize", "center_crop", "quality", "encoding", "color", "tiles", "exif")
@@ -198,48 +205,44 @@ def _images(source: Path, target: Path, options: Mapping[str, Any], common: Mapp
                 "images of a table have an image field and a label field, and come one by one in the table's order",
                 "both, and --shard-size for several files",
             )
-        rest = {name: options[name] for name in ("label", "base64", "workers")}
-        return pack_image_rows(source, target, image, field=options["image"], **rest, **common)
-    if options["shards"] and common["shard_bytes"]:
+        rest = {name: options[name] for name in ("label", "base64")}
+        return pack_image_rows(source, target, image, field=options["image"], **rest, pack=pack)
+    if options["shards"] and pack.shard_bytes:
         raise _refused("--shards and --shard-size", "one of them says where a file ends", "one of the two")
-    rest = {name: options[name] for name in ("root", "split", "shuffle", "workers")}
+    rest = {name: options[name] for name in ("root", "split", "shuffle")}
     return pack_images(
         source,
         target,
         image,
         follow_links=bool(options["follow_links"]),
-        shards=options["shards"] or 1,
         **rest,
-        **common,
+        pack=pack,
     )
 
 
-def _text(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+def _text(source: Path, target: Path, options: Mapping[str, Any], pack: PackOptions) -> PackResult:
     from unisono.data.convert.pack import pack_text
 
     if options["lines"] and options["text_column"]:
         raise _refused("--lines and --text-column", "a document is a line, or a row's text", "one of the two")
-    if common["shard_bytes"] is None:
-        common = {"on_error": common["on_error"]}
     return pack_text(
         source,
         target,
         tokenizer=options["tokenizer"] or "bytes",
         lines=bool(options["lines"]),
         column=options["text_column"],
-        workers=options["workers"],
-        **common,
+        pack=pack,
     )
 
 
-def _rows(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+def _rows(source: Path, target: Path, options: Mapping[str, Any], pack: PackOptions) -> PackResult:
     from unisono.data.convert.pack import pack_rows
 
     rest = {name: options[name] for name in ("columns", "payload", "base64", "arrays")}
-    return pack_rows(source, target, schema=_schema(options), **rest, **common)
+    return pack_rows(source, target, schema=_schema(options), **rest, pack=pack)
 
 
-def _python(source: Path, target: Path, options: Mapping[str, Any], common: Mapping[str, Any]) -> PackResult:
+def _python(source: Path, target: Path, options: Mapping[str, Any], pack: PackOptions) -> PackResult:
     from unisono.data.convert.pack import pack_function
 
     schema = _schema(options)
@@ -250,7 +253,7 @@ def _python(source: Path, target: Path, options: Mapping[str, Any], common: Mapp
     if str(source) == "-" and options["workers"]:
         raise _refused("--workers for a function without items", "it is one generator", "SOURCE with an item per line")
     items = None if str(source) == "-" else source
-    return pack_function(options["function"], target, schema, items=items, workers=options["workers"], **common)
+    return pack_function(options["function"], target, schema, items=items, pack=pack)
 
 
 _PACK: Final = {"images": _images, "text": _text, "rows": _rows, "python": _python}
@@ -263,10 +266,9 @@ def _schema(options: Mapping[str, Any]) -> RecordSchema | None:
 
 
 def _guess(source: Path, target: Path, function: str | None) -> str:
-    """What is clear by names alone. Raises DataError where nothing is."""
-    from unisono.data.convert.formats import read_formats
-    from unisono.data.convert.formats.detection import format_of
+    """The kind of inputs, from the names alone. Raises DataError if it is not clear."""
     from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
+    from unisono.data.convert.table_files import format_of, read_formats
 
     if function is not None:
         return "python"
@@ -292,14 +294,14 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
 
 
 def _suffixes(folder: Path) -> set[str]:
-    found: set[str] = set()
+    suffixes: set[str] = set()
     seen = 0
     for _, _, names in os.walk(folder):
-        found |= {Path(name).suffix.lower() for name in names if not name.startswith(".")}
+        suffixes |= {Path(name).suffix.lower() for name in names if not name.startswith(".")}
         seen += len(names)
         if seen > _SEEN:
             break
-    return found
+    return suffixes
 
 
 def _refused(given: str, rule: str, nearest: str) -> DataError:

@@ -1,4 +1,4 @@
-"""``unisono eval``: the newest checkpoint of a run on its held-out data."""
+"""``unisono eval``: evaluates a checkpoint of a run on its held-out data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,25 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
     """Print loss and metrics of RUN_DIR's newest checkpoint on the data held out from training."""
     config = load_run(run_dir).value
     from unisono.dist import job_from_environ, join_world
-    from unisono.plan.derive import load_plan
     from unisono.plan.options import PlanOptions
+    from unisono.plan.resolve import load_plan
     from unisono.train.build import build_data, build_metrics, find_objective
     from unisono.train.evaluate import evaluate
-    from unisono.train.forward_backward import ForwardBackward
     from unisono.train.load import load_model
     from unisono.train.setup import resolve_plan
-    from unisono.train.step import input_selector
+    from unisono.train.step import ForwardBackward, input_selector
 
     job = job_from_environ(os.environ)
-    asked = load_plan(config.plan) if config.plan.file else config.plan
-    whole = PlanOptions(  # however it was trained: here every process has the whole model
+    asked = config.plan
+    if asked.file:
+        given = load_plan(asked)
+        asked = PlanOptions(
+            device=given.mesh.device,
+            precision=given.precision.compute,
+            global_batch=given.batch.global_batch,
+            micro_batch=given.batch.micro_batch,
+        )
+    whole = PlanOptions(  # every process has the whole model, whatever the plan of the training
         device=asked.device,
         precision=asked.precision,
         global_batch=asked.global_batch * job.world_size,

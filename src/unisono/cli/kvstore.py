@@ -1,4 +1,4 @@
-"""``unisono kvstore``: what keeping workers in step costs here."""
+"""``unisono kvstore``: measure the key-value store."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def bench(
             )
         from unisono.kvstore.bench.measure import join_and_measure
 
-        found = join_and_measure(job, settings)
+        result = join_and_measure(job, settings)
     else:
-        found = measure_on_this_host(settings, workers or 2)
-    if found is None:
+        result = measure_on_this_host(settings, workers or 2)
+    if result is None:
         return 0
     if as_json:
-        print_json(found)
+        print_json(result)
     else:
-        for line in _lines(found):
+        for line in _lines(result):
             click.echo(line)
     return 0
 

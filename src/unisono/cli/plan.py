@@ -1,4 +1,4 @@
-"""``unisono plan``: strategy files, the plan of a run as JSON."""
+"""``unisono plan``: shows, checks and compares plans stored as JSON files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def show(file: str, as_json: bool) -> None:
         print_json({"hash": plan.hash, "plan": plan.to_json()})
         return
     click.echo(f"{plan.describe()}\n")
-    values = plan.to_json()
+    values = plan.decisions() | {"pins": list(plan.pins), "provenance": plan.provenance}
     width = max(map(len, values)) + 1
     for name, value in values.items():
         click.echo(f"{name:<{width}}{value}")
@@ -43,7 +43,7 @@ def check_file(file: str, processes: int | None, as_json: bool) -> None:
     from unisono.plan.validate import validate_plan
 
     plan = _load(file)
-    world = processes or plan.world_size
+    world = processes or plan.mesh.world_size
     validate_plan(plan, world)
     if as_json:
         print_json({"hash": plan.hash, "processes": world})

@@ -14,6 +14,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from unisono.config.renames import OptionRenames
+
 _SPEC = "unisono"
 _CALLABLE = get_origin(Callable[[], None])
 _SCALARS = (bool, int, float, str)
@@ -79,11 +81,14 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptionTree:
-    """All leaves and all sections (``""`` is the root) of an options class by dotted key, in order of declaration."""
+    """All leaves and all sections (``""`` is the root) of an options class by dotted key, in order of declaration.
+
+    ``renames`` is the class variable RENAMES of the class, where it has one: keys of earlier versions."""
 
     cls: type
     leaves: dict[str, Leaf]
     sections: dict[str, type]
+    renames: OptionRenames = OptionRenames()
 
     def members(self, section: str) -> list[str]:
         """Names of the leaves and sub-sections directly inside ``section``."""
@@ -103,7 +108,7 @@ def join(section: str, name: str) -> str:
 @cache
 def option_tree(cls: type) -> OptionTree:
     """The flat view of an options class; a declaration this machinery cannot hold is a TypeError."""
-    layout = OptionTree(cls=cls, leaves={}, sections={})
+    layout = OptionTree(cls=cls, leaves={}, sections={}, renames=getattr(cls, "RENAMES", OptionRenames()))
     _collect(layout, cls, "", None)
     if BASE in layout.members(""):
         raise TypeError(f"{cls.__name__}.{BASE}: the name is taken by the layering key of TOML files")

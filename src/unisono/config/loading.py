@@ -56,14 +56,19 @@ def load_config(
     layout = option_tree(cls)
     reading = read_files(sources, layout)
     walk = _Walk(layout=layout, problems=reading.problems, unread=bool(reading.problems))
-    overridden = override_entries(overrides, walk.problems)
     walk.defaults()
-    for entry in [*planned_entries(planned), *reading.entries, *environment_entries(environ), *overridden]:
+    entries = [*planned_entries(planned), *reading.entries]
+    for source in (environment_entries(environ), override_entries(overrides, walk.problems)):
+        try:
+            entries += layout.renames.apply(source, reading.renamed)
+        except ConfigError as error:
+            walk.problems.extend(error.problems)
+    for entry in entries:
         walk.assign(entry, entry.path[:1], entry.nested())
     value = walk.build()
     if walk.problems:
         raise ConfigError(*walk.problems) from reading.cause
-    return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python)
+    return resolve(cast(T, value), walk.values, walk.origins, layout, reading.python, tuple(reading.renamed))
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,6 +40,7 @@ class Resolved(Generic[T]):
     hash: str
     python: PythonFile | None
     layout: OptionTree = field(repr=False)
+    renamed: tuple[str, ...] = field(default=(), repr=False)  # keys of earlier versions, and what they were read as
     encoded: dict[str, Any] = field(repr=False)  # dotted key -> value as TOML and JSON hold it
 
     def to_toml(self) -> str:
@@ -66,14 +67,27 @@ class Resolved(Generic[T]):
 
 
 def resolve(
-    value: T, values: dict[str, Any], origins: dict[str, str], layout: OptionTree, python: PythonFile | None
+    value: T,
+    values: dict[str, Any],
+    origins: dict[str, str],
+    layout: OptionTree,
+    python: PythonFile | None,
+    renamed: tuple[str, ...],
 ) -> Resolved[T]:
     """Seal typed ``values`` by dotted key and the object made of them."""
     encoded = {key: encode(item) for key, item in values.items()}
     needed = python if any(callable(item) for item in values.values()) else None
     canonical = json.dumps([encoded, needed.digest if needed else None], sort_keys=True, separators=(",", ":"))
     digest = blake2b(canonical.encode(), digest_size=16).hexdigest()
-    return Resolved(value=value, origins=origins, hash=digest, python=needed, layout=layout, encoded=encoded)
+    return Resolved(
+        value=value,
+        origins=origins,
+        hash=digest,
+        python=needed,
+        layout=layout,
+        renamed=renamed,
+        encoded=encoded,
+    )
 
 
 def diff(a: Resolved[T], b: Resolved[T]) -> list[Difference]:

@@ -47,6 +47,7 @@ class Reading:
     python: PythonFile | None = None
     files: list[Path] = field(default_factory=list[Path])
     problems: list[Problem] = field(default_factory=list[Problem])
+    renamed: list[str] = field(default_factory=list[str])  # keys of earlier versions, and what they were read as
     cause: BaseException | None = None  # what a Python file raised, for its traceback
 
     def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = ()) -> None:
@@ -96,7 +97,8 @@ class Reading:
                     nearest=f'{BASE} = "other.toml"',
                 )
             )
-        self.entries.extend(SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items())
+        entries = [SourceEntry(path=(key,), raw=raw, origin=read.where) for key, raw in read.values.items()]
+        self.entries.extend(self.layout.renames.apply(entries, self.renamed))
 
     def _python(self, path: Path, named: str) -> None:
         if self.files:
@@ -106,7 +108,8 @@ class Reading:
                 consequence=NOTHING_STARTED,
                 nearest=f"name {path.name} first",
             )
-        value, self.python = run_python(path, self.layout.cls)
+        with self.layout.renames.keywords(self.layout.sections, self.renamed):
+            value, self.python = run_python(path, self.layout.cls)
         objects: dict[str, object] = {}
         for section, expected in self.layout.sections.items():  # parents come before what they hold
             parent, _, name = section.rpartition(".")

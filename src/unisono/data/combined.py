@@ -1,4 +1,4 @@
-"""Data sets made of data sets, each with an order of its own: mixtures, weights, batches of like length."""
+"""Data sets built from data sets, some with a sample order of their own: mixtures, weights, batches of similar length."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ Ids = NDArray[np.int64]
 
 @runtime_checkable
 class OrderedDataset(Protocol):
-    """A data set that says itself which of its samples comes when."""
+    """A data set that defines its own sample order."""
 
     def sample_order(self, *, seed: int, global_batch: int) -> SampleOrder: ...
 
 
 def mixture(datasets: Sequence[Dataset | MapStyle], weights: Sequence[float]) -> Dataset:
-    """Samples of several data sets, ``weights[i]`` of them from ``datasets[i]``, in any stretch of the run (rounded to 1/4096).
+    """Samples of several data sets in proportion to ``weights`` (rounded to 1/4096), in any stretch of the run.
 
-    Each source is shuffled by itself; a small one is repeated, a large one not used up when ``len``, the sum of the lengths, is.
-    Samples of one batch must have the same names and shapes. Raises DataError for impossible weights.
+    Each source is shuffled by itself. The length is the sum of the lengths: in an epoch a small source may repeat, a large one
+    may not be exhausted. Samples of one batch must have the same names and shapes. Raises DataError for invalid weights.
     """
     parts = [as_dataset(dataset) for dataset in datasets]
-    MixtureOrder([len(part) for part in parts], weights, seed=0)  # raises now what it would raise later
+    MixtureOrder([len(part) for part in parts], weights, seed=0)  # raises for invalid weights
     return _MixtureDataset(parts, list(weights))
 
 
 def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.float64]) -> Dataset:
-    """``dataset`` with each sample coming as often as its weight says, relative to the others; 8 bytes of memory per sample.
+    """``dataset`` with each sample drawn in proportion to its weight; takes 8 bytes of memory per sample.
 
-    ``1 / count of the sample's class`` balances classes (``balancing_weights``). Raises DataError for impossible weights.
+    ``1 / count of the sample's class`` balances classes (``balancing_weights``). Raises DataError for invalid weights.
     """
     base = as_dataset(dataset)
     given = np.asarray(weights, np.float64)
@@ -55,7 +55,7 @@ def weighted(dataset: Dataset | MapStyle, weights: Sequence[float] | NDArray[np.
 
 
 def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float64]:
-    """Weights [n] under which each class that occurs in ``labels`` [n] comes equally often."""
+    """Weights [n] with which each class in ``labels`` [n] is drawn equally often."""
     _, classes, counts = np.unique(np.asarray(labels), return_inverse=True, return_counts=True)
     return 1.0 / counts[classes]
 
@@ -63,8 +63,8 @@ def balancing_weights(labels: Sequence[int] | NDArray[np.int64]) -> NDArray[np.f
 def bucketed(
     dataset: Dataset | MapStyle, lengths: Sequence[int] | NDArray[np.int64], *, window_batches: int = 64
 ) -> Dataset:
-    """``dataset`` in batches of about equal ``lengths`` [n]: less padding. Each epoch is shuffled as always, then every
-    ``window_batches`` global batches are regrouped by length; still each sample once per epoch."""
+    """``dataset`` in batches of similar ``lengths`` [n], for less padding. Each epoch is shuffled, then every ``window_batches``
+    global batches are regrouped by length. Each sample is read once per epoch."""
     base = as_dataset(dataset)
     given = np.asarray(lengths, np.int64)
     if len(given) != len(base):
@@ -79,15 +79,15 @@ def bucketed(
 
 
 def mapped(dataset: Dataset | MapStyle, function: Callable[[Batch], Batch]) -> Dataset:
-    """``dataset`` with ``function`` done to each sample, always alike: decoding, say. What is random belongs into the loader's
-    ``transform``; around this, ``cached`` keeps what the function made."""
+    """``dataset`` with a deterministic ``function`` applied to each sample, such as decoding. Randomness belongs into the
+    loader's ``transform``. ``cached(mapped(…))`` caches the results."""
     return _MappedDataset(as_dataset(dataset), function)
 
 
 class _MappedDataset:
     def __init__(self, base: Dataset, function: Callable[[Batch], Batch]) -> None:
         self._base, self._function = base, function
-        # a value object says with what it works; a function is known by its name only
+        # the repr of a dataclass includes its settings; a function has only a name
         name = (
             repr(function) if is_dataclass(function) else getattr(function, "__qualname__", type(function).__qualname__)
         )
@@ -119,13 +119,13 @@ class _MixtureDataset:
         return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: Ids) -> list[Batch]:
-        found: dict[int, Batch] = {}
+        by_row: dict[int, Batch] = {}
         homes = np.searchsorted(self._starts, indices, side="right") - 1
         for home in np.unique(homes).tolist():
             rows = np.flatnonzero(homes == home)
             samples = read_samples(self._parts[home], indices[rows] - self._starts[home])
-            found |= dict(zip(rows.tolist(), samples, strict=True))
-        return [found[row] for row in range(len(indices))]
+            by_row |= dict(zip(rows.tolist(), samples, strict=True))
+        return [by_row[row] for row in range(len(indices))]
 
 
 class _ReorderedDataset:
@@ -151,7 +151,7 @@ class _OrderFactory(Protocol):
 
 
 def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
-    """Samples one by one, from any data set."""
+    """Samples of any data set, one by one."""
     if isinstance(dataset, PerSampleDataset):
         return dataset.samples(indices)
     batch = dataset.read(indices)

@@ -1,6 +1,6 @@
-"""What the loader reads: the ``Dataset`` protocol, and an adapter for map-style datasets as PyTorch users know them.
+"""The ``Dataset`` protocol, and an adapter for PyTorch's map-style datasets.
 
-Not here: iterable-style datasets. A stream without random access has no rank-free order to resume in.
+Not here: iterable-style datasets (``loading.stream_loader``).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Batch = dict[str, NDArray[Any]]
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Samples by number, read many at a time. ``fingerprint`` changes whenever any sample would."""
+    """Samples by number, read in batches. ``fingerprint`` changes whenever a sample does."""
 
     fingerprint: str
 
     def __len__(self) -> int: ...
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
-        """Named arrays whose first dim is ``len(indices)``; fresh memory that the caller may keep and change."""
+        """Named arrays whose first dim is ``len(indices)``, in new memory that the caller may modify."""
         ...
 
 
@@ -38,7 +38,7 @@ class MapStyle(Protocol):
 
 
 def as_dataset(data: Dataset | MapStyle) -> Dataset:
-    """``data`` itself where it already is a ``Dataset``, else ``from_map_style(data)``."""
+    """``data`` itself if it is a ``Dataset``, else ``from_map_style(data)``."""
     return data if isinstance(data, Dataset) else from_map_style(data)
 
 
@@ -47,13 +47,13 @@ def from_map_style(data: MapStyle, *, fingerprint: str = "") -> Dataset:
 
     A sample is a dict of named values, a named tuple, a pair (x, y), which becomes ``inputs`` and ``targets``, or one
     value, which becomes ``inputs``. Values are tensors, arrays or numbers; Python floats become float32, ints int64.
-    A dataset with ``__getitems__`` is asked for all samples of a call at once, as PyTorch does.
+    If the dataset has ``__getitems__``, one call reads all samples, as in PyTorch.
 
-    ``fingerprint`` should change when the samples do, so that a resumed run notices; left empty it is the dataset's own
-    ``fingerprint`` attribute, else made of its type and length only. Randomness belongs into the loader's
-    ``transform``, whose generator is keyed by sample: what ``__getitem__`` draws from global generators is not resumed.
+    ``fingerprint`` should change when the samples do, so that a resumed run notices. By default it is the dataset's
+    ``fingerprint`` attribute, or else made of its type and length. Put randomness into the loader's ``transform``, whose
+    generator is keyed by sample: draws of ``__getitem__`` from global generators do not resume.
 
-    Reading raises ``DataError`` for samples that cannot be stacked: other names, shapes or dtypes than the first one.
+    Reading raises DataError for samples that cannot be stacked: names, shapes or dtypes other than those of the first.
     """
     kind = type(data)
     default = f"map:{kind.__module__}.{kind.__qualname__}:{len(data)}"
@@ -72,7 +72,7 @@ class _MapStyleDataset:
         return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
-        """One by one, so that a transform may make them alike."""
+        """Samples one by one; their shapes may differ."""
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
         samples = many(ids) if many is not None else [self._data[index] for index in ids]
@@ -80,7 +80,7 @@ class _MapStyleDataset:
 
 
 def check_sample(sample: Any) -> Batch:
-    """One sample as named arrays, by the rules of ``from_map_style``."""
+    """Convert one sample to named arrays by the rules of ``from_map_style``. Raises DataError."""
     if isinstance(sample, Mapping):
         items = cast("Mapping[str, Any]", sample)
         return {str(name): _array(str(name), value) for name, value in items.items()}

@@ -1,4 +1,4 @@
-"""Settings of the data: which text, cut how, in which order, made ready by whom."""
+"""Options of the data: the corpus and its windows, and the loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LastBatch = Literal["rollover", "keep", "drop", "pad", "wrap", "discard", "roll_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """What a run reads. Seed, batch sizes and number of steps belong to other sections."""
+    """The text a run reads. Seed, batch sizes and number of steps belong to other sections."""
 
     corpus: str = option("stdlib", "stdlib = the running Python's own library source; or a folder or file of text.")
     tokenizer: str = option("bytes", "bytes = one token per UTF-8 byte; or the path of a Hugging Face tokenizer.json.")
@@ -25,9 +25,9 @@ class DataOptions:
     boundaries: Literal["mask", "ignore"] = option(
         "mask", "Several documents in one sample: mask = never predict or attend across them; ignore = one stream."
     )
-    packing: Literal["stream", "offsets", "best_fit"] = option(
+    packing: Literal["stream", "sliding", "best_fit"] = option(
         "stream",
-        "Training samples: stream = windows side by side; offsets = a window begins at each token, so they overlap; best_fit ="
+        "Training samples: stream = windows side by side; sliding = a window begins at each token, so they overlap; best_fit ="
         " whole documents, some padding.",
     )
     cache_dir: str = option("", "Where prepared data is kept; empty = unisono/ in the user's cache folder.")
@@ -35,9 +35,9 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """How batches are made ready. Only ``last_batch`` and ``max_bad_frac`` touch what is in them."""
+    """How batches are built. Only ``last_batch`` and ``max_bad_sample_frac`` affect their content."""
 
-    workers: int = option(
+    num_workers: int = option(
         -1,
         "Threads or processes that make batches ready ahead; -1 = tuned while running, 0 = the training's own thread.",
         ge=-1,
@@ -50,7 +50,7 @@ class LoaderOptions:
         "An epoch's remainder: rollover = goes into the next epoch, keep = a smaller step, drop (MXNet: discard) = left"
         " out, pad = filled up with weight 0, wrap = filled up with the epoch's first samples.",
     )
-    max_bad_frac: float = option(
+    max_bad_sample_frac: float = option(
         0.0, "Share of samples that may be unreadable and then weigh 0; 0 = the first one ends the run.", ge=0.0, lt=1.0
     )
     timeout_s: float = option(600.0, "How long a step may wait for its data before the sample is named.", gt=0.0)

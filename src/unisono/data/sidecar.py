@@ -1,4 +1,4 @@
-"""The sidecar: one memory-mapped file beside a raw payload file, saying what the payload is and where its parts begin.
+"""The sidecar: a memory-mapped index file beside a raw payload file. It describes the payload and where its parts begin.
 
 Layout, everything little-endian:
 
@@ -11,9 +11,9 @@ Layout, everything little-endian:
     40      …      JSON head, then zeros up to a multiple of 64
     …       …      columns, each a raw array at a multiple of 64
 
-The head names the payload (bytes, dtype, xxh3-128), every column (dtype, count, offset, xxh3-128) and the writer's own
-facts. Opening costs O(1) in the number of records: it checks magic, sizes and the head's digest. ``verify`` reads
-everything. Nothing here knows what the payload means: token shards are the first user.
+The head describes the payload (bytes, dtype, xxh3-128) and every column (dtype, count, offset, xxh3-128), and holds the writer's
+own facts. Opening is O(1) in the number of records: it checks magic, sizes and the head's digest. ``verify_sidecar`` reads
+everything. This module does not interpret the payload.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PayloadInfo:
-    """The file the sidecar describes."""
+    """Size, dtype and digest of the payload file."""
 
     bytes: int
     dtype: str
@@ -99,7 +99,7 @@ def write_sidecar(
         name: ColumnInfo(dtype=column.dtype.str, count=column.size, offset=(1 << 63) - 1, xxh3_128=digest_of(column))
         for name, column in stored.items()
     }
-    # The offsets stand in the head, whose length moves them: lay out with room for the longest numbers, then pad.
+    # The head holds the offsets, and its length shifts them: lay out with room for the longest numbers, then pad.
     room = len(msgspec.json.encode(SidecarHeader(kind=kind, payload=payload, columns=table, facts=dict(facts))))
     end = _aligned(_FIXED.size + room)
     for name, column in stored.items():
@@ -114,9 +114,9 @@ def write_sidecar(
 
 
 def open_sidecar(path: Path, *, kind: str) -> Sidecar:
-    """Open a sidecar of ``kind``. O(1): the contents of payload and columns are not read.
+    """Open a sidecar of ``kind`` without reading payload or columns.
 
-    Raises ``DataError`` naming the file and what is wrong: not a sidecar, another version or kind, cut, damaged head.
+    Raises DataError for a file that is not a sidecar, of another version or kind, truncated, or with a damaged head.
     """
     try:
         with path.open("rb") as file:
@@ -153,7 +153,7 @@ def open_sidecar(path: Path, *, kind: str) -> Sidecar:
 
 
 def verify_sidecar(sidecar: Sidecar, payload: NDArray[Any]) -> list[Problem]:
-    """Read payload and columns and compare their digests; an empty list means every byte is as written."""
+    """Read payload and columns and compare their digests; returns an empty list if every byte is as written."""
     problems: list[Problem] = []
     if digest_of(payload) != sidecar.head.payload.xxh3_128:
         problems.append(_damage(sidecar.path, "the payload beside it does not match its digest"))
@@ -171,7 +171,7 @@ def digest_of(array: NDArray[Any]) -> str:
 
 
 def view_of(array: NDArray[Any]) -> memoryview:
-    """The array's memory, item by item; read-only where the array is."""
+    """The array's memory as a view; read-only if the array is."""
     return memoryview(cast("Any", array))
 
 

@@ -1,7 +1,6 @@
-"""Processes as one job: who am I (torch-free), who are the others, and how do we stop together.
+"""The processes of a job: this process's place in it, its peers, collectives, stop signals and failure records.
 
-``JobSpec``, ``job_from_environ``, ``StopNotice``, ``fault_point`` and ``record_failure`` import no torch; ``World``,
-``join`` and ``agree`` do, when first asked for.
+Only ``World``, ``join_world`` and ``agree`` import torch, when first used.
 """
 
 import lazy_loader

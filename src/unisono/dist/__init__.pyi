@@ -1,6 +1,10 @@
-from .agreement import agree as agree
-from .failure import Failure as Failure, read_failure as read_failure, record_failure as record_failure
+from .failure import Failure as Failure
+from .failure import read_failure as read_failure
+from .failure import record_failure as record_failure
 from .fault_injection import fault_point as fault_point
-from .jobspec import JobSpec as JobSpec, job_from_environ as job_from_environ
+from .jobspec import JobSpec as JobSpec
+from .jobspec import job_from_environ as job_from_environ
 from .stop_notice import StopNotice as StopNotice
-from .world import World as World, join_world as join_world
+from .world import World as World
+from .world import agree as agree
+from .world import join_world as join_world

@@ -1,24 +1,27 @@
-"""Last words of a rank: what it failed with, in a file the launcher reads after the process is gone.
+"""The failure record of a rank: a file that the launcher reads after the process has ended.
 
-An exit status is one number. With the step, the exception and the traceback the launcher can name the rank that failed
-first, and can tell a crash that repeats at one step from bad luck. Imports no torch.
+With the step, the exception and the traceback, the launcher can name the rank that failed first and can recognise a
+crash that repeats at one step. No torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unisono.dist.jobspec import JobSpec
+from unisono.storage.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """``step`` is None when no step had begun; ``at_monotonic_s`` orders the failures of one host."""
+    """How a rank failed.
+
+    och`` is the attempt. ``step`` is None before the first step. ``at_monotonic_s`` orders one host's failures.
+    """
 
     rank: int
     epoch: int
@@ -29,12 +32,12 @@ class Failure:
     at_monotonic_s: float
 
     def same_as(self, other: Failure) -> bool:
-        """The same crash again: step, exception type and message."""
+        """Whether both have the same step, exception type and message."""
         return (self.step, self.type, self.message) == (other.step, other.type, other.message)
 
 
 def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: int | None) -> Path:
-    """Writes ``failure-rank-N.json`` into ``folder`` in one piece and returns its path."""
+    """Write ``failure-rank-N.json`` into ``folder`` atomically; returns its path."""
     failure = Failure(
         rank=job.rank,
         epoch=job.restart_count,
@@ -46,17 +49,15 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"failure-rank-{job.rank}.json"
-    partial = folder / f".failure-rank-{job.rank}.{os.getpid()}"
-    partial.write_text(json.dumps(asdict(failure), indent=1) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(asdict(failure), indent=1).encode() + b"\n")
     return path
 
 
 def read_failure(folder: Path, rank: int, epoch: int) -> Failure | None:
-    """What ``rank`` recorded in attempt ``epoch``; None if it recorded nothing, or nothing readable."""
+    """The failure of ``rank`` in attempt ``epoch``; None if there is no readable record."""
     try:
         failure = Failure(**json.loads((folder / f"failure-rank-{rank}.json").read_text()))
     except (OSError, ValueError, TypeError):
-        # a rank that was killed left no words, or half of them: the exit status still tells
+        # a rank that was killed leaves no record, or half of one; its exit code remains
         return None
     return failure if failure.epoch == epoch else None

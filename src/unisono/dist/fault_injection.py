@@ -1,9 +1,9 @@
-"""Deliberate death at a named point, for drills: ``UNISONO_FAULT="backward@7:1"`` kills rank 1 in step 7's backward.
+"""Fault injection for tests: ``UNISONO_FAULT="backward@7:1"`` kills rank 1 in the backward pass of step 7.
 
-The specification is ``point[@step][:rank]``, several separated by commas; without a step the first pass counts, without
-a rank every rank dies. Death is SIGKILL: nothing is flushed, no handler runs, as when a machine loses power. Only the
-first attempt of a launch is hit, else a restarted run would die at the same step for ever: our launcher drops the
-variable on restart, and under torchrun the restart count is looked at. Costs one dictionary look-up when unset.
+The specification is ``point[@step][:rank]``, several separated by commas. Without a step the first pass through the
+point counts; without a rank every rank dies. The signal is SIGKILL: nothing is flushed and no handler runs, as in a
+power loss. Only the first attempt of a launch is killed: our launcher drops the variable on restart, and under
+torchrun the restart count is checked. Unset, it costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 import re
 import signal
 
-from unisono.errors import LaunchError, Problem
+from unisono.errors import LaunchError
 
 VARIABLE = "UNISONO_FAULT"
 
 
 def fault_point(name: str, step: int | None = None) -> None:
-    """Kills this process with SIGKILL if ``UNISONO_FAULT`` names this point (and step, and rank), else does nothing.
+    """Kill this process with SIGKILL if ``UNISONO_FAULT`` names this point, step and rank.
 
-    A fault with a step never fires at a point that knows none. Raises LaunchError for a malformed specification.
+    A fault with a step never fires at a point without one. Raises LaunchError for a malformed specification.
     """
     text = os.environ.get(VARIABLE)
     if text is None:
@@ -40,9 +40,9 @@ def _parsed(text: str) -> list[tuple[str, int | None, int | None]]:
         if match is None:
             raise LaunchError(
                 given=f"{VARIABLE}={text!r}",
-                    rule="a fault is point[@step][:rank], several separated by commas",
-                    consequence="a drill that hits nothing would look like a success, so nothing was started",
-                    nearest=f"{VARIABLE}=backward@7:1, or unset it"
+                rule="a fault is point[@step][:rank], several separated by commas",
+                consequence="a drill that hits nothing would look like a success, so nothing was started",
+                nearest=f"{VARIABLE}=backward@7:1, or unset it",
             )
         point, step, rank = match.groups()
         faults.append((point, None if step is None else int(step), None if rank is None else int(rank)))

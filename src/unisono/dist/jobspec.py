@@ -1,13 +1,12 @@
-"""Which process of which job is this? One ``JobSpec``, read from the environment of whatever started the process.
+"""``JobSpec``: the place of this process in its job, read from the environment. No torch.
 
-Sources, in two kinds. A *launcher* started exactly this process and numbers it: our own (``UNISONO_*``), torchrun
-(``RANK``, ``WORLD_SIZE`` …) and MXNet's tracker (``DMLC_*``). An *allocation* describes the tasks a launcher may run
-inside: SLURM and Open MPI. The launcher speaks for the process; the allocation numbers it only where no launcher does.
-Two launchers must agree on rank and world. A launcher inside an allocation of N tasks must give a world that is a
-multiple of N: ``srun -N2 --ntasks-per-node=1 torchrun …`` is fine, a forgotten ``WORLD_SIZE=1`` in a task of four is
-not - four runs would write into one folder. Contradictions and half-set groups are errors, never a silent choice.
-
-Imports no torch. The rendezvous itself is ``unisono.dist.world``.
+There are two kinds of sources. A *launcher* started exactly this process and numbers it: our own (``UNISONO_*``),
+torchrun (``RANK``, ``WORLD_SIZE`` …) and MXNet's tracker (``DMLC_*``). An *allocation* describes the tasks in which a
+launcher may run: SLURM and Open MPI. The launcher's numbers win; the allocation's are used only without a launcher.
+Two launchers must agree on rank and world size. A launcher inside an allocation of N tasks must give a world size
+that is a multiple of N: ``srun -N2 --ntasks-per-node=1 torchrun …`` is fine; a forgotten ``WORLD_SIZE=1`` in a task
+of four is not, because four runs would write into one folder. Contradictions and incomplete groups of variables are
+errors.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unisono.errors import LaunchError, Problem
 
@@ -26,7 +25,33 @@ Role = Literal["worker", "server", "scheduler"]
 ROLES: tuple[Role, ...] = ("worker", "server", "scheduler")
 LOOPBACK = "127.0.0.1"
 
-# srun numbers its steps from 0; batch and interactive shells have no step id, or one from here on, and are one process
+# our variable -> field of JobSpec; all of them are always set
+_ALWAYS = {
+    "UNISONO_RUN_ID": "run_id",
+    "UNISONO_EPOCH": "restart_count",
+    "UNISONO_RANK": "rank",
+    "UNISONO_LOCAL_RANK": "local_rank",
+    "UNISONO_WORLD": "world_size",
+    "UNISONO_LOCAL_WORLD": "local_world",
+    "UNISONO_MASTER_ADDR": "master_addr",
+    "UNISONO_MASTER_PORT": "master_port",
+}
+_SOMETIMES = (
+    *("UNISONO_ROLE", "UNISONO_LISTEN_FD"),
+    *("UNISONO_SERVERS", "UNISONO_SERVER_ADDRESSES", "UNISONO_SERVER"),
+)
+OWN_VARIABLES = frozenset({*_ALWAYS, *_SOMETIMES})
+# torch's env:// variable -> field
+TORCH_VARIABLES = {
+    "RANK": "rank",
+    "LOCAL_RANK": "local_rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_WORLD_SIZE": "local_world",
+    "MASTER_ADDR": "master_addr",
+    "MASTER_PORT": "master_port",
+}
+
+# srun numbers its steps from 0; batch and interactive shells have no step id or one from here on, and count as one process
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 
@@ -34,16 +59,18 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 class JobSpec:
     """The place of one process in its job.
 
-    ``epoch`` counts the attempts of a run: it is part of every key in the store, so that a restarted group never reads
-    what a dead one left behind. ``listen_fd`` is a listening socket inherited from the launcher (rank 0 only): the port
-    is never free between choosing and using it. ``shared_store`` says that a store already listens at
-    ``master_addr:master_port`` (torchrun's), so rank 0 must not open one.
-
-    ``rank`` and ``world`` count workers only. A parameter server has a ``server_index`` instead (None where its launcher
-    numbers no servers), and listens on ``listen_fd``; ``server_addresses`` are ``host:port`` by index, or empty where the
-    launcher does not know them. A scheduler is DMLC's word for the process that keeps the store. ``interface`` is
-    the one this process was told to use. A worker that knows servers may have a rank of ``world`` or above: it was not there
-    when the job began, whose plan is one of ``world`` ranks, and joins it.
+    - ``run_id``: the name of the run, equal on all its processes.
+    - ``restart_count``: the attempt, from 0. It is part of every key in the store, so a restarted group reads no old keys.
+    - ``rank``, ``world_size``: among the workers. A worker that joins servers later has a rank >= ``world_size``.
+    - ``local_rank``, ``local_world``: among the workers of this host.
+    - ``master_addr``, ``master_port``: where rank 0 serves the store; port 0 if the workers do not meet.
+    - ``source``: the launcher or allocation these numbers come from.
+    - ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free.
+    - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open one.
+    - ``role``: worker or server; scheduler is DMLC's process that keeps the store.
+    - ``servers``: the number of parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown.
+    - ``server_index``: the index of this server; None for other roles or if its launcher numbers no servers.
+    - ``interface``: the network interface that the launcher set for this process.
     """
 
     run_id: str = "single"
@@ -65,22 +92,12 @@ class JobSpec:
 
     @property
     def is_local(self) -> bool:
-        """All ranks share this host, so nothing needs to leave the loopback interface."""
+        """Whether all ranks share this host, so traffic stays on the loopback interface."""
         return self.local_world == self.world_size
 
     def environ(self) -> dict[str, str]:
-        """The variables our launcher sets for this process; to a worker torch's ``env://`` names say the same."""
-        own = {
-            "UNISONO_ROLE": self.role,
-            "UNISONO_RUN_ID": self.run_id,
-            "UNISONO_EPOCH": str(self.restart_count),
-            "UNISONO_RANK": str(self.rank),
-            "UNISONO_LOCAL_RANK": str(self.local_rank),
-            "UNISONO_WORLD": str(self.world_size),
-            "UNISONO_LOCAL_WORLD": str(self.local_world),
-            "UNISONO_MASTER_ADDR": self.master_addr,
-            "UNISONO_MASTER_PORT": str(self.master_port),
-        }
+        """The variables our launcher sets for this process; for a worker also torch's ``env://`` names."""
+        own = {"UNISONO_ROLE": str(self.role)} | self._values(_ALWAYS)
         if self.listen_fd is not None:
             own["UNISONO_LISTEN_FD"] = str(self.listen_fd)
         if self.servers:
@@ -88,23 +105,16 @@ class JobSpec:
             own["UNISONO_SERVER_ADDRESSES"] = ",".join(self.server_addresses)
         if self.server_index is not None:
             own["UNISONO_SERVER"] = str(self.server_index)
-        if self.role != "worker":
-            return own
-        return own | {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return own | self._values(TORCH_VARIABLES) if self.role == "worker" else own
+
+    def _values(self, fields: Mapping[str, str]) -> dict[str, str]:
+        return {variable: str(getattr(self, field)) for variable, field in fields.items()}
 
 
 def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
-    """The JobSpec that ``environ`` describes; world 1 and source ``single`` where nothing numbers this process.
+    """The JobSpec that ``environ`` describes; world size 1 and source ``single`` if no source numbers this process.
 
-    Raises LaunchError naming both sides where sources contradict each other, and naming what is missing where a source
-    is only half set.
+    Raises LaunchError if sources contradict each other, or if variables of a source are missing or malformed.
     """
     launchers = [job for read in (_own, _torchrun, _dmlc) if (job := read(environ)) is not None]
     allocations = [job for read in (_slurm, _openmpi) if (job := read(environ)) is not None]
@@ -120,14 +130,14 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
                     _contradiction(launchers[0], outer, "a world must be a multiple of the tasks it is started in")
                 )
         return launchers[0]
-    # mpirun starts its daemons as a SLURM step of its own: of the two, Open MPI is the one that numbers processes
+    # mpirun starts its daemons as a SLURM step: of the two, Open MPI numbers the processes
     return allocations[-1] if allocations else JobSpec()
 
 
 def idle_role(job: JobSpec, kind: str) -> str | None:
-    """Why this process has nothing to do under synchronisation ``kind``, in one line; None where it has.
+    """The reason, in one line, why this process has nothing to do under synchronisation ``kind``; None if it has work.
 
-    MXNet's scripts start servers and a scheduler whatever the kind, and tell nobody where they are.
+    MXNet's scripts start servers and a scheduler for every kind, and pass their addresses to nobody.
     """
     if job.role == "worker":
         return None
@@ -140,24 +150,20 @@ def idle_role(job: JobSpec, kind: str) -> str | None:
 
 
 def _own(environ: Mapping[str, str]) -> JobSpec | None:
-    names = ("RUN_ID", "EPOCH", "RANK", "LOCAL_RANK", "WORLD", "LOCAL_WORLD", "MASTER_ADDR", "MASTER_PORT")
-    if not _all_or_none(environ, "unisono", [f"UNISONO_{name}" for name in names], marker="UNISONO_RANK"):
+    if not _all_or_none(environ, "unisono", list(_ALWAYS), marker="UNISONO_RANK"):
         return None
+    place: dict[str, Any] = {
+        field: environ[variable] if field in ("run_id", "master_addr") else _whole(environ, variable)
+        for variable, field in _ALWAYS.items()
+    }
     return _checked(
         JobSpec(
+            **place,
+            source="unisono",
             role=_role(environ, "UNISONO_ROLE", "worker"),
             servers=_whole(environ, "UNISONO_SERVERS", 0),
             server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
             server_index=_maybe(environ, "UNISONO_SERVER"),
-            run_id=environ["UNISONO_RUN_ID"],
-            restart_count=_whole(environ, "UNISONO_EPOCH"),
-            rank=_whole(environ, "UNISONO_RANK"),
-            local_rank=_whole(environ, "UNISONO_LOCAL_RANK"),
-            world_size=_whole(environ, "UNISONO_WORLD"),
-            local_world=_whole(environ, "UNISONO_LOCAL_WORLD"),
-            master_addr=environ["UNISONO_MASTER_ADDR"],
-            master_port=_whole(environ, "UNISONO_MASTER_PORT"),
-            source="unisono",
             listen_fd=_maybe(environ, "UNISONO_LISTEN_FD"),
         )
     )
@@ -198,10 +204,10 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
     if role == "worker" and number is None:
         raise LaunchError(
             given="DMLC_ROLE='worker' and none of DMLC_RANK, DMLC_WORKER_ID, DMLC_TASK_ID",
-                rule="a worker's number is said before it starts; MXNet counts workers as they arrive, which is another order "
-                "each time",
-                consequence="this process does not know which share of the data is its own and was not started",
-                nearest=f"DMLC_WORKER_ID=0 … {max(world - 1, 0)}, one for each worker, or `unisono launch`, which numbers them"
+            rule="a worker has its number before it starts; MXNet numbers workers as they arrive, in another order "
+            "each time",
+            consequence="this process does not know which share of the data is its own and was not started",
+            nearest=f"DMLC_WORKER_ID=0 … {max(world - 1, 0)}, one for each worker, or `unisono launch`, which numbers them",
         )
     rank = _whole(environ, number) if role == "worker" and number else 0
     on_one_host = _is_loopback(environ["DMLC_PS_ROOT_URI"])
@@ -224,7 +230,7 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
 
 
 def _dmlc_server(environ: Mapping[str, str], workers: int) -> int | None:
-    """The trackers number all tasks in one row, workers first."""
+    """The server's index: trackers number workers and servers in one sequence, workers first."""
     task = _maybe(environ, "DMLC_TASK_ID")
     return None if task is None or task < workers else task - workers
 
@@ -290,9 +296,9 @@ def _whole(environ: Mapping[str, str], name: str, default: int | None = None) ->
     if text is None or not re.fullmatch(r"[0-9]{1,18}", text.strip()):
         raise LaunchError(
             given=f"{name}={text!r}",
-                rule="it is a whole number, 0 or more",
-                consequence="this process does not know its place in the job and was not started",
-                nearest=f"unset {name}, or let the launcher set it"
+            rule="it is a whole number, 0 or more",
+            consequence="this process does not know its place in the job and was not started",
+            nearest=f"unset {name}, or let the launcher set it",
         )
     return int(text)
 
@@ -308,14 +314,14 @@ def _role(environ: Mapping[str, str], name: str, default: str | None = None) -> 
             return role
     raise LaunchError(
         given=f"{name}={given!r}",
-            rule=f"a process is one of {', '.join(ROLES)}",
-            consequence="this process does not know what it is for and was not started",
-            nearest=f"unset {name}, or let the launcher set it"
+        rule=f"a process is one of {', '.join(ROLES)}",
+        consequence="this process does not know what it is for and was not started",
+        nearest=f"unset {name}, or let the launcher set it",
     )
 
 
 def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], marker: str) -> bool:
-    """Whether this source is there, which its ``marker`` says; raises when it is there in part only."""
+    """Whether the ``marker`` of this source is set. Raises LaunchError if only some of ``names`` are set."""
     if marker not in environ:
         return False
     missing = [name for name in names if name not in environ]
@@ -323,22 +329,25 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
         present = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
         raise LaunchError(
             given=f"{source} set {present} but not {', '.join(missing)}",
-                rule=f"{source} sets all of {', '.join(names)}, or none",
-                consequence="this process does not know its place in the job and was not started",
-                nearest=f"set {', '.join(missing)}, or unset {marker} to run as one process"
+            rule=f"{source} sets all of {', '.join(names)}, or none",
+            consequence="this process does not know its place in the job and was not started",
+            nearest=f"set {', '.join(missing)}, or unset {marker} to run as one process",
         )
     return True
 
 
 def _checked(job: JobSpec) -> JobSpec:
-    def wrong() -> Iterator[tuple[str, str]]:
-        joins = bool(job.server_addresses) and job.role == "worker"  # to servers one worker more is welcome at any time
+    def violations() -> Iterator[tuple[str, str]]:
+        joins = bool(job.server_addresses) and job.role == "worker"  # a worker may join servers at any time
         if job.world_size < 1 or not (0 <= job.rank < job.world_size or joins):
             yield f"rank {job.rank} of world {job.world_size}", "0 <= rank < world"
         if not 1 <= job.local_world <= max(job.world_size, 1) or not 0 <= job.local_rank < max(job.local_world, 1):
             yield f"local rank {job.local_rank} of {job.local_world} on this host", "0 <= local rank < local world"
         if len(job.server_addresses) not in (0, job.servers):
-            yield f"{len(job.server_addresses)} server addresses for {job.servers} servers", "each server has one address"
+            yield (
+                f"{len(job.server_addresses)} server addresses for {job.servers} servers",
+                "each server has one address",
+            )
         if job.server_index is not None and not 0 <= job.server_index < job.servers:
             yield f"server {job.server_index} of {job.servers}", "0 <= server index < servers"
         if not 0 <= job.master_port < 2**16:
@@ -351,7 +360,7 @@ def _checked(job: JobSpec) -> JobSpec:
             consequence="this process does not know its place in the job and was not started",
             nearest="let the launcher set these variables, and export none of them by hand",
         )
-        for given, rule in wrong()
+        for given, rule in violations()
     ]
     if problems:
         raise LaunchError(*problems)
@@ -380,15 +389,15 @@ def _master_addr(environ: Mapping[str, str], source: str, default: str | None) -
     if address is None:
         raise LaunchError(
             given=f"{source} started ranks on several hosts and does not say where rank 0 is",
-                rule="all ranks meet at MASTER_ADDR",
-                consequence="the ranks cannot find each other, so nothing was started",
-                nearest="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …"
+            rule="all ranks meet at MASTER_ADDR",
+            consequence="the ranks cannot find each other, so nothing was started",
+            nearest="mpirun -x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=29500 …",
         )
     return address
 
 
 def _master_port(environ: Mapping[str, str], run_id: str) -> int:
-    """MASTER_PORT, or one that every rank derives alike from the job's name; two jobs of a host rarely share it."""
+    """MASTER_PORT, or a port that every rank derives from ``run_id``; two jobs on one host rarely share it."""
     return _whole(environ, "MASTER_PORT", 20000 + zlib.crc32(run_id.encode()) % 12000)
 
 

@@ -1,7 +1,7 @@
-"""Which rank is missing? The answer a collective's own error does not give.
+"""Finds the missing ranks of a failed collective, which its own error does not name.
 
-Gloo names an address and a port, NCCL nothing. Ranks of one host can look each other up in the process table: gone,
-stopped, or alive. For the rest a roll-call through the store shows who is waiting in which collective, and who in none.
+Gloo reports an address and a port, NCCL nothing. Ranks of one host look each other up in the process table: ended, stopped or
+alive. Beyond that, a roll call through the store shows which rank is waiting in which collective.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from typing import Any
 import psutil
 from torch.distributed import Store
 
-# a killed process closes its sockets a moment before the process table says so
+# a killed process closes its sockets a moment before it leaves the process table
 _SETTLE_S = 1.0
 _ROLL_CALL_S = 3.0
 
 
 def identity() -> dict[str, Any]:
-    """Enough for another rank to find this process again, if it runs on the same host and process table."""
+    """Host, pid and creation time, with which another rank of this host can look this process up."""
     process = psutil.Process()
     return {"host": _host(), "pid": process.pid, "created": process.create_time()}
 
 
 def missing_ranks(peers: Sequence[Mapping[str, Any]], rank: int, *, settle: bool) -> list[str]:
-    """``rank 1 (pid 4711) has ended`` for every peer on this host that ended or is stopped.
+    """A line such as ``rank 1 (pid 4711) has ended`` for every peer on this host that has ended or is stopped.
 
-    With ``settle`` it asks again for up to a second: for a connection that was closed, where the peer may be dying.
+    ``settle`` repeats the look-up for up to one second, for a closed connection whose peer may still be dying.
     """
     deadline = time.monotonic() + (_SETTLE_S if settle else 0)
     while True:
-        found = [
+        missing = [
             f"rank {other} (pid {peer['pid']}) {state}"
             for other, peer in enumerate(peers)
             if other != rank and peer["host"] == _host() and (state := _state(peer))
         ]
-        if found or time.monotonic() >= deadline:
-            return found
+        if missing or time.monotonic() >= deadline:
+            return missing
         time.sleep(0.02)
 
 
 def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]:
-    """Who is not waiting in the same collective as this rank; empty where nobody can tell. Who is cut off from the store says that.
+    """A line for every rank that is not waiting in the same collective as this one; empty if that cannot be found out.
 
-    Every rank whose collective timed out says where it waits. The store's host may be the very process that hangs, so
-    the questions are asked from a thread that is given up after a few seconds.
+    Every rank whose collective timed out writes where it waits. The store may be served by the process that hangs, so
+    it is asked from a thread that is abandoned after a few seconds.
     """
     answers: dict[int, str] = {}
 
@@ -77,7 +77,7 @@ def _quietly(action: Any) -> None:
     try:
         action()
     except RuntimeError:
-        # the store is gone with its host: then there is nothing to learn from it
+        # the store has ended with its host
         return
 
 
@@ -95,7 +95,7 @@ def _state(peer: Mapping[str, Any]) -> str:
 
 
 def _host() -> str:
-    """This host and its process table: containers that share a host name must not look up each other's pids."""
+    """An id of this host and its pid namespace: containers with one host name must not look up each other's pids."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
     if boot.exists() and namespace.exists():

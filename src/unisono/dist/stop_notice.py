@@ -1,12 +1,10 @@
-"""Notice of a stop that arrives even while the main thread is blocked in a collective.
+"""A stop request that is noticed even while the main thread is blocked in a collective. No torch.
 
-A Python signal handler runs only when the main thread is back in the interpreter; a rank that waits for a hung peer
-inside ``all_reduce`` sees its SIGTERM after the timeout, when the grace period is over. The interpreter's C-level
-handler does run at once, and all it does is write one byte to the wakeup descriptor. A thread reads it. The Python
-handler itself is empty. (``sigwait`` in a thread is no way out: native threads do not share the mask, and one of them
-receives the signal with its default action.)
-
-What a stop leads to - agreeing on a last step, saving, exit 75 - is decided by who reads ``requested``. Imports no torch.
+A Python signal handler runs only when the main thread is back in the interpreter. A rank that waits for a hung peer
+inside ``all_reduce`` would see its SIGTERM only after the collective's time-out, when the grace period is over. The
+interpreter's C-level handler runs immediately and writes one byte to the wakeup descriptor, which a thread reads; the
+Python handler is empty. (``sigwait`` in a thread does not work: native threads do not share the signal mask, and one
+of them would receive the signal with its default action.)
 """
 
 from __future__ import annotations
@@ -25,8 +23,11 @@ from typing import Any
 class StopNotice:
     """Context manager that turns SIGTERM and SIGINT into ``requested``; enter it on the main thread.
 
-    ``signals`` may be any others too, such as SIGUSR1 where a batch system warns with that one. A second SIGINT has its
-    default effect again and ends the process at once: the user insists.
+    ``signals`` may include others, such as SIGUSR1 if the batch system warns with it. A second SIGINT has its default
+    effect and ends the process immediately. The caller decides what a stop leads to: a last step, a save, exit code
+    75.
+
+    Attributes: ``signal_name`` and ``at_monotonic_s`` (seconds, ``time.monotonic``) of the first signal, None before it.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
@@ -41,11 +42,11 @@ class StopNotice:
 
     @property
     def requested(self) -> bool:
-        """A stop signal has arrived since the context was entered."""
+        """Whether a stop signal has arrived since the context was entered."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a stop is requested or ``timeout_s`` has passed; says whether it is."""
+        """Wait up to ``timeout_s`` seconds for a stop request; returns ``requested``."""
         return self._event.wait(timeout_s)
 
     def __enter__(self) -> StopNotice:
@@ -64,7 +65,7 @@ class StopNotice:
         self._write_end = write_end
         self._reader = threading.Thread(target=self._read, args=(read_end,), name="unisono-stop-notice", daemon=True)
         self._reader.start()
-        self._handlers = {number: signal.signal(number, _nothing) for number in self.signals}
+        self._handlers = {number: signal.signal(number, _no_action) for number in self.signals}
         _active = self
         return self
 
@@ -78,7 +79,7 @@ class StopNotice:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup_fd, warn_on_full_buffer=False)
         if self._write_end is not None and self._reader is not None:
-            # forked children may hold copies of the descriptor: closing ours would not end the reader
+            # forked children may hold copies of the descriptor, so closing ours alone would not end the reader
             self._write_end.shutdown(socket.SHUT_RDWR)
             self._write_end.close()
             self._reader.join()
@@ -97,15 +98,18 @@ class StopNotice:
                         self._event.set()
                     interrupts += number == signal.SIGINT
                     if interrupts == 2:
-                        _insist()
+                        _interrupt_now()
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Installed so that the C-level handler, which writes the wakeup byte, is."""
+def _no_action(number: int, frame: FrameType | None) -> None:
+    """The Python handler. Installing it installs the C-level handler, which writes the wakeup byte."""
 
 
-def _insist() -> None:
-    """SIGINT with its default action, now. signal.signal works on the main thread only, which may never come back."""
+def _interrupt_now() -> None:
+    """Raise SIGINT with its default action.
+
+    gnal.signal`` works only on the main thread, which may be blocked for good.
+    """
     ctypes.pythonapi.PyOS_setsig(signal.SIGINT.value, ctypes.c_void_p(0))  # 0 is SIG_DFL
     os.kill(os.getpid(), signal.SIGINT)
 

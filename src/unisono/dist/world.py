@@ -1,12 +1,13 @@
-"""The ranks of a job and the few collectives everyone needs, with errors that name the culprit.
+"""``World``: the ranks of a job and their basic collectives, with errors that name the missing rank.
 
-``join`` makes torch's default process group out of a JobSpec; a job of one process gets a World without any group, in
-which every operation is the identity. Structured data travels as JSON in byte tensors: torch's object collectives
-would unpickle what another rank sends. Overlapped gradient reduction is not here (``unisono.kvstore`` does it on
-``World.group``, under ``guard``).
+``join_world`` creates torch's default process group from a JobSpec. A job of one process gets a World without a
+group, in which every operation is the identity. Structured data is exchanged as JSON in byte tensors, because torch's
+object collectives unpickle what another rank sends. ``unisono.kvstore`` reduces gradients on ``World.group``, under
+``guard``.
 
-Gloo never frees a blocked collective before its timeout, not even on abort: a hang ends by ``timeout_s`` here, or by
-the launcher's kill. A pair that timed out stays closed, so after a CommError this World is of no further use.
+Gloo never frees a blocked collective before its time-out, not even on abort: a hang ends after ``timeout_s`` seconds
+or when the launcher kills the process. A connection that timed out stays closed, so after a CommError this World
+cannot be used again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,28 +29,30 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from unisono.dist.gloo_shutdown import wait_for_gloo_threads
 from unisono.dist.jobspec import JobSpec
-from unisono.dist.roll_call import identity, roll_call, missing_ranks
 from unisono.dist.rendezvous import fresh_prefix, open_store
-from unisono.errors import CommError, LaunchError, Problem
+from unisono.dist.roll_call import identity, missing_ranks, roll_call
+from unisono.errors import CommError, LaunchError
 
 Reduction = Literal["sum", "max", "min"]
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# JSON between ranks is control data; more than this is a mistake, and is refused before memory is taken for it
+# JSON between ranks is control data; a larger value is refused before memory is allocated for it
 _MAX_JSON_BYTES = 64 * 2**20
 
 _MEET_S = 60.0
+_SHOWN_CHARS = 120
 
-# what errors of torch's collectives that are plain RuntimeErrors begin or go on with
+# texts by which a plain RuntimeError is recognised as a failed collective
 _TRANSPORTS = ("gloo/", "ProcessGroup", "Connection closed by peer")
 
 
 class World:
-    """This process among its peers. Made by ``join``; ``group`` is None when there is one process only.
+    """This process and its peers, created by ``join_world``. ``group`` is None for a single process.
 
-    Every method but ``guard`` and ``close`` is a collective: all ranks call it, in the same order. On failure each
-    raises CommError with the operation, the time waited and, where it can be found out, the rank that is missing.
+    Every method except ``guard``, ``guard_collectives`` and ``close`` is a collective: all ranks call it in the same
+    order. A failed one raises CommError with the operation, the time waited and, if it can be found out, the missing
+    rank.
     """
 
     def __init__(
@@ -73,38 +77,38 @@ class World:
 
     @classmethod
     def alone(cls, job: JobSpec) -> World:
-        """This process by itself, whatever the number of others in ``job``: it keeps its place there, and is rank 0 of one."""
-        made = cls(job)
-        made.rank, made.world_size = 0, 1
-        return made
+        """A World of this process only, whatever the size of ``job``: rank 0 of 1."""
+        world = cls(job)
+        world.rank, world.world_size = 0, 1
+        return world
 
     # --- tensors ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction = "sum") -> torch.Tensor:
-        """Reduces ``tensor`` over all ranks in place and returns it."""
+        """Reduce ``tensor`` over all ranks in place; returns it."""
         if self.group is not None:
             with self.guard(f"all_reduce({op})", tensor.nbytes):
                 dist.all_reduce(tensor, op=_REDUCTIONS[op], group=self.group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Overwrites ``tensor`` with that of rank ``src`` and returns it."""
+        """Overwrite ``tensor`` with that of rank ``src``; returns it."""
         if self.group is not None:
             with self.guard(f"broadcast from rank {src}", tensor.nbytes):
                 dist.broadcast(tensor, src=src, group=self.group)
         return tensor
 
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
+        """Return once every rank has called it."""
         if self.group is not None:
-            # one element on the host: torch's barrier would pick the accelerator and wait for its whole stream
+            # one element on the host: torch's own barrier would use the accelerator and wait for its whole stream
             with self.guard("barrier"):
                 dist.all_reduce(torch.zeros(1, dtype=torch.int32), group=self.group)
 
     # --- structured data -------------------------------------------------------------------------------------------
 
     def broadcast_json(self, value: Any = None, src: int = 0) -> Any:
-        """Rank ``src``'s value on every rank; the others' argument is ignored. JSON types only, tuples become lists."""
+        """Rank ``src``'s value on every rank; ignored on the others. JSON types only; tuples become lists."""
         if self.group is None:
             return json.loads(json.dumps(value))
         payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8)
@@ -117,7 +121,7 @@ class World:
         return json.loads(payload.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on all ranks. JSON types only, tuples become lists."""
+        """Every rank's value, in rank order, on all ranks. JSON types only; tuples become lists."""
         if self.group is None:
             return [json.loads(json.dumps(value))]
         payload = self._encode(value)
@@ -140,21 +144,20 @@ class World:
     # --- groups, errors, end ---------------------------------------------------------------------------------------
 
     def new_group(self, name: str) -> World:
-        """The same ranks with a gloo group of their own, so that its collectives never mix with the others'.
+        """The same ranks with a separate Gloo group, for a background thread such as the checkpoint writer.
 
-        For work beside the training loop, such as writing checkpoints: collectives of one group must be issued in one
-        order on all ranks, which two threads cannot promise.
+        Collectives of one group must be issued in the same order on all ranks, which two threads cannot guarantee.
         """
         if self.group is None or self._store is None:
-            made = World(self.job, name=name)
-            made.rank, made.world_size = self.rank, self.world_size
-            return made
+            world = World(self.job, name=name)
+            world.rank, world.world_size = self.rank, self.world_size
+            return world
         with self.guard(f"new_group({name!r})"), _gloo_interface(self.job):
             group = cast(
                 ProcessGroup,
                 dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s), group_desc=name),
             )
-            made = World(
+            world = World(
                 self.job,
                 group=group,
                 store=PrefixStore(f"group/{name}", self._store),
@@ -162,28 +165,29 @@ class World:
                 name=name,
                 peers=self._peers,
             )
-            # after this no rank needs the store any more, so that its host may leave when it likes
-            made.barrier()
-        return made
+            # afterwards no rank needs the store, so its host may leave at any time
+            world.barrier()
+        return world
 
-    def groups(self, lines: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, ProcessGroup]:
-        """For each name the group this rank is in, if any, of the groups of ranks that ``lines`` gives; all ranks call it alike.
+    def groups(self, rank_lists: Mapping[str, Sequence[Sequence[int]]]) -> dict[str, ProcessGroup]:
+        """Create process groups: for each name several lists of ranks; returns, by name, the group that contains this rank.
 
-        They have this World's time-out, which torch's own ``init_device_mesh`` would not give them.
+        The groups have this World's time-out, which torch's ``init_device_mesh`` would not set. All ranks pass the
+        same lists.
         """
         own: dict[str, ProcessGroup] = {}
-        with self.guard(f"groups({', '.join(lines)})"), _gloo_interface(self.job):
-            for name, each in lines.items():
-                for line in map(list, each):
-                    group = dist.new_group(line, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
-                    if self.rank in line:
+        with self.guard(f"groups({', '.join(rank_lists)})"), _gloo_interface(self.job):
+            for name, lists in rank_lists.items():
+                for ranks in map(list, lists):
+                    group = dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s), group_desc=name)
+                    if self.rank in ranks:
                         own[name] = cast(ProcessGroup, group)
         self.barrier()  # as in new_group
         return own
 
     @contextmanager
     def guard_collectives(self, operation: str) -> Generator[None]:
-        """``guard`` for code that computes as well: only what a collective raised becomes a CommError."""
+        """``guard`` for code that also computes: only an error raised by a collective becomes a CommError."""
         try:
             yield
         except RuntimeError as error:
@@ -194,7 +198,7 @@ class World:
 
     @contextmanager
     def guard(self, operation: str, num_bytes: int = 0) -> Generator[None]:
-        """Turns a failure of the collectives inside into a CommError that names operation, wait and missing rank."""
+        """Turn a RuntimeError inside into a CommError with the operation, the time waited and the missing rank."""
         self._operations += 1
         number = self._operations
         started = time.monotonic()
@@ -212,20 +216,18 @@ class World:
         size = f" of {num_bytes} bytes" if num_bytes else ""
         return CommError(
             given=f"{operation}{size} in group {self.name!r} failed on rank {self.rank} of {self.world_size} after "
-                f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
-                rule=f"every rank takes part in every collective within {self.timeout_s:g} s",
-                consequence="the ranks are no longer in step, and this process cannot go on",
-                nearest="start again from the newest checkpoint (the local launcher does so by itself); "
-                "the log of the missing rank says why it left"
+            f"{waited_s:.1f} s: {'; '.join(culprits) if culprits else text[:300]}",
+            rule=f"every rank takes part in every collective within {self.timeout_s:g} s",
+            consequence="the ranks are no longer in step, and this process cannot go on",
+            nearest="start again from the newest checkpoint (the local launcher does so by itself); "
+            "the log of the missing rank says why it left",
         )
 
     def close(self) -> None:
-        """Leaves the group. Its threads, sockets and port go with the last one who holds the group, and none of them is at work
-        any more. Not a collective; calling it twice is fine.
-        """
+        """Leave the group and wait until its threads are idle. Not a collective; may be called twice."""
         if self.group is not None:
             group, self.group = self.group, None
-            # the end of the default group is the end of all others, which then have nothing left to destroy
+            # destroying the default group destroys all others
             if dist.is_initialized():
                 dist.destroy_process_group(group)
             wait_for_gloo_threads()
@@ -233,13 +235,13 @@ class World:
 
 
 def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout_s: float | None = None) -> World:
-    """Meets the other ranks of ``job`` and returns once all are connected.
+    """Connect to the other ranks of ``job``; returns once all are connected.
 
-    Collectives on ``device_type`` tensors use torch's default backend for it (gloo for cpu); those on host tensors use
-    gloo always. ``timeout_s`` bounds every later collective, ``meet_timeout_s`` the meeting (None: the same, but at
-    least a minute, as hosts differ in how long they take to start Python and import torch).
+    Collectives on ``device_type`` tensors use torch's default backend for it (Gloo for cpu); those on host tensors
+    always use Gloo. ``timeout_s`` (seconds) bounds every later collective. ``meet_timeout_s`` bounds the rendezvous;
+    None means ``timeout_s``, at least 60 s, because hosts differ in how long Python and torch take to start.
 
-    Raises LaunchError (port taken, no such address, no such device) and CommError (a rank did not arrive).
+    Raises LaunchError (port taken, unknown address, no such device) and CommError (a rank did not arrive).
     """
     if job.world_size == 1:
         return World(job, timeout_s=timeout_s)
@@ -248,14 +250,14 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
     if job.server_addresses and not job.master_port:
         raise LaunchError(
             given=f"rank {job.rank} of {job.world_size} was to meet the others in a job with parameter servers",
-                rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
-                consequence="there is nobody to all-reduce with, so nothing was started",
-                nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))"
+            rule="a launcher that starts servers restarts each worker alone, so workers share the servers and no meeting point",
+            consequence="there is nobody to all-reduce with, so nothing was started",
+            nearest="a launch without --servers; or dist_async (plan.sync=dist_async, kvstore.create('dist_async', ...))",
         )
     meet_timeout_s = max(timeout_s, _MEET_S) if meet_timeout_s is None else meet_timeout_s
     store = open_store(job, meet_timeout_s)
-    prefix, epoch = fresh_prefix(store, job, meet_timeout_s)
-    job = replace(job, epoch=epoch)
+    prefix, restart_count = fresh_prefix(store, job, meet_timeout_s)
+    job = replace(job, restart_count=restart_count)
     with _gloo_interface(job):
         dist.init_process_group(
             _backend(job, device_type),
@@ -266,7 +268,7 @@ def join_world(job: JobSpec, *, device_type: str, timeout_s: float, meet_timeout
             device_id=None if device_type == "cpu" else torch.device(device_type, job.local_rank),
         )
     group = cast(ProcessGroup, dist.group.WORLD)
-    # tells everyone who is who, and after this no rank needs the store any more: its host may leave when it likes
+    # exchanges identities; afterwards no rank needs the store, so its host may leave at any time
     peers = World(job, group=group, store=prefix, timeout_s=timeout_s).gather_json(identity())
     return World(job, group=group, store=prefix, timeout_s=timeout_s, peers=peers)
 
@@ -278,24 +280,62 @@ def _backend(job: JobSpec, device_type: str) -> str:
     if job.local_rank >= count:
         raise LaunchError(
             given=f"local rank {job.local_rank} wants {device_type}:{job.local_rank}, this host shows {count}",
-                rule="every rank of a host has a device of its own",
-                consequence="two ranks would share a device, so nothing was started",
-                nearest=f"start {max(count, 1)} processes on this host, or train on the cpu"
+            rule="every rank of a host has a device of its own",
+            consequence="two ranks would share a device, so nothing was started",
+            nearest=f"start {max(count, 1)} processes on this host, or train on the cpu",
         )
-    # host tensors (JSON, barriers) keep a backend of their own, so control traffic never waits for a stream
+    # host tensors (JSON, barriers) have a separate backend, so control traffic never waits for a stream
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
 
 
 @contextmanager
 def _gloo_interface(job: JobSpec) -> Generator[None]:
-    """Gloo listens on the interface of the host's name by default; a job of one host stays on loopback."""
-    name = "GLOO_SOCKET_IFNAME"
-    loopback = next((each for _, each in socket.if_nameindex() if each in ("lo", "lo0")), None)
-    if not job.is_local or loopback is None or name in os.environ:
+    """Make Gloo use loopback for a job of one host; by default it listens on the interface of the host's name."""
+    variable = "GLOO_SOCKET_IFNAME"
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if not job.is_local or loopback is None or variable in os.environ:
         yield
         return
-    os.environ[name] = loopback
+    os.environ[variable] = loopback
     try:
         yield
     finally:
-        os.environ.pop(name, None)
+        os.environ.pop(variable, None)
+
+
+def agree(world: World, name: str, value: Any) -> None:
+    """Check that ``value`` (JSON types) is equal on all ranks. A collective; pass a hash of a large value.
+
+    Raises CommError naming the ranks that differ and, for objects, the entries that differ.
+    """
+    texts = [json.dumps(rank_value, sort_keys=True) for rank_value in world.gather_json(value)]
+    counts = Counter(texts)
+    if len(counts) == 1:
+        return
+    # in a tie the value of the lowest rank counts as usual, so that all ranks report the same
+    usual = max(counts, key=lambda text: (counts[text], -texts.index(text)))
+    odd = [rank for rank, text in enumerate(texts) if text != usual]
+    those = ", ".join(str(rank) for rank, text in enumerate(texts) if text == usual)
+    other, usual = _differing_entries(texts[odd[0]], usual)
+    raise CommError(
+        given=f"{name} is {_short(other)} on rank {', '.join(map(str, odd))} and {_short(usual)} on rank {those}",
+        rule=f"{name} is the same on all {world.world_size} ranks",
+        consequence="the ranks would train different things, so no step was made",
+        nearest=f"start rank {odd[0]} with the same code, configuration and environment as the others",
+    )
+
+
+def _differing_entries(one: str, other: str) -> tuple[str, str]:
+    """Two JSON texts, reduced to the entries that differ if both are objects."""
+    mine, theirs = json.loads(one), json.loads(other)
+    if not (isinstance(mine, dict) and isinstance(theirs, dict)):
+        return one, other
+    return _without(cast("dict[str, Any]", mine), theirs), _without(cast("dict[str, Any]", theirs), mine)
+
+
+def _without(mine: dict[str, Any], theirs: Any) -> str:
+    return json.dumps({name: value for name, value in mine.items() if name not in theirs or theirs[name] != value})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

@@ -1,4 +1,4 @@
-"""BERT to and from the folder layout of Hugging Face's ``BertForMaskedLM``: ``model.safetensors`` and ``config.json``."""
+"""Conversion of BERT to and from the folder layout of Hugging Face's ``BertForMaskedLM``."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _NAMES = {
     "head.norm": "cls.predictions.transform.LayerNorm",
     "head": "cls.predictions",
 }
-# what checkpoints with more heads, or of older versions, hold besides
+# tensors of other heads and of older versions
 _IGNORED = re.compile(
     r"bert\.pooler\.|cls\.seq_relationship\.|cls\.predictions\.decoder\.|bert\.embeddings\.position_ids"
 )
 _SETTINGS = {
     "vocab_size": "vocab_size",
-    "num_hidden_layers": "layers",
+    "num_hidden_layers": "num_layers",
     "hidden_size": "dim",
-    "num_attention_heads": "heads",
+    "num_attention_heads": "num_heads",
     "intermediate_size": "ffn_dim",
     "max_position_embeddings": "max_length",
     "type_vocab_size": "segments",
@@ -53,19 +53,19 @@ _FIXED = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type":
 
 
 def bert_name(name: str) -> str:
-    """The name that ``BertForMaskedLM`` has for one of our parameters."""
+    """Name in ``BertForMaskedLM`` of the parameter ``name`` of ``BERT``."""
     layer = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
     module, _, kind = (layer[2] if layer else name).rpartition(".")
     return (f"bert.encoder.layer.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
 
 
 def bert_tensors(model: BERT) -> list[ExportedTensor]:
-    """All parameters under their names there. The output matrix is the token table and is not written twice."""
+    """All parameters with their exported names. The output matrix is the token table and is not written twice."""
     return [ExportedTensor(key=bert_name(name), name=name) for name, _ in model.named_parameters()]
 
 
 def bert_config(model: BERT) -> dict[str, Any]:
-    """The ``config.json`` of this model."""
+    """Content of ``config.json`` for ``BertForMaskedLM``."""
     return {
         "architectures": ["BertForMaskedLM"],
         **_FIXED,
@@ -78,25 +78,30 @@ def bert_config(model: BERT) -> dict[str, Any]:
 
 
 def load_bert(folder: Path | str) -> BERT:
-    """The model of a folder with the layout of ``BertForMaskedLM``.
+    """Load a ``BERT`` from a folder that ``BertForMaskedLM.save_pretrained`` wrote.
 
-    A pooler and a next-sentence head, which have no place in it, are left out; so is dropout inside of attention. Raises
-    CheckpointError where files are missing or anything else does not fit.
+    Ignores a pooler, a next-sentence head and the dropout inside attention.
+
+    Args:
+        folder: Has ``config.json`` and ``model.safetensors``.
+
+    Raises:
+        CheckpointError: A file is missing, or the configuration or a tensor does not match ``BERT``.
     """
     folder = Path(folder)
-    library: Any = safetensors.torch  # its functions are typed in part only
+    library: Any = safetensors.torch  # partly typed
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-        found: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
+        stored: Mapping[str, Tensor] = library.load_file(folder / "model.safetensors")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise _mismatch(folder, f"{type(error).__name__}: {error}") from error
     other = {name: config[name] for name, value in _FIXED.items() if config.get(name, value) != value}
     absent = sorted(set(_SETTINGS) - config.keys())
     if other or absent:
         raise _mismatch(folder, ", ".join([*(f"{k} = {v!r}" for k, v in other.items()), *(f"no {k}" for k in absent)]))
-    with torch.random.fork_rng(devices=[]):  # every weight drawn is replaced: nobody's randomness is used up
+    with torch.random.fork_rng(devices=[]):  # initial values are replaced: the global random state is not advanced
         model = BERT(BertOptions(**{ours: config[theirs] for theirs, ours in _SETTINGS.items()}))
-    tensors = {_modern_name(name): tensor for name, tensor in found.items() if not _IGNORED.match(name)}
+    tensors = {_modern_name(name): tensor for name, tensor in stored.items() if not _IGNORED.match(name)}
     wanted = {bert_name(name): parameter for name, parameter in model.named_parameters()}
     problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
     problems += [f"{name} has no place" for name in sorted(tensors.keys() - wanted.keys())]
@@ -114,7 +119,7 @@ def load_bert(folder: Path | str) -> BERT:
 
 
 def _modern_name(name: str) -> str:
-    """Files of the first versions call a norm's tensors gamma and beta."""
+    """Rename the norms' gamma and beta, as in files of the first versions, to weight and bias."""
     return re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name))
 
 

@@ -1,4 +1,4 @@
-"""One tensor of an exported file, and what of the model it is made from."""
+"""One tensor of an exported file and its source in the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportedTensor:
-    """``key`` in the file holds ``take(tensor)`` of the model's tensor ``name``, whole, on any device."""
+    """A tensor of an exported file: ``key`` in the file is ``transform`` of the model's tensor ``name``."""
 
     key: str
     name: str

@@ -1,8 +1,8 @@
-"""The reference GPT as a model of Hugging Face transformers: names, what they hold, and config.json.
+"""Export of the reference GPT to Hugging Face transformers: tensor names, transforms and config.json.
 
-Dense it is a Llama. With experts it is a Mixtral, and where a bias takes part in the choice an Ernie 4.5 MoE, the one that adds
-it to a softmax. Ernie turns neighbours (2i, 2i + 1) where Llama and this library turn (i, i + half), so rows of its query and
-key matrices are in another order; their products are the same.
+A dense GPT is a Llama. With experts it is a Mixtral, or, if a bias balances the experts, an Ernie 4.5 MoE, which adds the bias
+to a softmax. Ernie rotates pairs (2i, 2i + 1), Llama and this library (i, i + half), so the rows of its query and key matrices
+are permuted; their products are the same.
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ _ERNIE = {
 
 
 def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
-    """What the export holds. Raises CheckpointError where no architecture computes the same."""
+    """Yield the tensors of the export.
+
+    Raises:
+        CheckpointError: No architecture computes the same.
+    """
     options = model.options
-    if options.experts and options.experts_per_token == 1:
+    if options.num_experts and options.num_experts_per_token == 1:
         raise CheckpointError(
             given="a model with experts_per_token 1",
             rule="it weighs its expert with the score; Mixtral and its like would weigh it with 1",
             consequence="the export would compute something else, and nothing was exported",
-            nearest="experts_per_token=2 or more, or the checkpoint itself",
+            nearest="num_experts_per_token=2 or more, or the checkpoint itself",
         )
     names = _BLOCK | (_ERNIE if options.balance == "bias" else _MIXTRAL)
-    turned = ("attention.q", "attention.k") if options.experts and options.balance == "bias" else ()
+    turned = ("attention.q", "attention.k") if options.num_experts and options.balance == "bias" else ()
     yield ExportedTensor(key="model.embed_tokens.weight", name="embedding.weight")
     for inner_name in model.blocks.state_dict(keep_vars=True):
         number, _, rest = inner_name.partition(".")
@@ -65,7 +69,7 @@ def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
                 key=f"{layer}mlp.moe_statics.e_score_correction_bias", name=name, transform=itemgetter(None)
             )
         elif inner.startswith("ffn.experts."):
-            for expert in range(options.experts):
+            for expert in range(options.num_experts):
                 key = f"{layer}{names[inner].format(expert)}.weight"
                 yield ExportedTensor(key=key, name=name, transform=itemgetter(expert))
         elif inner in turned:
@@ -80,16 +84,21 @@ def gpt_tensors(model: GPT) -> Iterator[ExportedTensor]:
 
 
 def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict[str, Any]:
-    """The content of config.json; ``max_length`` in tokens."""
+    """Content of config.json.
+
+    Args:
+        max_length: Longest sequence in tokens.
+        end_of_document: Token that ends a document, or None.
+    """
     options = model.options
     common = {
         "vocab_size": options.vocab_size,
         "hidden_size": options.dim,
         "intermediate_size": options.hidden_ffn,
-        "num_hidden_layers": options.layers,
-        "num_attention_heads": options.heads,
-        "num_key_value_heads": options.kv_heads,
-        "head_dim": options.dim // options.heads,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "head_dim": options.dim // options.num_heads,
         "hidden_act": "silu",
         "max_position_embeddings": max_length,
         "rms_norm_eps": options.norm_eps,
@@ -99,17 +108,17 @@ def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict
         "eos_token_id": end_of_document,
         "torch_dtype": "float32",
     }
-    if not options.experts:
+    if not options.num_experts:
         names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
         return names | common | {"attention_bias": False, "mlp_bias": False}
     if options.balance != "bias":
         names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
-        experts = {"num_local_experts": options.experts, "num_experts_per_tok": options.experts_per_token}
+        experts = {"num_local_experts": options.num_experts, "num_experts_per_tok": options.num_experts_per_token}
         return names | common | experts | {"sliding_window": None}
     names = {"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe"}
     experts = {
-        "moe_num_experts": options.experts,
-        "moe_k": options.experts_per_token,
+        "moe_num_experts": options.num_experts,
+        "moe_k": options.num_experts_per_token,
         "moe_intermediate_size": options.hidden_ffn,
         "moe_num_shared_experts": 0,
         "moe_layer_start_index": 0,
@@ -119,6 +128,6 @@ def gpt_config(model: GPT, max_length: int, end_of_document: int | None) -> dict
 
 
 def _interleave_rotary(weight: Tensor, options: ModelOptions) -> Tensor:
-    """Rows (i, i + half) of each head [heads · width, D] as (2i, 2i + 1)."""
-    half = options.dim // options.heads // 2
+    """Reorder rows (i, i + half) of each head of ``weight`` [heads · width, D] to (2i, 2i + 1)."""
+    half = options.dim // options.num_heads // 2
     return weight.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)

@@ -1,12 +1,12 @@
-"""Export to the Hugging Face folder layout: ``model.safetensors``, ``config.json`` and, where there is one, the tokenizer.
+"""Export to the Hugging Face folder layout: ``model.safetensors``, ``config.json`` and, if given, the tokenizer.
 
-The reference GPT is a Llama, so its export opens with ``LlamaForCausalLM.from_pretrained``; with experts another class there
-opens it (see ``architectures``). The reference BERT is a ``BertForMaskedLM``. Any other model gets its own parameter names and no
-``config.json``: its class is known to its author only. Of several names for one tensor the file holds one and lists the others,
-as ``safetensors.torch.load_model`` expects.
+The reference GPT loads with ``LlamaForCausalLM.from_pretrained``, or with experts with the class under ``architectures`` in
+``config.json``; the reference BERT loads with ``BertForMaskedLM``. Any other model is written with its own parameter names and
+without ``config.json``. A tensor with several names is written once, and the file lists its other names, as
+``safetensors.torch.load_model`` expects.
 
-Tensors are written one after the other and dropped: with ``read`` the model itself may be on the meta device. Above
-``max_shard_bytes`` they are spread over several files, with ``model.safetensors.index.json`` that says which is where.
+Tensors are written one at a time: with ``read`` the model may be on the meta device. Above ``max_shard_bytes`` they are split
+over several files, and ``model.safetensors.index.json`` maps tensors to files.
 """
 
 from __future__ import annotations
@@ -48,13 +48,22 @@ def export(
     read: Callable[[str, Tensor], None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write the model to ``folder`` and return it; an export that was there is replaced only when the new one is complete.
+    """Write the model to ``folder`` in the Hugging Face layout and return ``folder``.
 
-    ``max_length`` in tokens is what the model was trained on; ``tokenizer`` is a Hugging Face tokenizer.json to copy.
-    ``read(name, out)`` overwrites ``out`` with the values of the model's tensor ``name``; by default they are the model's.
-    A file has at most ``max_shard_bytes`` of tensors, or one tensor.
-    Raises CheckpointError where ``folder`` holds anything but an earlier export or cannot be written, or where no class there
-    computes what a model with experts does.
+    A ``GPT`` and a ``BERT`` load with the transformers package; any other model gets no ``config.json``. An earlier export
+    is replaced only after the new one is complete.
+
+    Args:
+        max_length: Sequence length of the training, in tokens.
+        end_of_document: Token that ends a document, or None.
+        tokenizer: Hugging Face tokenizer.json to copy.
+        read: ``read(name, out)`` copies the model's tensor ``name`` into ``out``; default: the values of ``model``, which
+            else may be on the meta device.
+        max_shard_bytes: Maximum bytes of tensors in one file; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: ``folder`` has other contents than an earlier export or cannot be written, or no class of
+            transformers computes the same as the model.
     """
     target = Path(os.path.abspath(folder))
     _refuse_other_contents(target, folder)
@@ -85,7 +94,7 @@ def export(
 
 
 def _refuse_other_contents(target: Path, given: Path) -> None:
-    """A folder is only replaced when an export is all there is in it."""
+    """Raise ``CheckpointError`` if the folder has other contents than an earlier export."""
     if not os.path.lexists(target):
         return
     ours = {_WEIGHTS, _INDEX, _CONFIG, _TOKENIZER}
@@ -107,33 +116,32 @@ def _refuse_other_contents(target: Path, given: Path) -> None:
 def write_weights(
     model: nn.Module, folder: Path, *, read: Callable[[str, Tensor], None] | None, max_shard_bytes: int
 ) -> None:
-    """The model's tensors as safetensors files in ``folder``, one tensor of the model in memory at a time."""
+    """Write the model's tensors as safetensors files in ``folder``, with one tensor in memory at a time."""
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     named, tied = _names(model)
-    sizes = {
-        each.key: each.transform(tensors[each.name].detach()) for each in named
-    }  # views, of which only shapes are read
-    files = _split_into_files(named, sizes, max_shard_bytes)
+    # views, of which only shapes and dtypes are read
+    views = {entry.key: entry.transform(tensors[entry.name].detach()) for entry in named}
+    files = _split_into_files(named, views, max_shard_bytes)
     one = len(files) == 1
     names = [_WEIGHTS if one else f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    whole: tuple[str, Tensor] = "", torch.empty(0)  # several in a row may be of one tensor, as experts are
+    whole: tuple[str, Tensor] = "", torch.empty(0)  # several entries in a row may be of one tensor, such as experts
     for file_name, members in zip(names, files, strict=True):
-        # wide elements first, as safetensors orders them
-        ordered = sorted(members, key=lambda each: -sizes[each.key].dtype.itemsize)
-        layout = [(each.key, sizes[each.key].dtype, tuple(sizes[each.key].shape)) for each in ordered]
+        # wide elements first, in the order of safetensors
+        ordered = sorted(members, key=lambda entry: -views[entry.key].dtype.itemsize)
+        layout = [(entry.key, views[entry.key].dtype, tuple(views[entry.key].shape)) for entry in ordered]
         header, _ = build_header(layout, {**_FORMAT, **tied})
         with (folder / file_name).open("wb") as file:
             file.write(header)
-            for each in ordered:
-                if whole[0] != each.name:
-                    whole = "", torch.empty(0)  # let it go first
-                    whole = each.name, _values(each.name, tensors[each.name], read)
-                part = each.transform(whole[1]).contiguous()
+            for entry in ordered:
+                if whole[0] != entry.name:
+                    whole = "", torch.empty(0)  # free the last tensor first
+                    whole = entry.name, _values(entry.name, tensors[entry.name], read)
+                part = entry.transform(whole[1]).contiguous()
                 file.write(cast(Any, part.reshape(-1).view(torch.uint8).numpy()).data)
     if not one:
         index = {
-            "metadata": {"total_size": sum(size.nbytes for size in sizes.values())},
-            "weight_map": {each.key: name for name, members in zip(names, files, strict=True) for each in members},
+            "metadata": {"total_size": sum(view.nbytes for view in views.values())},
+            "weight_map": {entry.key: name for name, members in zip(names, files, strict=True) for entry in members},
         }
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -147,16 +155,16 @@ def _values(name: str, tensor: Tensor, read: Callable[[str, Tensor], None] | Non
 
 
 def _split_into_files(
-    named: Sequence[ExportedTensor], sizes: Mapping[str, Tensor], limit: int
+    named: Sequence[ExportedTensor], views: Mapping[str, Tensor], limit: int
 ) -> list[list[ExportedTensor]]:
     files: list[list[ExportedTensor]] = [[]]
     size = 0
-    for each in named:
-        size += sizes[each.key].nbytes
+    for entry in named:
+        size += views[entry.key].nbytes
         if files[-1] and size > limit:
             files.append([])
-            size = sizes[each.key].nbytes
-        files[-1].append(each)
+            size = views[entry.key].nbytes
+        files[-1].append(entry)
     return files
 
 
@@ -175,7 +183,7 @@ def _config(model: nn.Module, max_length: int, end_of_document: int | None) -> d
 
 
 def _own_names(model: nn.Module) -> tuple[list[ExportedTensor], dict[str, str]]:
-    """Every tensor once, and of those with several names the others: other name -> the name it is under."""
+    """Each tensor under its first name, and the other names: other name -> first name."""
     first: dict[Any, str] = {}
     named: list[ExportedTensor] = []
     tied: dict[str, str] = {}

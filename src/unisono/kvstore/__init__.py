@@ -1,7 +1,9 @@
-"""Keeps workers in step. ``create(kind, world)`` gives a store; its gradient synchronisation is the trainer's seam."""
+"""The key-value store keeps workers in step: it sums gradients, or holds and updates parameters.
 
-from unisono.kvstore.backends.local_sgd import LocalSGD as LocalSGD
-from unisono.kvstore.backends.local_sgd import LocalSGDConfig as LocalSGDConfig
-from unisono.kvstore.store import GradientSync as GradientSync
-from unisono.kvstore.store import KVStore as KVStore
-from unisono.kvstore.store import create_kvstore as create_kvstore
+``create_kvstore(kind, world)`` makes a store. ``server`` is the parameter server's process and ``wire`` its protocol;
+a worker needs only ``ServerConfig``. Codecs are in ``compression``.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,8 +1,7 @@
-"""What stores of all kinds say alike: names and what is kept under them, values in their forms, results that come later.
+"""Keys, values and futures, as all kinds of stores use them.
 
-A key is the global name of one tensor, a string. Its shape and dtype are fixed by ``init``, and the table of all three is
-compared over workers, so that two workers never add one tensor to another. MXNet numbered string keys in each worker's own
-order.
+A key is the global name of one tensor, a string. ``init`` fixes its shape and dtype, and workers compare the table of
+all three, so that two different tensors are never added. (MXNet numbers string keys in each worker's own order.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ T = TypeVar("T")
 
 
 class SparseRows(NamedTuple):
-    """Some rows of a tensor, standing for all of it with zeros in the other rows; only what is sent is less."""
+    """Rows of a tensor that is zero in all other rows."""
 
     ids: Tensor
     """[n] int64, in any order; a row that occurs twice counts twice."""
@@ -37,7 +36,7 @@ PushValues = PushValue | list[PushValue] | list[Tensor] | list[tuple[Tensor, Ten
 
 
 class Future(Generic[T]):
-    """A result that may need other workers first. ``wait`` returns it, and raises what went wrong on the way."""
+    """A result that may need other workers. ``wait`` returns it or raises the error that prevented it."""
 
     def __init__(self, finish: Callable[[], T], ready: Callable[[], bool] = lambda: True) -> None:
         self._finish: Callable[[], T] | None = finish
@@ -59,12 +58,12 @@ class Future(Generic[T]):
 
 @dataclass(slots=True)
 class KeyTable:
-    """Shape and dtype by key, and the questions asked of every call."""
+    """Shape and dtype by key, and the validation of keys and values."""
 
     specs: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Register new keys. Raises ConfigError for one that is there already."""
+        """Register new keys. Raises ConfigError for a key that exists."""
         for key in values:
             if key in self.specs:
                 raise ConfigError(
@@ -76,7 +75,7 @@ class KeyTable:
         self.specs |= {key: (value.shape, value.dtype) for key, value in values.items()}
 
     def lookup(self, key: str) -> tuple[torch.Size, torch.dtype]:
-        """What is kept under ``key``. Raises ConfigError for a key never initialised."""
+        """Shape and dtype of ``key``. Raises ConfigError for a key that was never initialised."""
         if key not in self.specs:
             raise ConfigError(
                 given=f"key {key!r}",
@@ -87,7 +86,7 @@ class KeyTable:
         return self.specs[key]
 
     def check_value(self, key: str, value: PushValue) -> None:
-        """Raises ConfigError unless ``value`` has the key's shape and dtype."""
+        """Raise ConfigError unless ``value`` has the key's shape and dtype."""
         shape, dtype = self.lookup(key)
         if isinstance(value, Tensor):
             same, given = value.shape == shape, f"a value of shape {list(value.shape)} and dtype {value.dtype}"
@@ -105,7 +104,7 @@ class KeyTable:
 
 
 def as_sparse_rows(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) -> SparseRows:
-    """``value`` as Rows with ids int64. Raises ConfigError for ids that are no row numbers of ``shape``."""
+    """``value`` with int64 ids. Raises ConfigError for ids that are not row numbers of ``shape``."""
     ids = value[0]
     if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
         problem = f"row ids of shape {list(ids.shape)} and dtype {ids.dtype}"
@@ -122,12 +121,13 @@ def as_sparse_rows(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) ->
 
 
 def to_dense(rows: SparseRows, shape: torch.Size) -> Tensor:
-    """The tensor that ``rows`` stand for; rows that occur twice are added in their order."""
+    """The dense tensor; rows that occur twice are added in their order."""
     return rows.values.new_zeros(shape).index_add_(0, rows.ids.to(rows.values.device), rows.values)
 
 
 def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
-    """(key, its value) for a mapping, a key with a value, or keys with as many values. Raises ConfigError for other keys."""
+    """Pairs from a mapping, a key with its value, or a list of keys with as many values. Raises ConfigError for keys
+    that are not strings."""
     if isinstance(key, Mapping):
         pairs = list(cast("Mapping[object, Any]", key).items())
     elif isinstance(key, Sequence) and not isinstance(key, str):
@@ -143,13 +143,13 @@ def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
         pairs = list(zip(names, values, strict=True))
     else:
         pairs = [(key, value)]
-    for each, _ in pairs:
-        if not isinstance(each, str):
+    for name, _ in pairs:
+        if not isinstance(name, str):
             raise ConfigError(
-                given=f"key {each!r} of type {type(each).__name__}",
+                given=f"key {name!r} of type {type(name).__name__}",
                 rule="keys are strings, the same on all workers",
                 consequence="nothing was sent",
-                nearest=f"{str(each)!r}",
+                nearest=f"{str(name)!r}",
             )
     return cast("list[tuple[str, Any]]", pairs)
 
@@ -160,5 +160,5 @@ def describe_tensors(values: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def hash_tensors(values: Mapping[str, Tensor]) -> str:
-    """Sixteen hex digits over every name, shape and dtype."""
+    """Sixteen hex digits over all names, shapes and dtypes."""
     return hashlib.sha256(json.dumps(describe_tensors(values), sort_keys=True).encode()).hexdigest()[:16]

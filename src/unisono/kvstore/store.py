@@ -1,17 +1,18 @@
-"""The store's contract, one meaning over all kinds, and ``create``.
+"""The key-value store: ``create``, ``KVStore``, and the interface that each kind implements.
 
-    local       one process, several values under a key are added on the host
-    device      one process, they are added on the accelerator of the first one
-    dist_sync   values and optimizer on every worker, bit-identical; a push is an all-reduce
-    dist_async  servers hold values and optimizer, and every worker's push is an update of its own
-    dist_local  every worker updates its own copy, copies are averaged now and then (LocalSGD, DiLoCo)
+    local       one process; the values pushed under a key are added on the host
+    device      one process; they are added on the accelerator that holds the first value
+    dist_sync   every worker holds the values and the optimizer, bit-identical; a push is an all-reduce
+    dist_async  parameter servers hold the values and the optimizer; every worker's push is an update of its own
+    dist_local  every worker updates its own copy; the copies are averaged periodically (LocalSGD, DiLoCo)
 
-``push`` adds over a worker's devices and over workers. Without an optimizer the sum replaces the stored value (as in MXNet,
-it is not added to it); with one it is the gradient of an update. ``pull`` gives the stored value after all pushes called
-before it. Sums are never averages: a trainer divides by the global number of tokens, which it reduces beside its gradients.
+``push`` sums over a worker's devices and over workers. Without an optimizer the sum replaces the stored value, as in
+MXNet; with an optimizer the sum is the gradient of an update. ``pull`` returns the stored value after all earlier
+pushes. Sums are never averages: a trainer divides by the global number of tokens, which it reduces together with its
+gradients.
 
-``KVStore`` checks what it is given and hands it to a ``Backend``, in which kinds differ. The trainer uses two of its
-methods only, ``broadcast`` and ``gradients``: its parameters are its own, and its optimizer updates them.
+``KVStore`` validates its arguments and calls a ``Backend``, which each kind implements. The trainer calls ``broadcast``
+and ``gradients`` only: it owns its parameters, and its own optimizer updates them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unisono.kvstore.backends.allreduce import AllReduceBackend
 from unisono.kvstore.backends.local import LocalBackend, LocalGradientSync
 from unisono.kvstore.backends.local_sgd import LocalSGDBackend, LocalSGDConfig
 from unisono.kvstore.backends.parameter_server import ParameterServerBackend
+from unisono.kvstore.backends.server_client import ServerConfig
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.keys import (
     Future,
@@ -44,8 +46,6 @@ from unisono.kvstore.keys import (
     to_dense,
 )
 from unisono.kvstore.value_store import optimizer_options
-from unisono.kvstore.wire.tls import TLSContexts
-from unisono.launch.secret import SECRET_BYTES
 from unisono.optim.options import OptimOptions
 from unisono.plan.plan import BUCKET_BYTES
 
@@ -58,40 +58,41 @@ class GradientSync(Protocol):
     """Sums the gradients of a step's micro-batches over all workers."""
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """The next backward pass is the step's last, or the last of a ``part`` of the model: each gradient may leave as soon as
-        it is complete."""
+        """Declare the next backward pass to be the step's last one, through the whole model or through ``part`` of it.
+        Gradients may be sent as soon as they are complete."""
         ...
 
     def wait(self, totals: Tensor) -> None:
-        """Return when all gradients, and ``totals`` [k], hold the sum over workers. Raises CommError when a peer is gone."""
+        """Block until all gradients and ``totals`` [k] hold the sum over workers. Raises CommError if a peer is lost."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """The reduced gradients in parameter order; a parameter no sample used has zeros."""
+        """The reduced gradients in parameter order; zeros for a parameter that no sample used."""
         ...
 
     def zero_grad(self) -> None:
-        """Forget the gradients before the next step."""
+        """Clear the gradients before the next step."""
         ...
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         ...
 
 
 class Backend(Protocol):
-    """In what kinds differ. Keys, shapes and dtypes are checked, the values of several devices are one sum."""
+    """The interface that each kind of store implements. ``KVStore`` has checked keys, shapes and dtypes, and has summed
+    the values of several devices."""
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors, equal on all workers and nobody else's, under new keys."""
+        """Store ``values`` under new keys. They are equal on all workers, and the backend owns them."""
         ...
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Where several values of one push are added."""
+        """The device on which several values of one push are added."""
         ...
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
-        """Add up over workers; a value may change, or be read, until the future is done only if the backend copied it."""
+        """Sum over workers. The caller may change or reuse a value at once: the backend copies what it still needs."""
         ...
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
@@ -99,27 +100,27 @@ class Backend(Protocol):
         ...
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of the stored value; ``ids`` are sorted and distinct."""
+        """Rows of the stored value; ``ids`` are sorted and distinct."""
         ...
 
     def barrier(self) -> None:
-        """Return once every worker has called it, with all pushes applied."""
+        """Return once every worker has called it and all pushes are applied."""
         ...
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Sums are gradients from now on."""
+        """Treat later sums as gradients."""
         ...
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of all updates from now on."""
+        """Set the learning rate of all later updates."""
         ...
 
     def set_compression(self, codec: str | None) -> None:
-        """Of what travels from now on; ConfigError where nothing does, and once something has."""
+        """Set the codec of later pushes. Raises ConfigError if this backend sends nothing or has already sent data."""
         ...
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Of compression, by key."""
+        """Compression statistics by key."""
         ...
 
     def step(self) -> None:
@@ -127,24 +128,22 @@ class Backend(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that a later process needs to go on, by name."""
+        """All state that a later process needs to continue, by name."""
         ...
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take it over."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
     def close(self) -> None:
-        """Free what is held. Not a collective."""
+        """Release memory and connections. Not a collective."""
         ...
 
 
 class KVStore:
-    """A store bound to the workers of ``world``. Made by ``create``.
+    """A store shared by the workers of ``world``; made by ``create``.
 
-    On 'dist_sync' and 'dist_local' ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and the ``set_`` methods are
-    called by all workers in the same order; so are the ``wait`` of a push and of a pull of keys that were pushed. Workers of
-    'dist_async' meet in the first ``init``, in ``barrier`` and in ``load_state_dict`` only.
+    With 'dist_sync' and 'dist_local' all workers call ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and
+    the ``set_*`` methods in the same order, and also ``wait`` of a push, or of a pull of keys that were pushed. Workers
+    of 'dist_async' meet only in the first ``init``, in ``barrier`` and in ``load_state_dict``.
     """
 
     def __init__(self, kind: Kind, world: World, backend: Backend) -> None:
@@ -157,36 +156,37 @@ class KVStore:
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """This worker's rank."""
         return self.world.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the store."""
+        """The number of workers that share the store."""
         return self.world.world_size
 
     # --- values ----------------------------------------------------------------------------------------------------
 
     def init(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
-        """``broadcast``, then keep a copy of each value under its key.
+        """``broadcast``, then store a copy of each value under its key.
 
-        With 'dist_async' there is one ``init`` of all keys, and what it writes into ``value`` is what the servers have by now.
-        Raises ConfigError for a key that has a value, CommError naming the worker whose table differs, and where.
+        'dist_async' takes one ``init`` of all keys and overwrites ``value`` with the servers' current values. Raises
+        ConfigError for a key that already has a value, CommError naming the worker whose table differs, and where.
         """
         values: dict[str, Tensor] = dict(key_value_pairs(key, value))
         self._keys.add(values)
         if self.kind != "dist_async":
             self.broadcast(values)
-        self._devices |= {name: each.device for name, each in values.items()}
-        self._backend.init({name: each.detach().clone() for name, each in values.items()})
+        self._devices |= {name: value.device for name, value in values.items()}
+        self._backend.init({name: value.detach().clone() for name, value in values.items()})
         if self.kind == "dist_async":  # servers compare the table, and have rank 0's values or later ones
             self.pull(list(values), list(values.values())).wait()
 
     def broadcast(self, key: str | Mapping[str, Tensor], value: Tensor | None = None) -> None:
-        """Agree on names, shapes and dtypes, then overwrite every worker's tensors with rank 0's. Keeps nothing.
+        """Compare names, shapes and dtypes over workers, then overwrite every worker's tensors with rank 0's. Stores
+        nothing.
 
-        Raises CommError naming the worker whose table differs, and where; ConfigError for 'dist_async', whose workers have
-        nothing but the servers in common.
+        Raises CommError naming the worker whose table differs, and where; ConfigError for 'dist_async', whose workers
+        share only the servers.
         """
         if self.kind == "dist_async":
             raise ConfigError(
@@ -207,14 +207,14 @@ class KVStore:
         value: PushValues | Sequence[PushValues] | None = None,
         priority: int = 0,
     ) -> Future[None]:
-        """Add one value, or the sum of a list of them, to what the other workers push under ``key``.
+        """Add one value, or the sum of a list of values, to what the other workers push under ``key``.
 
-        A tuple (row ids [n], rows [n, ...]) stands for the tensor with zeros in all other rows. Of pushes that wait to be
-        sent the highest ``priority`` goes first. The values may be changed as soon as this returns. Raises ConfigError for
-        an unknown key and a wrong shape or dtype.
+        A tuple (row ids [n], rows [n, ...]) stands for the tensor with zeros in all other rows. Of the pushes waiting
+        to be sent, the highest ``priority`` goes first. The values may be changed as soon as this returns. Raises
+        ConfigError for an unknown key and a wrong shape or dtype.
         """
         return self._backend.push(
-            [(name, self._sum(name, each)) for name, each in key_value_pairs(key, value)], priority
+            [(name, self._sum(name, part)) for name, part in key_value_pairs(key, value)], priority
         )
 
     @overload
@@ -222,13 +222,13 @@ class KVStore:
     @overload
     def pull(self, key: Names, out: Sequence[Out] | None = None, priority: int = 0) -> Future[list[Tensor]]: ...
     def pull(self, key: str | Names, out: Any = None, priority: int = 0) -> Future[Any]:
-        """The stored value after all pushes called before, as a copy on the device of ``init``'s value, or written to
-        ``out``: a tensor, or several, for each key."""
+        """The stored value after all earlier pushes, as a copy on the device of ``init``'s value, or written to
+        ``out``: one tensor, or several, per key."""
         names = [key] if isinstance(key, str) else list(key)
         outs = [out] if isinstance(key, str) else [None] * len(names) if out is None else list(out)
         items = [
-            (name, self._targets(name, each))
-            for (name, _), each in zip(key_value_pairs(names, names), outs, strict=True)
+            (name, self._targets(name, target))
+            for (name, _), target in zip(key_value_pairs(names, names), outs, strict=True)
         ]
         written = self._backend.pull(items, priority)
 
@@ -261,57 +261,60 @@ class KVStore:
         return self.pull(key if isinstance(key, str) else list(key), out, priority)
 
     def row_sparse_pull(self, key: str, rows: Tensor, out: Tensor | None = None) -> Future[SparseRows]:
-        """The rows of these ids, sorted and each once. ``out`` gets them at their places, and zeros everywhere else."""
+        """The rows with these ids, sorted and distinct. ``out`` gets them at their positions and zeros elsewhere."""
         shape, _ = self._keys.lookup(key)
         ids = as_sparse_rows(key, (rows, rows), shape).ids.unique()
         if out is not None:
             self._keys.check_value(key, out)
-        found = self._backend.pull_rows(key, ids)
+        pulled = self._backend.pull_rows(key, ids)
 
         def result() -> SparseRows:
-            some = found.wait()
+            some = pulled.wait()
             if out is not None:
                 out.copy_(to_dense(some, shape))
             return some
 
-        return Future(result, found.done)
+        return Future(result, pulled.done)
 
     def barrier(self) -> None:
-        """Returns once every worker has called it; all pushes before it are then applied. With 'dist_async': every live one."""
+        """Return once every worker has called it and all earlier pushes are applied. With 'dist_async': every live
+        worker."""
         self._backend.barrier()
 
     def step(self) -> None:
-        """This worker has made a step, all its pushes applied; returns when it may begin the next.
+        """Count a finished step whose pushes are all applied; return when this worker may begin the next one.
 
-        With 'dist_async' and ``staleness=s``: when the slowest live worker has made all but ``s`` of its steps (stale synchronous
-        parallel, Ho et al. 2013). Workers of the other kinds are in step by what they push, so there it returns at once.
+        With 'dist_async' and ``staleness=s`` it waits until the slowest live worker is at most s steps behind (stale
+        synchronous parallel, Ho et al. 2013). For the other kinds it returns at once.
         """
         self._backend.step()
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: OptimOptions | str, **hyper: Any) -> None:
-        """From now on a push is a gradient: ``set_optimizer("sgd", lr=0.1, momentum=0.0)``, or options with ``clip_norm=0``.
+        """Treat later pushes as gradients: ``set_optimizer("sgd", lr=0.1, momentum=0.0)``, or options with
+        ``clip_norm=0``.
 
-        Matrices decay, vectors do not; see ``values``. Raises ConfigError for what would have no effect and for what is wrong.
+        Matrices decay, vectors do not; see ``value_store``. Raises ConfigError for invalid options and for options
+        without effect.
         """
         options = optimizer_options(optimizer, hyper)
         agree(self.world, "the store's optimizer", repr(options))
         self._backend.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
-        """For all updates from now on. Raises ConfigError without an optimizer."""
+        """Set the learning rate of all later updates. Raises ConfigError without an optimizer."""
         self._backend.set_learning_rate(lr)
 
     def set_compression(self, codec: str) -> None:
-        """Send ``codec`` ("int8", "2bit:0.5" …; see docs/compression.md; "none": in full) in place of dense floating point
-        tensors, what it leaves out being added to the next ones.
+        """Send dense floating-point tensors through ``codec`` ("int8", "2bit:0.5", ...; see docs/compression.md;
+        "none": uncompressed), with error feedback.
 
-        Of gradients with 'dist_sync' and 'dist_async', of how far a worker came in a round with 'dist_local'. With 'dist_async'
-        and a codec that follows the size of what it is given, pulls are coded too: a pull brings a worker near the value, as near
-        as the code of what it lacked, and the next one nearer. The first, and the first after a state, is exact. May be changed
-        until something was sent: before the first push, with 'dist_async' before ``init``. Raises ConfigError then, for an
-        unknown codec, and where nothing travels; CommError naming the workers that say otherwise.
+        'dist_sync' and 'dist_async' compress gradients, 'dist_local' the parameter change of a round. 'dist_async' with
+        a scale-following codec also compresses pulls: a pull then approaches the stored value and the next one comes
+        closer; the first pull, and the first after a state was loaded or saved, is exact. May be changed until data was
+        sent: before the first push, with 'dist_async' before ``init``. Raises ConfigError after that, for an unknown
+        codec, and where nothing is sent; CommError naming the workers that set another codec.
         """
         agree(self.world, "the store's compression", codec)
         chosen = None if codec == "none" else codec
@@ -319,17 +322,18 @@ class KVStore:
         self._codec = chosen
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """With compression, by key (by parameters of a dtype with 'dist_local'): ``bytes_in``, the size of what was sent last;
-        ``bytes_out``, of its code; ``residual``, the norm of what is held back over that of the last gradient. With 'dist_async'
-        and a codec that codes values also ``pull_bytes_in``, ``pull_bytes_out``: of what was pulled last."""
+        """Compression statistics by key (by fragment and dtype with 'dist_local'): ``bytes_in``, the size of the last
+        tensor sent; ``bytes_out``, the size of its code; ``residual``, the norm of the residual over that of the last
+        gradient. 'dist_async' with compressed pulls adds ``pull_bytes_in`` and ``pull_bytes_out`` of the last pull."""
         return self._backend.stats()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Values and optimizer state by name, the store's own tensors. Read it before the next push."""
+        """Values and optimizer state by name, the store's own tensors. Read them before the next push."""
         return self._backend.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """What ``state_dict`` gave, on a store with the same keys and optimizer. Raises CheckpointError for any difference."""
+        """Load the result of ``state_dict`` into a store with the same keys and optimizer. Raises CheckpointError for
+        any difference."""
         self._backend.load_state_dict(state)
 
     # --- the trainer's seam, and the end ---------------------------------------------------------------------------
@@ -338,22 +342,26 @@ class KVStore:
         self,
         parameters: Mapping[str, nn.Parameter],
         group: ProcessGroup | None = None,
-        travels: Mapping[str, torch.dtype] | None = None,
+        reduce_dtypes: Mapping[str, torch.dtype] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> GradientSync:
-        """The gradient synchronisation for these parameters (those that require gradients), over ``group`` or all workers.
+        """Create the gradient synchronisation of the ``parameters`` that require gradients, over ``group`` or all
+        workers.
 
-        ``travels``: in what dtype gradients are sent and added where it is not their own, by name. ``bucket_bytes`` of
-        gradients are sent together, compressed as ``set_compression`` said. Raises ConfigError for a codec beside ``travels``.
+        ``reduce_dtypes``: by name the dtype in which a gradient is sent and added, if not its own. Gradients are sent in
+        buckets of ``bucket_bytes``, through the codec of ``set_compression``. Raises ConfigError for a codec together
+        with ``reduce_dtypes``.
         """
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         if self.kind != "dist_sync":
             return LocalGradientSync(trained)
         codec = None if self._codec is None else find_codec(self._codec)
-        return BucketedAllReduce(trained, self.world, bucket_bytes, group=group, travels=travels, codec=codec)
+        return BucketedAllReduce(
+            trained, self.world, bucket_bytes, group=group, reduce_dtypes=reduce_dtypes, codec=codec
+        )
 
     def close(self) -> None:
-        """Free the values. Not a collective; the World stays open."""
+        """Release the values. Not a collective; the World stays open."""
         self._backend.close()
 
     def _sum(self, key: str, value: Any) -> PushValue:
@@ -374,8 +382,8 @@ class KVStore:
         shape, _ = self._keys.lookup(key)
         with torch.no_grad():
             whole = [
-                each.detach() if isinstance(each, Tensor) else to_dense(as_sparse_rows(key, each, shape), shape)
-                for each in parts
+                part.detach() if isinstance(part, Tensor) else to_dense(as_sparse_rows(key, part, shape), shape)
+                for part in parts
             ]
             total = whole[0].to(home)
             for part in whole[1:]:
@@ -396,97 +404,72 @@ def create_kvstore(
     kind: Kind,
     world: World,
     *,
-    rounds: LocalSGDConfig | None = None,
+    local_sgd: LocalSGDConfig | None = None,
     hierarchical: Literal["auto"] | bool = "auto",
     shared_memory: Literal["auto"] | bool = "auto",
-    servers: Sequence[tuple[str, int]] | None = None,
-    secret: bytes | None = None,
+    servers: ServerConfig | None = None,
     staleness: int | None = None,
-    damped: bool = False,
-    incarnation: int = 0,
-    tls: TLSContexts | None = None,
+    staleness_lr_decay: bool = False,
 ) -> KVStore:
-    """A store of this kind over these workers. A collective on the distributed kinds.
+    """A store of this kind over the workers of ``world``. A collective on the distributed kinds.
 
-    ``rounds`` says when and how ``dist_local`` averages. ``hierarchical`` sums of ``dist_sync`` go through one worker of each
-    host; auto: where there are several hosts with several workers each. With ``shared_memory`` its sums of host tensors go
-    through memory that the workers of one host share; auto: where they can, and nothing is compressed.
+    ``local_sgd``: when and how 'dist_local' averages. ``hierarchical``: 'dist_sync' sums through one worker of each host;
+    'auto': where there are several hosts with several workers each. ``shared_memory``: 'dist_sync' sums host tensors
+    through memory shared by the workers of one host; 'auto': where possible, and nothing is compressed.
 
-    ``dist_async`` has its ``servers`` at these addresses, which hold the same ``secret`` of 32 bytes (``kvstore.wire.secret``);
-    with ``tls`` (``kvstore.wire.tls``) all that is said to them is encrypted, and they have certificates too.
-    A worker is at most ``staleness`` steps ahead of the slowest, None: any; see ``KVStore.step``. ``damped``: a gradient computed
-    before tau pushes of others is applied with lr / (1 + tau). A worker that is started again has the next higher
-    ``incarnation``. Of ``world`` it reads rank, number of workers and run id; it needs no process group.
+    ``servers``: the parameter servers of 'dist_async'. A worker is at most ``staleness`` steps ahead of the slowest, None
+    for any number; see ``KVStore.step``. ``staleness_lr_decay``: a gradient computed before tau pushes of other workers is
+    applied with lr / (1 + tau). Of ``world`` it uses rank, number of workers and run id; it needs no process group.
 
-    Raises ConfigError for what does not fit the kind or these workers.
+    Raises ConfigError for options that do not fit the kind or the workers.
     """
-    inert = [
-        name
-        for name, given, reader in (
-            ("rounds", rounds is not None, "dist_local"),
-            ("hierarchical", hierarchical != "auto", "dist_sync"),
-            ("shared_memory", shared_memory != "auto", "dist_sync"),
-            ("servers", servers is not None, "dist_async"),
-            ("secret", secret is not None, "dist_async"),
-            ("staleness", staleness is not None, "dist_async"),
-            ("damped", damped, "dist_async"),
-            ("incarnation", incarnation != 0, "dist_async"),
-            ("tls", tls is not None, "dist_async"),
-        )
-        if given and kind != reader
-    ]
+    given = {
+        "local_sgd": local_sgd is not None,
+        "hierarchical": hierarchical != "auto",
+        "shared_memory": shared_memory != "auto",
+        "servers": servers is not None,
+        "staleness": staleness is not None,
+        "staleness_lr_decay": staleness_lr_decay,
+    }
+    inert = [name for name, is_given in given.items() if is_given and _KIND_OF_OPTION[name] != kind]
     if inert:
-        rule = (
-            "rounds go with 'dist_local', hierarchical and shared_memory with 'dist_sync', "
-            "servers, secret, tls, staleness, damped and incarnation with 'dist_async'"
-        )
+        rule = ", ".join(f"{name} is for {owner!r}" for name, owner in _KIND_OF_OPTION.items())
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
     match kind:
         case "local" | "device":
             if world.world_size > 1:
-                raise _no_store(
-                    kind, f"{world.world_size} workers", f"{kind!r} is a store of one process", "'dist_sync'"
-                )
-            return KVStore(kind, world, LocalBackend(on_host=kind == "local"))
+                num_workers = f"{world.world_size} workers"
+                raise _no_store(kind, num_workers, f"{kind!r} is a store of one process", "'dist_sync'")
+            backend = LocalBackend(on_host=kind == "local")
         case "dist_sync":
             backend = AllReduceBackend(world, hierarchical=hierarchical, shared_memory=shared_memory)
-            return KVStore(kind, world, backend)
         case "dist_async":
-            if not servers or secret is None:
-                given = "no servers" if not servers else "no secret"
-                nearest = "servers=server_addresses(os.environ), secret=read_secret(os.environ)"
-                raise _no_store(kind, given, "servers that know the secret hold its values", nearest)
-            for each in servers:
-                if not _is_address(each):
-                    rule = "each server is a pair of its host and its port, 1 to 65535"
-                    raise _no_store(kind, f"server {each!r}", rule, 'servers=[("127.0.0.1", 4000)]')
-            if len(secret) != SECRET_BYTES:
-                raise _no_store(
-                    kind, f"a secret of {len(secret)} bytes", f"it has {SECRET_BYTES}", "read_secret(os.environ)"
-                )
+            if servers is None:
+                nearest = "servers=ServerConfig.from_environ(os.environ)"
+                raise _no_store(kind, "no servers", "servers that know the secret hold its values", nearest)
             if staleness is not None and staleness < 0:
                 raise _no_store(kind, f"staleness {staleness}", "it is 0 or more, or None", "staleness=4")
-            backend = ParameterServerBackend(
-                world, servers, secret, staleness=staleness, damped=damped, incarnation=incarnation, tls=tls
-            )
-            return KVStore(kind, world, backend)
+            backend = ParameterServerBackend(world, servers, staleness=staleness, staleness_lr_decay=staleness_lr_decay)
         case "dist_local":
-            if rounds is None:
-                raise _no_store(kind, "no rounds", "its rounds have a length", "rounds=Rounds(local_steps=16)")
-            return KVStore(kind, world, LocalSGDBackend(world, rounds))
+            if local_sgd is None:
+                nearest = "local_sgd=LocalSGDConfig(local_steps=16)"
+                raise _no_store(kind, "no local_sgd", "the interval between averages is given", nearest)
+            backend = LocalSGDBackend(world, local_sgd)
         case _:
             kinds = get_args(Kind)
-            given, rule = f"{world.world_size} workers", f"kinds are {', '.join(kinds)}"
-            raise _no_store(kind, given, rule, nearest_name(kind, kinds))
+            rule = f"kinds are {', '.join(kinds)}"
+            raise _no_store(kind, f"{world.world_size} workers", rule, nearest_name(kind, kinds))
+    return KVStore(kind, world, backend)
 
 
-def _is_address(given: Any) -> bool:
-    """A pair of host and port; a text such as "host:1" is none, though it has a length too."""
-    match given:
-        case (str(host), int(port)) if host and not isinstance(port, bool):
-            return 1 <= port <= 65535
-        case _:
-            return False
+_KIND_OF_OPTION = {
+    "local_sgd": "dist_local",
+    "hierarchical": "dist_sync",
+    "shared_memory": "dist_sync",
+    "servers": "dist_async",
+    "staleness": "dist_async",
+    "staleness_lr_decay": "dist_async",
+}
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

@@ -1,8 +1,8 @@
-"""The stored values of one process and the optimizer that updates them: what a sum over workers is applied to.
+"""The values of one process and the optimizer that updates them.
 
-Every key has an optimizer of its own, so keys may come in any order and at any time. A store knows names and shapes, no
-modules: tensors of two or more dims decay, others and those whose name ends in ``bias`` do not; name embeddings in
-``decay_exclude``. The gradient's norm over all keys is never known here, so ``clip_norm`` has to be 0.
+Every key has its own optimizer, so keys may be updated in any order. A store knows names and shapes but no modules:
+tensors of two or more dims decay; others, and those whose name ends in ``bias``, do not. List embeddings in
+``decay_exclude``. The gradient norm over all keys is unknown here, so ``clip_norm`` has to be 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.optim.options import OptimOptions
 
 
 class ValueStore:
-    """Tensors by key. A sum replaces the tensor under its key, or updates it once there is an optimizer."""
+    """Tensors by key. A sum replaces the tensor under its key or, with an optimizer, updates it."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -34,18 +34,17 @@ class ValueStore:
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether sums are gradients for an optimizer."""
         return self._options is not None
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors, which become this object's own."""
+        """Take ownership of these tensors."""
         self.tensors |= values
         if self._options is not None:
             self._build(self._options, values)
 
     @torch.no_grad()
     def apply(self, key: str, total: PushValue) -> None:
-        """``total`` is the sum over devices and workers; it is read, not kept."""
+        """Apply ``total``, the sum over devices and workers. It is read, not stored."""
         stored = self.tensors[key]
         if not isinstance(total, Tensor):
             total = to_dense(as_sparse_rows(key, total, stored.shape), stored.shape)
@@ -58,25 +57,25 @@ class ValueStore:
         parameter.grad = None
 
     def copy_to(self, items: Sequence[tuple[str, list[Tensor]]]) -> Future[None]:
-        """Write each key's tensor into its targets, at once."""
+        """Write each key's tensor into its targets."""
         for key, targets in items:
             for target in targets:
                 target.copy_(self.tensors[key])
         return Future(lambda: None)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Copies of some rows."""
+        """Copies of the rows ``ids``."""
         stored = self.tensors[key]
-        found = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: found)
+        rows = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: rows)
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Sums are gradients from now on; the state of an optimizer before is dropped."""
+        """Treat later sums as gradients; the state of a previous optimizer is dropped."""
         self._options, self._lr, self._optimizers = options, None, {}
         self._build(options, self.tensors)
 
     def set_learning_rate(self, lr: float) -> None:
-        """For all updates from now on. Raises ConfigError without an optimizer."""
+        """Set the learning rate of all later updates. Raises ConfigError without an optimizer."""
         if self._options is None:
             raise learning_rate_without_optimizer(lr)
         self._lr = lr
@@ -85,15 +84,15 @@ class ValueStore:
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Tensor]:
-        """``value/<key>`` and ``optim/<state>/<key>``: the tensors themselves, not copies."""
-        found = {f"value/{key}": value for key, value in self.tensors.items()}
+        """``value/<key>`` and ``optim/<state>/<key>``: the live tensors, not copies."""
+        state = {f"value/{key}": value for key, value in self.tensors.items()}
         for key, (parameter, optimizer) in self._optimizers.items():
-            found |= state_tensors({key: parameter}, optimizer)
-        return dict(sorted(found.items()))
+            state |= state_tensors({key: parameter}, optimizer)
+        return dict(sorted(state.items()))
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what ``state_dict`` of the same keys and optimizer gave. Raises CheckpointError for any difference."""
+        """Copy a state of the same keys and optimizer into the live tensors. Raises CheckpointError for any difference."""
         own = self.state_dict()
         differing = sorted(
             name
@@ -121,23 +120,23 @@ class ValueStore:
         for key, value in values.items():
             parameter = nn.Parameter(value)
             with torch.enable_grad():
-                made = build_optimizer(
+                optimizer = build_optimizer(
                     nn.Module(), options, pieces={key: parameter}, named_roles={key: role_of(key, value.shape, options)}
                 )
-            self._optimizers[key] = parameter, made
+            self._optimizers[key] = parameter, optimizer
         if self._lr is not None:
             self.set_learning_rate(self._lr)
 
 
 def role_of(key: str, shape: Sequence[int], options: OptimOptions) -> Role:
-    """Whether a key decays: what a store knows of it is its name and shape."""
+    """Whether a key decays, from its name and shape."""
     if len(shape) < 2 or key.endswith("bias"):
         return Role.PLAIN
     return Role.NO_DECAY if any(fnmatchcase(key, pattern) for pattern in options.decay_exclude) else Role.DECAY
 
 
 def require_floating(values: Mapping[str, Tensor]) -> None:
-    """Raises ConfigError for a key that no optimizer can update."""
+    """Raise ConfigError for a key that no optimizer can update."""
     for key, value in values.items():
         if not value.is_floating_point():
             raise ConfigError(
@@ -149,7 +148,6 @@ def require_floating(values: Mapping[str, Tensor]) -> None:
 
 
 def learning_rate_without_optimizer(lr: float) -> ConfigError:
-    """The answer to a learning rate for nobody."""
     return ConfigError(
         given=f"set_learning_rate({lr:g}) on a store without an optimizer",
         rule="a learning rate belongs to the store's optimizer",
@@ -159,7 +157,7 @@ def learning_rate_without_optimizer(lr: float) -> ConfigError:
 
 
 def optimizer_options(optimizer: OptimOptions | str, hyper: Mapping[str, Any]) -> OptimOptions:
-    """The options that are meant. Raises ConfigError for unknown names, values out of range, and options without effect."""
+    """Validated options. Raises ConfigError for unknown names, values out of range, and options without effect."""
     if isinstance(optimizer, str):
         optimizer = load_config(OptimOptions, planned={"kind": optimizer, "clip_norm": 0.0, **hyper}).value
     elif hyper:

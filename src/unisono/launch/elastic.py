@@ -1,8 +1,8 @@
-"""Sees the processes of an asynchronous job through, each by itself.
+"""Supervises an asynchronous job: each worker and server is restarted alone.
 
-Workers of ``dist_async`` are in no process group, and servers know their clients by lease and sequence number. So a process
-that dies is started again alone, with an epoch one higher, which fences off what its predecessor may still have under way. The
-job ends when its workers have ended; then the servers are asked to.
+Workers of ``dist_async`` are in no process group, and servers know their clients by lease and sequence number. A
+process that dies is therefore restarted alone, with a restart count one higher; the count fences off requests of its
+predecessor that are still under way. The job ends when its workers have ended; then the servers are stopped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,129 +30,135 @@ from unisono.launch.workers import WorkerProcess
 
 _POLL_S = 0.05
 
-# starts the process of a seat: (seat, epoch, restarted)
+# (slot, attempt number, whether it is a restart) -> its process, started
 StartOne = Callable[[ProcessSlot, int, bool], WorkerProcess]
 
 
 @dataclass(slots=True)
-class _Held:
-    """A seat, who sits there now (None: it has ended for good, with ``code``), and how those before ended."""
+class _SlotState:
+    """A slot, its running process (None once it has ended for good, with ``code``), and all its attempts."""
 
-    seat: ProcessSlot
-    member: WorkerProcess | None
-    history: list[Attempt] = field(default_factory=list[Attempt])
+    slot: ProcessSlot
+    process: WorkerProcess | None
+    attempts: list[Attempt]
     code: int | None = None
+
+    @property
+    def is_running_worker(self) -> bool:
+        return self.process is not None and self.slot.role == "worker"
 
 
 def supervise_elastic(
-    start: StartOne, seats: Sequence[ProcessSlot], options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]
+    start: StartOne, slots: Sequence[ProcessSlot], options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]
 ) -> int:
-    """Starts all seats, servers first, and returns the exit code of the whole: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
+    """Start all slots, servers first, and restart each alone; returns 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
-    ``launch.options.max_restarts`` counts for each seat. Call it on the main thread. Raises LaunchError when a process cannot be
-    started at all.
+    ``options.max_restarts`` counts for each slot. Call it on the main thread. Raises LaunchError if a process cannot
+    be started.
     """
     first = begin_record(run_dir, record)
-    table: list[_Held] = []
+    logs = run_dir / "logs"
+    states: list[_SlotState] = []
     verdict: int | None = None
     with StopSignals() as signals:
-        stopping = _Stopping(options.grace_s)
+        stop = _WorkerStop(options.grace_s)
         try:
-            for seat in sorted(seats, key=lambda seat: seat.role != "server"):
-                member = start(seat, first, False)
-                table.append(_Held(seat, member, [Attempt.begin(first, [member], run_dir / "logs")]))
-            while any(held.member and held.seat.role == "worker" for held in table):
-                for held in table:
-                    if held.member is None or (code := held.member.code()) is None:
+            for slot in sorted(slots, key=lambda slot: slot.role != "server"):
+                process = start(slot, first, False)
+                states.append(_SlotState(slot, process, [Attempt.begin(first, [process], logs)]))
+            while any(state.is_running_worker for state in states):
+                for state in states:
+                    if state.process is None or (code := state.process.code()) is None:
                         continue
-                    restart = _ended(held, code, options, stopped=stopping.by is not None)
-                    write_record(run_dir, {**record, "ended": _ended_record(table)}, held.history[-1].epoch, [])
-                    if not restart and code not in (0, REQUEUE) and verdict is None:
-                        # one is given up: the others are asked to save and end
-                        verdict = code if code in (USER_ERROR, FATAL) else 1
-                    elif restart:
-                        epoch = held.history[-1].epoch + 1
+                    restart = _record_end(state, code, options, stopped=stop.cause is not None)
+                    last = state.attempts[-1].number
+                    write_record(run_dir, {**record, "ended": _ended_record(states)}, last, [])
+                    if restart:
                         print_message(
-                            f"restarting {held.seat.name} alone (restart {len(held.history)} of {options.max_restarts})"
+                            f"restarting {state.slot.name} alone (restart {len(state.attempts)} of {options.max_restarts})"
                         )
-                        held.member = start(held.seat, epoch, True)
-                        held.history.append(Attempt.begin(epoch, [held.member], run_dir / "logs"))
-                workers = [held.member for held in table if held.member and held.seat.role == "worker"]
-                stopping.look(workers, signals, given_up=verdict is not None)
+                        state.process = start(state.slot, last + 1, True)
+                        state.attempts.append(Attempt.begin(last + 1, [state.process], logs))
+                    elif code not in (0, REQUEUE) and verdict is None:
+                        # this slot is given up: the other workers are asked to save and end
+                        verdict = code if code in (USER_ERROR, FATAL) else 1
+                workers = [state.process for state in states if state.process and state.slot.role == "worker"]
+                stop.poll(workers, signals, given_up=verdict is not None)
                 time.sleep(_POLL_S)
-            _end_servers([held.member for held in table if held.member], signals, options.grace_s)
+            _stop_servers([state.process for state in states if state.process], signals, options.grace_s)
         finally:
-            for held in table:
-                if held.member is not None:
-                    held.member.kill_group()
+            for state in states:
+                if state.process is not None:
+                    state.process.kill_group()
     if verdict is not None:
         return verdict
-    codes = {held.code for held in table if held.seat.role == "worker"}
+    codes = {state.code for state in states if state.slot.role == "worker"}
     return REQUEUE if REQUEUE in codes else 0
 
 
-def _ended(held: _Held, code: int, options: LaunchOptions, *, stopped: bool) -> bool:
-    """Whether the seat is filled again; says on stderr what the user must know."""
-    member, attempt = held.member, held.history[-1]
-    assert member is not None
-    member.kill_group()
-    attempt.codes[member.rank] = code
-    attempt.killed_by_us = {member.rank} if member.killed_by_us else set()
-    if held.seat.role == "worker":
+def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped: bool) -> bool:
+    """Record that the process of a slot has ended; returns whether to restart it. Prints the reason to stderr."""
+    process, attempt = state.process, state.attempts[-1]
+    assert process is not None
+    process.kill_group()
+    attempt.codes[process.rank] = code
+    attempt.killed_by_us = {process.rank} if process.killed_by_us else set()
+    if state.slot.role == "worker":
         attempt.read_failures()
-    held.member, held.code = None, code
+    state.process, state.code = None, code
     if code in (0, REQUEUE):
         return False
-    # of a mistake of the user's each rank has said all, above; a line tells who ended
-    said = exit_explanation(attempt)
-    print_message(said.partition("\n")[0] if code == USER_ERROR else said)
+    # every rank has printed a user error in full above; one line says which rank it was
+    explanation = exit_explanation(attempt)
+    print_message(explanation.partition("\n")[0] if code == USER_ERROR else explanation)
     if stopped or code in (USER_ERROR, FATAL):
         return False
-    repeats = same_crashes(held.history)
+    repeats = same_crashes(state.attempts)
     if repeats >= SAME_CRASH_LIMIT:
         print_message(repeated(attempt, repeats))
         return False
-    if len(held.history) > options.max_restarts:
-        print_message(f"no restart of {held.seat.name} left of {options.max_restarts} (launch.max_restarts)")
+    if len(state.attempts) > options.max_restarts:
+        print_message(f"no restart of {state.slot.name} left of {options.max_restarts} (launch.max_restarts)")
         return False
     return True
 
 
 @dataclass(slots=True)
-class _Stopping:
-    """Asks workers to end, once, and kills those that have not in time."""
+class _WorkerStop:
+    """Asks workers to end, once, and kills those still running after ``grace_s`` seconds."""
 
     grace_s: float
-    by: str | None = None
+    cause: str | None = None
     kill_at_s: float = 0.0
 
-    def look(self, workers: Sequence[WorkerProcess], signals: StopSignals, *, given_up: bool) -> None:
-        if self.by is None and (signals.received or given_up):
-            received = signals.received[0] if signals.received else signal.SIGTERM
-            self.by = received.name if signals.received else "a process that is given up"
+    def poll(self, workers: Sequence[WorkerProcess], signals: StopSignals, *, given_up: bool) -> None:
+        if self.cause is None and (signals.received or given_up):
+            self.cause = signals.received[0].name if signals.received else "a process that is given up"
             self.kill_at_s = time.monotonic() + self.grace_s
             if workers:
-                print_message(f"{self.by}: asking {len(workers)} workers to save and end within {self.grace_s:g} s")
+                print_message(f"{self.cause}: asking {len(workers)} workers to save and end within {self.grace_s:g} s")
             for worker in workers:
-                worker.end_by(signal.SIGINT if received is signal.SIGINT else signal.SIGTERM)
-        interrupted_twice = signals.received.count(signal.SIGINT) > 1
-        if self.by is not None and (interrupted_twice or time.monotonic() >= self.kill_at_s):
+                worker.end_by(signals.to_workers())
+        if self.cause is not None and (signals.interrupted_twice or time.monotonic() >= self.kill_at_s):
             for worker in workers:
                 worker.kill_group()
 
 
-def _end_servers(servers: Sequence[WorkerProcess], signals: StopSignals, grace_s: float) -> None:
-    """They write their last snapshot; what has not ended in time is killed by the caller."""
+def _stop_servers(servers: Sequence[WorkerProcess], signals: StopSignals, grace_s: float) -> None:
+    """Ask servers to write their last snapshot and end, and wait up to ``grace_s`` seconds. The caller kills the rest."""
     deadline = time.monotonic() + grace_s
     for server in servers:
         server.end_by(signal.SIGTERM)
     while any(server.code() is None for server in servers) and time.monotonic() < deadline:
-        if signals.received.count(signal.SIGINT) > 1:
+        if signals.interrupted_twice:
             return
         time.sleep(_POLL_S)
 
 
-def _ended_record(table: Sequence[_Held]) -> list[dict[str, Any]]:
+def _ended_record(states: Sequence[_SlotState]) -> list[dict[str, Any]]:
     return [
-        {"process": held.seat.name, **attempt.record()} for held in table for attempt in held.history if attempt.codes
+        {"process": state.slot.name, **attempt.record()}
+        for state in states
+        for attempt in state.attempts
+        if attempt.codes
     ]

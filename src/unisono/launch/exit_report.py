@@ -1,6 +1,6 @@
-"""How an attempt ended, and why: exit statuses, the failures ranks recorded, and who was first.
+"""How an attempt ended, and why: exit codes, the failures that ranks recorded, and which rank failed first.
 
-When one rank dies its peers fail a moment later with a CommError. The cause is the rank that died of something else.
+When one rank dies, its peers fail a moment later with a CommError. The cause is the rank that died of something else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import Failure, read_failure
-from unisono.launch.host_resources import oom_kills
+from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
 
 USER_ERROR = 2
@@ -25,12 +25,14 @@ _TAIL_LINES = 20
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """``codes`` by rank, negative for a signal as in subprocess; ``killed_by_us`` are ranks this launcher ended.
+    """One attempt to run a job, or one process of an asynchronous job: its processes and how they ended.
 
-    ``names`` are what to call each rank, with its host where there are several.
+    All mappings are by rank. ``codes`` are exit codes, negative for a signal as in subprocess. ``names`` include the
+    host if there are several. ``folder`` is where ranks record failures. ``killed_by_us`` are ranks this launcher
+    ended.
     """
 
-    epoch: int
+    number: int
     pids: dict[int, int]
     names: dict[int, str]
     log_paths: dict[int, Path]
@@ -42,27 +44,27 @@ class Attempt:
     stopped_by: str | None = None
 
     @staticmethod
-    def begin(epoch: int, workers: Sequence[WorkerProcess], folder: Path) -> Attempt:
-        """An attempt whose workers have just started."""
+    def begin(number: int, workers: Sequence[WorkerProcess], folder: Path) -> Attempt:
+        """The attempt of workers that have just started."""
         return Attempt(
-            epoch=epoch,
+            number=number,
             names={worker.rank: worker.name for worker in workers},
             pids={worker.rank: worker.pid for worker in workers},
             log_paths={worker.rank: worker.log for worker in workers if worker.log is not None},
             folder=folder,
-            # of another host's kernel nothing is known
+            # the kernel counters of other hosts are unknown
             oom_kills_before=oom_kills() if all(worker.here for worker in workers) else None,
         )
 
     def read_failures(self) -> None:
-        """Collects what the ranks recorded before they ended."""
+        """Read the failures that ranks recorded before they ended."""
         for rank in self.pids:
-            failure = read_failure(self.folder, rank, self.epoch)
+            failure = read_failure(self.folder, rank, self.number)
             if failure is not None:
                 self.failures[rank] = failure
 
     def root(self) -> int | None:
-        """The rank whose end explains the others'; None if none ended badly by itself."""
+        """The rank whose failure explains the others; None if none failed."""
         bad = [rank for rank, code in self.codes.items() if code not in (0, REQUEUE)]
         own = [rank for rank in bad if rank not in self.killed_by_us or rank in self.failures]
         return min(own or bad, key=self._rank_order, default=None)
@@ -70,20 +72,20 @@ class Attempt:
     def _rank_order(self, rank: int) -> tuple[int, float]:
         failure = self.failures.get(rank)
         if failure is None:
-            # a signal from outside leaves no words and is a cause; a wordless exit status may be a consequence
+            # an external signal leaves no record and is a cause; an exit code without a record may be a consequence
             return (0 if self.codes[rank] < 0 else 2), 0.0
         return (3 if failure.type == "CommError" else 1), failure.at_monotonic_s
 
     def root_failure(self) -> Failure | None:
-        """What the root rank recorded, if it could."""
+        """The failure the root rank recorded, or None."""
         rank = self.root()
         return None if rank is None else self.failures.get(rank)
 
     def record(self) -> dict[str, Any]:
-        """JSON types for ``launch.json``."""
+        """The attempt's entry in ``launch.json``."""
         failure = self.root_failure()
         return {
-            "attempt": self.epoch,
+            "attempt": self.number,
             "exit_codes": [self.codes[rank] for rank in sorted(self.codes)],
             "stopped_by": self.stopped_by,
             "root_rank": self.root(),
@@ -92,16 +94,16 @@ class Attempt:
 
 
 def exit_explanation(attempt: Attempt) -> str:
-    """Which rank ended first, how, and its last words: a traceback (of a user's error its text), or the end of its log."""
+    """Explain which rank failed first and how, with its traceback (for a user error, its message) or the end of its log."""
     rank = attempt.root()
     if rank is None:
-        return f"attempt {attempt.epoch} ended with exit codes {attempt.codes}"
+        return f"attempt {attempt.number} ended with exit codes {attempt.codes}"
     log = attempt.log_paths.get(rank)
-    lines = [f"attempt {attempt.epoch}: {attempt.names[rank]} (pid {attempt.pids[rank]}) {_ending(attempt, rank)}"]
+    lines = [f"attempt {attempt.number}: {attempt.names[rank]} (pid {attempt.pids[rank]}) {_ending(attempt, rank)}"]
     failure = attempt.failures.get(rank)
     if failure is not None:
         step = "before the first step" if failure.step is None else f"in step {failure.step}"
-        # of what the user must change the message says all
+        # a user error needs no traceback
         words = failure.message if USER_ERROR in attempt.codes.values() else failure.traceback
         lines += [f"it failed {step}:", *words.rstrip().splitlines()]
     elif log is not None:

@@ -1,7 +1,7 @@
-"""Which variables of the launcher's environment reach the processes of other hosts: those of a short list, and no other.
+"""Environment variables that are forwarded to processes on other hosts: those of a short list and those of ``--env``.
 
-A remote process inherits its host's environment, not the launcher's. What training needs is named here or with ``--env``; what
-looks like a credential never travels (dmlc's tracker put AWS keys on the remote command line).
+A remote process inherits its own host's environment, not the launcher's. Variables that look like credentials are never
+forwarded (dmlc's tracker put AWS keys on the remote command line).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from unisono.dist.jobspec import OWN_VARIABLES
 from unisono.errors import LaunchError, Problem
 
 _NAMES = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "GLIBC_TUNABLES"}
@@ -16,28 +17,23 @@ _PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "OMP_", "MKL_", "MALLOC_")
 _CREDENTIAL = re.compile(
     r"AWS_.*|.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)|UNISONO_SECRET_.*", flags=re.IGNORECASE
 )
-# the place of a process is said to each one anew
-_PLACES = re.compile(
-    r"UNISONO_(RUN_ID|EPOCH|RANK|LOCAL_RANK|WORLD|LOCAL_WORLD|MASTER_ADDR|MASTER_PORT|LISTEN_FD|ROLE|SERVERS|SERVER|SERVER_ADDRESSES"
-    r"|LAUNCH|LOGS)"
-)
+# each process gets its own place in the job
+_PLACES = OWN_VARIABLES | {"UNISONO_LAUNCH", "UNISONO_LOGS"}
 
 
 def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``environ`` that travel, and ``extra`` over them."""
+    """The variables of ``environ`` to forward, updated by ``extra``."""
     chosen = {
         name: value
         for name, value in environ.items()
-        if (name in _NAMES or name.startswith(_PREFIXES))
-        and not _CREDENTIAL.fullmatch(name)
-        and not _PLACES.fullmatch(name)
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not _CREDENTIAL.fullmatch(name) and name not in _PLACES
     }
     return chosen | dict(extra)
 
 
 def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """``["A=1", "B"]`` -> A is "1", B is as in ``environ``. Raises LaunchError with everything that is wrong."""
-    found: dict[str, str] = {}
+    """Parse ``--env`` values: ``A=1`` sets A to "1", ``B`` takes B from ``environ``. Raises LaunchError with all problems."""
+    variables: dict[str, str] = {}
     problems: list[Problem] = []
     for text in settings:
         name, separator, value = text.partition("=")
@@ -49,17 +45,17 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
                     name, "credentials do not travel with a launch", "a file on every host that its owner alone reads"
                 )
             )
-        elif name in found:
+        elif name in variables:
             problems.append(_wrong(name, "each variable is given once", f"one --env {name}=VALUE"))
         elif not separator and name not in environ:
             problems.append(
                 _wrong(name, "without a value the launcher's own is sent, and it has none", f"--env {name}=VALUE")
             )
         else:
-            found[name] = value if separator else environ[name]
+            variables[name] = value if separator else environ[name]
     if problems:
         raise LaunchError(*problems)
-    return found
+    return variables
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:

@@ -1,17 +1,18 @@
-"""The launcher's hand on one host: ``python -m unisono.launch.host_agent`` starts processes and tells how they fare.
+"""The launcher's agent on one host, ``python -m unisono.launch.host_agent``: starts processes and reports their
+output and end.
 
 It reads JSON lines from standard input and writes JSON lines to standard output:
 
-                                                                               {"event": "hello"}, first of all
+                                                                               {"event": "hello"}, first
     {"do": "job", "options": …, "secret": hex or null}                         {"event": "ready", "share": …}
     {"do": "listen", "key", "host", "interface", "port"}                       {"event": "listening", "address", "why"}
     {"do": "start", "id", "command", "place", "listen", "towards", …}          {"event": "started", "id", "pid"}
     {"do": "signal", "id", "number"}, {"do": "kill", "id"}                     {"event": "line", "id", "text"}
                                                                                {"event": "ended", "id", "code", "failure"}
 
-and {"event": "refused", "problem": …} where something asked for cannot be. Standard input is the lifeline: when it closes,
-because the launcher died or its connection did, everything started here gets SIGKILL. A listening socket is held here from its
-``listen`` on, so a server that is started again finds the same port, and nobody else can take it meanwhile.
+and {"event": "refused", "problem": …} for a request that cannot be met. When standard input closes, because the
+launcher or its connection died, every process started here gets SIGKILL. The agent holds a listening socket from its
+``listen`` on, so a restarted server gets the same port and no other process can take it.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ from typing import Any
 from unisono.dist import JobSpec, read_failure
 from unisono.errors import LaunchError
 from unisono.launch.network_interface import NetworkInterface, interface_by_name, interface_towards
-from unisono.launch.options import LaunchOptions
+from unisono.launch.options import options_of_message
 from unisono.launch.resources import ResourceShare, divide_host
-from unisono.launch.workers import Reaper, Worker, start_worker
+from unisono.launch.workers import Reaper, Worker, WorkerSpec, start_worker
 
 _POLL_S = 0.05
 _READ_BYTES = 65536
-# a line without an end is passed on in pieces
+# a longer line is passed on in pieces
 _LINE_BYTES = 65536
 
 
 @dataclass(slots=True)
-class _Started:
+class _RunningProcess:
+    """A process of this agent; ``output`` is the read end of its output pipe, ``partial`` an unfinished line."""
+
     id: int
     worker: Worker
     job: JobSpec
@@ -55,22 +58,22 @@ class _Started:
 
 @dataclass(slots=True)
 class HostAgent:
-    """What runs on this host; ``send`` is the launcher's end."""
+    """The state of the agent. ``replies`` is the file descriptor that leads to the launcher."""
 
-    guard: Reaper
+    reaper: Reaper
     logs: Path
     replies: int
     share: ResourceShare | None = None
     secret: bytes | None = None
     listeners: dict[str, socket.socket] = field(default_factory=dict[str, socket.socket])
-    started: dict[int, _Started] = field(default_factory=dict[int, _Started])
+    running: dict[int, _RunningProcess] = field(default_factory=dict[int, _RunningProcess])
 
-    def obey(self, message: dict[str, Any]) -> None:
-        """Does what one line asks for."""
+    def handle(self, message: dict[str, Any]) -> None:
+        """Carry out one request of the launcher."""
         try:
             match message["do"]:
                 case "job":
-                    self.share = divide_host(LaunchOptions(**message["options"]))
+                    self.share = divide_host(options_of_message(message["options"]))
                     self.secret = bytes.fromhex(message["secret"]) if message["secret"] else None
                     self.send(event="ready", share=self.share.record())
                 case "listen":
@@ -78,29 +81,29 @@ class HostAgent:
                 case "start":
                     self._start(message)
                 case "signal":
-                    if message["id"] in self.started:
-                        self.started[message["id"]].worker.end_by(signal.Signals(message["number"]))
+                    if message["id"] in self.running:
+                        self.running[message["id"]].worker.end_by(signal.Signals(message["number"]))
                 case "kill":
-                    if message["id"] in self.started:
-                        self.started[message["id"]].worker.kill_group()
+                    if message["id"] in self.running:
+                        self.running[message["id"]].worker.kill_group()
                 case other:
                     raise ValueError(f"the launcher asks this agent to {other!r}, which it does not know")
         except LaunchError as error:
             self.send(event="refused", problem=asdict(error.problems[0]))
 
     def _listen(self, key: str, host: str, interface: str | None, port: int) -> None:
-        found = interface_by_name(interface) if interface else None
-        address = found.address if found else host
+        chosen = interface_by_name(interface) if interface else None
+        address = chosen.address if chosen else host
         if key in self.listeners:
             self.listeners.pop(key).close()
         self.listeners[key] = listener = _listener(address, port)
         own = str(listener.getsockname()[0])
         self.send(
             event="listening",
-            # the name may mean a loopback address here that other hosts take for their own
+            # on this host the name may resolve to a loopback address, which other hosts would take for their own
             loopback=own.startswith("127.") or own == "::1",
             address=f"{address}:{listener.getsockname()[1]}",
-            why=found.why if found else "the name in the hosts file",
+            why=chosen.why if chosen else "the name in the hosts file",
         )
 
     def _start(self, message: dict[str, Any]) -> None:
@@ -110,83 +113,82 @@ class HostAgent:
         place["server_addresses"] = tuple(place["server_addresses"])
         if key is not None:
             place["listen_fd"] = self.listeners[key].fileno()
-        job = JobSpec(**place)
-        way: NetworkInterface = (
+        interface: NetworkInterface = (
             interface_by_name(message["interface"]) if message["interface"] else interface_towards(message["towards"])
+        )
+        spec = WorkerSpec(
+            command=message["command"],
+            job=JobSpec(**place),
+            share=self.share,
+            logs=self.logs,
+            environ={**interface.environ(), **message["environ"]},
+            restarted=message["restarted"],
+            secret=self.secret,
         )
         reader, writer = os.pipe()
         try:
-            worker = start_worker(
-                message["command"],
-                job,
-                self.share,
-                guard=self.guard,
-                logs=self.logs,
-                log=None,
-                output=writer,
-                restarted=message["restarted"],
-                environ={**way.environ(), **message["environ"]},
-                secret=self.secret,
-            )
+            worker = start_worker(spec, self.reaper, output=writer)
         except LaunchError:
             os.close(reader)
             raise
         finally:
             os.close(writer)
         os.set_blocking(reader, False)
-        self.started[message["id"]] = _Started(message["id"], worker, job, reader)
-        self.send(event="started", id=message["id"], pid=worker.pid, interface=way.name, why=way.why)
+        self.running[message["id"]] = _RunningProcess(message["id"], worker, spec.job, reader)
+        self.send(event="started", id=message["id"], pid=worker.pid, interface=interface.name, why=interface.why)
         if key is not None and not message["keep"]:
             # rank 0 has it; when it ends, the port is free
             self.listeners.pop(key).close()
 
-    def look(self) -> None:
-        """Passes on what was printed, and who has ended."""
-        for each in list(self.started.values()):
-            ended = each.worker.code() is not None
+    def poll(self) -> None:
+        """Pass on the output of all processes, and report those that have ended."""
+        for process in list(self.running.values()):
+            ended = process.worker.code() is not None
             if ended:
-                # what it left running would hold its output open
-                each.worker.kill_group()
-            while self._read(each):
+                # its children would hold its output open
+                process.worker.kill_group()
+            while self._read(process):
                 pass
             if ended:
-                self._end(each)
+                self._report_end(process)
 
-    def _read(self, each: _Started) -> bool:
+    def _read(self, process: _RunningProcess) -> bool:
+        """Pass on what one read returns; whether there may be more."""
         try:
-            data = os.read(each.output, _READ_BYTES)
+            data = os.read(process.output, _READ_BYTES)
         except BlockingIOError:
             return False
-        *lines, each.partial = (each.partial + data).split(b"\n")
-        if len(each.partial) > _LINE_BYTES:
-            lines, each.partial = [*lines, each.partial], b""
+        *lines, process.partial = (process.partial + data).split(b"\n")
+        if len(process.partial) > _LINE_BYTES:
+            lines, process.partial = [*lines, process.partial], b""
         for line in lines:
-            self.send(event="line", id=each.id, text=line.decode(errors="replace"))
+            self.send(event="line", id=process.id, text=line.decode(errors="replace"))
         return bool(data)
 
-    def _end(self, each: _Started) -> None:
-        if each.partial:
-            self.send(event="line", id=each.id, text=each.partial.decode(errors="replace"))
-        os.close(each.output)
-        del self.started[each.id]
-        failure = read_failure(self.logs, each.job.rank, each.job.restart_count) if each.job.role == "worker" else None
-        told = None if failure is None else asdict(failure)
-        # clocks of two hosts have nothing in common but their pace
+    def _report_end(self, process: _RunningProcess) -> None:
+        if process.partial:
+            self.send(event="line", id=process.id, text=process.partial.decode(errors="replace"))
+        os.close(process.output)
+        del self.running[process.id]
+        job = process.job
+        failure = read_failure(self.logs, job.rank, job.restart_count) if job.role == "worker" else None
+        # monotonic clocks of two hosts are unrelated, so the age is sent
         age_s = 0.0 if failure is None else time.monotonic() - failure.at_monotonic_s
-        self.send(event="ended", id=each.id, code=each.worker.code(), failure=told, age_s=age_s)
+        record = None if failure is None else asdict(failure)
+        self.send(event="ended", id=process.id, code=process.worker.code(), failure=record, age_s=age_s)
 
     def send(self, **message: Any) -> None:
-        """One line to the launcher. Without it there is nobody to tell: the lifeline ends this process."""
+        """Send one line to the launcher. If it is gone, standard input has closed too, which ends this process."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         with contextlib.suppress(BrokenPipeError):
             while data:
                 data = data[os.write(self.replies, data) :]
 
     def close(self) -> None:
-        """Ends everything that runs here."""
-        for each in self.started.values():
-            each.worker.kill_group()
-            os.close(each.output)
+        """Kill all processes of this agent and close its sockets."""
+        for process in self.running.values():
+            process.worker.kill_group()
+            os.close(process.output)
         for listener in self.listeners.values():
             listener.close()
 
@@ -206,13 +208,13 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def serve() -> None:
-    """Obeys standard input until it closes."""
-    # what a library prints must not end up among the replies
+    """Handle requests from standard input until it closes."""
+    # output that a library prints must not mix with the replies
     replies = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logs = Path(tempfile.mkdtemp(prefix="unisono-agent-"))
-    with Reaper() as guard, selectors.DefaultSelector() as selector:
-        agent = HostAgent(guard, logs, replies)
+    with Reaper() as reaper, selectors.DefaultSelector() as selector:
+        agent = HostAgent(reaper, logs, replies)
         agent.send(event="hello")
         selector.register(0, selectors.EVENT_READ)
         pending = b""
@@ -224,8 +226,8 @@ def serve() -> None:
                         return
                     *lines, pending = (pending + data).split(b"\n")
                     for line in lines:
-                        agent.obey(json.loads(line))
-                agent.look()
+                        agent.handle(json.loads(line))
+                agent.poll()
         finally:
             agent.close()
             shutil.rmtree(logs)

@@ -1,11 +1,11 @@
-"""The launcher's line to the agent of one host: over ssh, or straight to a process of this host.
+"""The launcher's connection to the agent of one host: over ssh, or to a process of this host.
 
-ssh gets a fixed argument vector: the host's name after ``--``, and a shell that reads its script from standard input. So
-neither names nor values of variables, nor the job's secret, can be seen in ``ps`` or be taken for an option. Checking of host
-keys stays as the user's ssh is configured, and a question for a password is an error (BatchMode): nobody sits in front of a
-launch. A line that ends is a host that is gone, with all that ran there.
+ssh gets a fixed argument vector: the host's name after ``--``, and a shell that reads its script from standard input.
+So neither variables nor the job's secret show in ``ps`` or can be taken for an option. Host keys are checked as the
+user's ssh is configured; a password prompt is an error (BatchMode). If the connection ends, the host counts as lost,
+with all its processes.
 
-What a host prints, colours included, reaches this terminal as plain text; its log keeps every byte.
+Output of a host is shown here as plain text, without control characters; its log keeps every byte.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -30,78 +31,69 @@ from unisono.launch.workers import open_log
 from unisono.observe.sanitize import printable
 from unisono.storage.files import write_atomically
 
-# starting Python there and answering takes seconds; this bounds a host that does not answer at all
+# the longest wait for an answer; starting Python on the host takes seconds
 _ANSWER_S = 60.0
 _END_S = 10.0
-# all that one read can take, as a host may print much
 _READ_BYTES = 2**20
 _HELLO = b'{"event": "hello"}'
 LOST = 255
 
 
 def agent_command(host: Host) -> list[str]:
-    """What is run here to get an agent on ``host``."""
+    """The command, run here, that starts an agent on ``host``."""
     if host.here:
         return [sys.executable, "-m", "unisono.launch.host_agent"]
-    keep = [
-        "-o",
-        "BatchMode=yes",
-        "-o",
-        "ConnectTimeout=20",
-        "-o",
-        "ServerAliveInterval=5",
-        "-o",
-        "ServerAliveCountMax=3",
-    ]
+    settings = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+    flags = [part for setting in settings for part in ("-o", setting)]
     port = [] if host.port is None else ["-p", str(host.port)]
-    return ["ssh", "-T", *keep, *port, "--", host.name, shlex.join(["exec", "/bin/sh", "-s"])]
+    return ["ssh", "-T", *flags, *port, "--", host.name, shlex.join(["exec", "/bin/sh", "-s"])]
 
 
 def agent_script(environ: Mapping[str, str]) -> str:
-    """What the remote shell reads: the launcher's folder and variables, then it becomes the agent."""
+    """The script for the remote shell: change to the launcher's folder, set variables, become the agent."""
     exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
     command = shlex.join([sys.executable, "-m", "unisono.launch.host_agent"])
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit", *exports, f"exec {command}", ""])
 
 
 class RemoteWorker:
-    """A process behind a link; its output goes to ``log`` and, with its name in front, to this terminal."""
+    """A process of an agent. Its output goes to ``log`` and, prefixed with its name, to this terminal."""
 
-    def __init__(self, link: HostAgentClient, number: int, rank: int, name: str, log: Path) -> None:
+    def __init__(self, agent: HostAgentClient, number: int, rank: int, name: str, log: Path) -> None:
         self.rank = rank
         self.name = name
         self.pid = 0
         self.log: Path | None = log
         self.killed_by_us = False
-        self.here = link.host.here
+        self.here = agent.host.here
         self.ended: int | None = None
-        self._link = link
+        self._agent = agent
         self._number = number
 
     def code(self) -> int | None:
-        self._link.pump()
-        if self.ended is None and self._link.lost:
+        self._agent.pump()
+        if self.ended is None and self._agent.lost:
             self.ended = LOST
         return self.ended
 
     def end_by(self, number: signal.Signals) -> None:
         if self.code() is None:
             self.killed_by_us = True
-            self._link.send(do="signal", id=self._number, number=int(number))
+            self._agent.send(do="signal", id=self._number, number=int(number))
 
     def kill_group(self) -> None:
         if self.code() is None:
             self.killed_by_us = True
-            self._link.send(do="kill", id=self._number)
-            self._link.pump_until(lambda: self.code() is not None, _END_S)
+            self._agent.send(do="kill", id=self._number)
+            self._agent.pump_until(lambda: self.code() is not None, _END_S)
             if self.ended is None:
-                # the agent does not answer: with the line its end comes by itself
-                self._link.cut()
+                # the agent does not answer; cutting the connection makes it kill the process
+                self._agent.cut()
                 self.ended = LOST
 
 
 class HostAgentClient:
-    """One agent. ``failures`` is the folder for what ranks recorded; ``say`` tells people what matters."""
+    """One agent. ``failures`` is the folder for failure records of its ranks; ``say`` prints a message to people."""
 
     def __init__(self, host: Host, failures: Path, terminal: TextIO, say: Callable[[str], None]) -> None:
         self.host = host
@@ -119,14 +111,17 @@ class HostAgentClient:
         self._greeted = False
 
     def open(self, environ: Mapping[str, str], options: Mapping[str, Any], secret: bytes | None) -> dict[str, Any]:
-        """Starts the agent and gives it the job; returns the share of the host. Raises LaunchError where it does not answer."""
+        """Start the agent and send it the job; returns the ResourceShare of the host.
+
+        aunchError if it does not answer.
+        """
         command = agent_command(self.host)
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                # what ssh and the shell over there complain about is another host's text too
+                # errors of ssh and the remote shell are another host's text too
                 stderr=None if self.host.here else subprocess.PIPE,
                 env={**os.environ, **environ} if self.host.here else None,
                 # a Ctrl-C in the terminal reaches the launcher alone
@@ -149,18 +144,21 @@ class HostAgentClient:
         return self._answer("ready")["share"]
 
     def listen(self, key: str, host: str, interface: str | None, port: int) -> dict[str, Any]:
-        """A listening socket over there, kept under ``key``; see the agent's ``listening``. Raises LaunchError."""
+        """Open a listening socket on the host, kept under ``key``; returns the agent's ``listening`` answer.
+
+        aunchError.
+        """
         self.send(do="listen", key=key, host=host, interface=interface, port=port)
         return self._answer("listening")
 
     def start(self, worker: dict[str, Any], *, name: str, log: Path) -> tuple[RemoteWorker, dict[str, Any]]:
-        """Starts one process as the agent's ``start`` says. Raises LaunchError where that cannot be."""
+        """Start one process; ``worker`` has the fields of the agent's ``start`` request. Raises LaunchError."""
         number = len(self._logs)
         self._logs[number] = open_log(log)
         place = worker["place"]
         rank = place["rank"] if place["role"] == "worker" else place["server_index"]
         full = name if self.host.here else f"{name} {self.host.name}"
-        # it may speak in the same breath as it is said to have started
+        # its first output may arrive together with the answer
         started = self._workers[number] = RemoteWorker(self, number, rank, full, log)
         self.send(do="start", id=number, **worker)
         try:
@@ -172,34 +170,34 @@ class HostAgentClient:
         return started, answer
 
     def send(self, **message: Any) -> None:
-        """One line to the agent; nothing where it is lost, which every worker over there then says of itself."""
+        """Send one request; ignored if the agent is lost, which its workers then report."""
         self._write(json.dumps(message).encode() + b"\n")
 
     def pump(self, wait_s: float = 0.0) -> None:
-        """Takes what has come."""
+        """Handle output and messages that have arrived, waiting up to ``wait_s`` seconds for the first."""
         if self.lost is not None:
             return
         ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
         assert self._process is not None
         if self._process.stderr in ready:
-            self._hear()
+            self._read_stderr()
         if self._process.stdout not in ready:
             return
         data = os.read(self._process.stdout.fileno(), _READ_BYTES)
         if not data:
-            self._lose()
+            self._mark_lost()
             return
         *lines, self._pending = (self._pending + data).split(b"\n")
         for line in lines:
             if not self._greeted and line != _HELLO:
-                # what the login shell over there has to say comes before the agent
-                self._say(f"{self.host.name}: {_shown(line.decode(errors='replace'))}")
+                # output of the remote login shell comes before the agent's first line
+                self._say(f"{self.host.name}: {_terminal_text(line.decode(errors='replace'))}")
                 continue
             self._greeted = True
-            self._take(json.loads(line))
+            self._dispatch(json.loads(line))
 
     def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Whether ``condition`` came to hold in time."""
+        """Pump until ``condition`` holds; whether it held within ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -208,7 +206,7 @@ class HostAgentClient:
         return True
 
     def cut(self) -> None:
-        """Ends the line; the agent ends with it, and everything the agent has started."""
+        """Close the connection, which ends the agent and all its processes."""
         if self._process is None:
             return
         assert self._process.stdin is not None
@@ -220,7 +218,7 @@ class HostAgentClient:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._hear()
+        self._read_stderr()
         self.lost = self.lost or "the launcher has cut the line"
         self._selector.close()
         self._process.stdout.close()
@@ -238,17 +236,17 @@ class HostAgentClient:
             self._process.stdin.write(data)
             self._process.stdin.flush()
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        self._hear()
+        self._read_stderr()
         self.lost = f"{self._process.args[0]} ended with exit code {self._process.returncode}"  # pyright: ignore[reportIndexIssue]
         if self._workers and any(worker.ended is None for worker in self._workers.values()):
             self._say(f"host {self.host.name} is lost, with all that ran there: {self.lost}")
 
-    def _hear(self) -> None:
-        """Says what has come on standard error; its end is no news, standard output has one too."""
+    def _read_stderr(self) -> None:
+        """Show what has arrived on standard error. Its end means nothing; the end of standard output is checked."""
         assert self._process is not None
         if self._process.stderr is None or self._process.stderr.fileno() not in self._selector.get_map():
             return
@@ -259,7 +257,7 @@ class HostAgentClient:
                 ended = not data
                 *lines, self._complaint = (self._complaint + (data or b"\n")).split(b"\n")
                 for line in filter(None, lines):
-                    self._say(f"{self.host.name}: {_shown(line.decode(errors='replace'))}")
+                    self._say(f"{self.host.name}: {_terminal_text(line.decode(errors='replace'))}")
             self._selector.unregister(self._process.stderr)
 
     def _answer(self, event: str) -> dict[str, Any]:
@@ -274,16 +272,16 @@ class HostAgentClient:
         assert answer["event"] == event, f"{answer['event']} in place of {event}"
         return answer
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _dispatch(self, message: dict[str, Any]) -> None:
         match message["event"]:
             case "line":
                 self._print(message["id"], message["text"])
             case "ended":
                 worker = self._workers[message["id"]]
                 if message["failure"] is not None:
-                    # whose it is becomes part of a file's name: this side's own number
-                    told: dict[str, Any] = {**message["failure"], "rank": worker.rank}
-                    self._keep(Failure(**told), message["age_s"])
+                    # the rank becomes part of a file name, so it is this side's own number
+                    record: dict[str, Any] = {**message["failure"], "rank": worker.rank}
+                    self._save_failure(Failure(**record), message["age_s"])
                 worker.ended = message["code"]
             case _:
                 self._answers.append(message)
@@ -291,12 +289,10 @@ class HostAgentClient:
     def _print(self, number: int, text: str) -> None:
         self._logs[number].write(f"{text}\n".encode())
         self._logs[number].flush()
-        print(f"[{self._workers[number].name}] {_shown(text)}", file=self._terminal, flush=True)
+        print(f"[{self._workers[number].name}] {_terminal_text(text)}", file=self._terminal, flush=True)
 
-    def _keep(self, failure: Failure, age_s: float) -> None:
-        here = {name: getattr(failure, name) for name in Failure.__slots__} | {
-            "at_monotonic_s": time.monotonic() - age_s
-        }
+    def _save_failure(self, failure: Failure, age_s: float) -> None:
+        here = asdict(replace(failure, at_monotonic_s=time.monotonic() - age_s))
         write_atomically(self._failures / f"failure-rank-{failure.rank}.json", json.dumps(here).encode())
 
     def _unreachable(self, reason: str) -> LaunchError:
@@ -304,7 +300,7 @@ class HostAgentClient:
         over = "" if self.host.here else " over ssh"
         return LaunchError(
             given=f"{self.host.name} has no agent of this launch{over}: {reason}",
-            rule="every host lets this user in unasked, and has this folder, this Python and unisono at the same paths",
+            rule="every host lets this user log in without a prompt, and has this folder, Python and unisono at the same paths",
             consequence="nothing is running",
             nearest=f"try by hand: {shlex.join([*agent_command(self.host)[:-1], f'{sys.executable} -m unisono --version'])}"
             if not self.host.here
@@ -312,6 +308,6 @@ class HostAgentClient:
         )
 
 
-def _shown(line: str) -> str:
-    """What a terminal would show of ``line`` in the end, without what drives it. A progress bar goes back to the line's start."""
+def _terminal_text(line: str) -> str:
+    """The final text of ``line`` on a terminal: only what follows the last carriage return, without control characters."""
     return printable(line.rstrip("\r").rpartition("\r")[2])

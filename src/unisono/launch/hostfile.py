@@ -1,11 +1,11 @@
-"""Hosts files in three dialects, and nothing in them that a shell or ssh could take for something else.
+"""Hosts files in three dialects. Names are checked so that neither a shell nor ssh can take them for an option or for syntax.
 
     n1 slots=4 port=2222 role=worker     ours; role=server and role=scheduler too, # begins a comment
     n1 slots=4 max_slots=8               Open MPI's; n1:4 also means four slots
     n1                                   DMLC's; n1:2222 also means ssh port 2222
 
-The last two disagree about ``n1:N``. No host has port 22 or a port from 1024 on as its number of slots, so those are ports and
-smaller numbers slots; ``slots=`` and ``port=`` say it without a rule.
+The last two disagree about ``n1:N``. 22 and numbers from 1024 on are taken as ports, smaller ones as slots; ``slots=`` and
+``port=`` are unambiguous.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _KEYS = ("slots", "max_slots", "max-slots", "port", "role")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """One machine: how many processes it takes, for what, and where its ssh listens (None: as ssh is configured).
+    """One machine: its number of process slots, its role, and its ssh port (None: as ssh is configured).
 
-    ``here`` is the launcher's own machine, reached without ssh; what a hosts file names is reached over ssh, this one too.
+    ``here`` marks the launcher's own machine, used without ssh. Every host of a hosts file is reached over ssh, this
+    machine too.
     """
 
     name: str
@@ -40,14 +41,14 @@ class Host:
 
 
 def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
-    """The hosts of a file, in its order; ``port`` is the ssh port of those that name none.
+    """The hosts of a file, in order. ``port`` is the ssh port of hosts that name none.
 
-    Raises LaunchError with every line that cannot be read.
+    Raises LaunchError, listing every line that cannot be read.
     """
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(_wrong(path, f"cannot be read: {reason}", "a hosts file is text, one host a line")) from None
     hosts: list[Host] = []
     problems: list[Problem] = []
@@ -73,7 +74,7 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
 
 
 def _host(words: list[str], port: int | None) -> Host:
-    """Raises ValueError(given, rule)."""
+    """Parse the words of one line. Raises ValueError(given, rule)."""
     name, separator, number = words[0].rpartition(":")
     if not separator or ":" in name or not number.isdigit():
         name, number = words[0], ""

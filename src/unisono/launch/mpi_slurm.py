@@ -1,7 +1,8 @@
-"""Jobs started by others: the command lines of mpirun and srun, into which this process turns itself.
+"""Jobs handed over to mpirun or srun: this process replaces itself by their command line.
 
-They start the processes and pass signals on; Gloo or NCCL carry the gradients, and each process finds its place in what Open
-MPI or SLURM tell it (``unisono.dist.jobspec``). Variables travel by name, never by value, so nothing shows in an argument vector.
+They start the processes and forward signals; Gloo or NCCL carry the gradients. Each process reads its place from the
+variables of Open MPI or SLURM (``unisono.dist.jobspec``). Variables are passed by name, never by value, so ``ps``
+shows no values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ExecCommand:
     environ: dict[str, str]
 
     def run(self) -> int:
-        """Becomes this command; returns only by LaunchError, where it is not installed."""
+        """Replace this process by the command. Raises LaunchError if it is not installed."""
         if shutil.which(self.argv[0]) is None:
             raise LaunchError(
                 given=f"{self.argv[0]} is not on PATH",
@@ -47,19 +48,19 @@ def mpirun(
     forwarded: Mapping[str, str],
     options: LaunchOptions,
 ) -> ExecCommand:
-    """Open MPI starts the processes. Ranks of several hosts meet at the first host of the file.
+    """The mpirun command line. Ranks of several hosts meet at the first host of the file.
 
-    mpirun would bind each rank to one core, on which all its threads would take turns: we bind nothing.
+    Binding is turned off: mpirun would bind each rank to one core, which all its threads would share.
     """
     environ = dict(forwarded) | _interface(interface)
     if hostfile is None:
         count = processes or 1
-        environ |= divide_host(replace(options, processes=count), {**os.environ, **environ}).environ()
+        environ |= divide_host(replace(options, num_processes=count), {**os.environ, **environ}).environ()
         where = ["-n", str(count), "--oversubscribe"]
     else:
         hosts = read_hostfile(hostfile)
-        # the busiest host decides for all: every rank has the same number of threads
-        most = replace(options, processes=max(host.slots for host in hosts))
+        # the host with the most ranks decides: every rank has the same number of threads
+        most = replace(options, num_processes=max(host.slots for host in hosts))
         environ |= divide_host(most, {**os.environ, **environ}).environ()
         environ.setdefault("MASTER_ADDR", hosts[0].name)
         where = ["--hostfile", str(hostfile), *(["-n", str(processes)] if processes else [])]
@@ -74,9 +75,9 @@ def srun(
     interface: str | None,
     forwarded: Mapping[str, str],
 ) -> ExecCommand:
-    """A step of the SLURM allocation this process is in. SLURM divides the host, so threads are its ``--cpus-per-task``.
+    """The srun command line: a step of the SLURM allocation this process is in, with ``--cpus-per-task`` threads per rank.
 
-    One task that fails ends the others: ranks of a synchronous job cannot go on alone.
+    A failed task ends the others, because ranks of a synchronous job cannot continue alone.
     """
     environ = dict(forwarded) | _interface(interface)
     if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):

@@ -1,4 +1,4 @@
-"""A job on one or many hosts: an agent on each, the meeting point, the servers' ports, and processes in their places."""
+"""The running processes of a job on one or many hosts: an agent on each host, the meeting port, the servers' ports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from unisono.dist.jobspec import LOOPBACK
 from unisono.errors import CommError, LaunchError
 from unisono.launch.host_agent_client import HostAgentClient, RemoteWorker
+from unisono.launch.options import options_message
 from unisono.launch.process_layout import JobLayout, ProcessSlot
 from unisono.launch.secret import new_secret
 
@@ -19,9 +20,9 @@ _STORE = "store"
 
 
 class MultiHostJob:
-    """A context manager: while it is entered there is an agent on every host that has a seat, and at the end none.
+    """A context manager that holds an agent on every host with a process slot, and ends them on exit.
 
-    ``facts`` says what was found out about each host, for the record.
+    ``facts`` collects what each agent reports about its host, for the record. ``say`` prints a message to people.
     """
 
     def __init__(self, job: JobLayout, logs: Path, say: Callable[[str], None]) -> None:
@@ -29,17 +30,17 @@ class MultiHostJob:
         self.facts: dict[str, Any] = {}
         self._logs = logs
         self._say = say
-        self._links: dict[int, HostAgentClient] = {}
-        # servers prove to workers who they are, and workers to servers
+        self._agents: dict[int, HostAgentClient] = {}
+        # servers and workers authenticate each other with it
         self._secret = new_secret() if job.servers else None
         self._addresses: list[str] = []
         self._opened = False
 
     def __enter__(self) -> MultiHostJob:
         try:
-            for number in sorted({seat.host for seat in self.job.seats}):
+            for number in sorted({slot.host for slot in self.job.slots}):
                 self._open(number)
-            self._addresses = [self._listen(seat, f"server-{seat.index}", 0) for seat in self.job.servers]
+            self._addresses = [self._listen(slot, f"server-{slot.index}", 0) for slot in self.job.servers]
         except BaseException:
             self._close()
             raise
@@ -51,86 +52,85 @@ class MultiHostJob:
     ) -> None:
         self._close()
 
-    def start_all(self, epoch: int, restarted: bool) -> list[RemoteWorker]:
-        """All workers, told to meet at a port that rank 0's host already holds.
+    def start_all(self, attempt: int, restarted: bool) -> list[RemoteWorker]:
+        """Start all workers; they meet at a port that rank 0's host already holds.
 
-        Raises LaunchError when one cannot be started, CommError when a host that was lost does not come back; then none runs.
+        Raises LaunchError if one cannot be started, CommError if a lost host does not come back; then none is running.
         """
-        for number, link in list(self._links.items()):
-            if link.lost is not None:
+        for number, agent in list(self._agents.items()):
+            if agent.lost is not None:
                 self._open(number)
-        seats = self.job.workers
-        master = self._listen(seats[0], _STORE, self.job.port) if len(seats) > 1 else f"{LOOPBACK}:0"
-        started: list[RemoteWorker] = []
+        slots = self.job.workers
+        master = self._listen(slots[0], _STORE, self.job.port) if len(slots) > 1 else f"{LOOPBACK}:0"
+        workers: list[RemoteWorker] = []
         try:
-            for seat in seats:
-                started.append(self._start(seat, epoch, restarted, master))
+            for slot in slots:
+                workers.append(self._start(slot, attempt, restarted, master))
         except LaunchError:
-            for worker in started:
+            for worker in workers:
                 worker.kill_group()
             raise
-        return started
+        return workers
 
-    def start_one(self, seat: ProcessSlot, epoch: int, restarted: bool) -> RemoteWorker:
-        """One process of an asynchronous job. A server finds the port it had; workers meet nobody but servers.
-
-        Raises as ``start_all``.
-        """
-        if self._links[seat.host].lost is not None:
-            self._open(seat.host)
+    def start_one(self, slot: ProcessSlot, attempt: int, restarted: bool) -> RemoteWorker:
+        """Start one process of an asynchronous job; a restarted server gets the port it had. Raises as ``start_all``."""
+        if self._agents[slot.host].lost is not None:
+            self._open(slot.host)
             for server in self.job.servers:
-                if server.host == seat.host:
+                if server.host == slot.host:
                     port = int(self._addresses[server.index].rpartition(":")[2])
                     self._listen(server, f"server-{server.index}", port)
-        return self._start(seat, epoch, restarted, f"{LOOPBACK}:0")
+        return self._start(slot, attempt, restarted, f"{LOOPBACK}:0")
 
-    def _start(self, seat: ProcessSlot, epoch: int, restarted: bool, master: str) -> RemoteWorker:
-        place = self.job.place(seat, epoch=epoch, master=master, servers=self._addresses)
-        serves = seat.role == "server"
-        hosts_store = seat.role == "worker" and seat.index == 0 and place.master_port != 0
-        kind = "server" if serves else "rank"
-        worker, answer = self._links[seat.host].start(
+    def _start(self, slot: ProcessSlot, attempt: int, restarted: bool, master: str) -> RemoteWorker:
+        spec = self.job.job_spec(slot, restart_count=attempt, master=master, servers=self._addresses)
+        is_server = slot.role == "server"
+        hosts_store = slot.role == "worker" and slot.index == 0 and spec.master_port != 0
+        kind = "server" if is_server else "rank"
+        worker, answer = self._agents[slot.host].start(
             {
-                "command": self.job.argv(seat),
-                "place": asdict(place),
-                "listen": f"server-{seat.index}" if serves else _STORE if hosts_store else None,
-                "keep": serves,
+                "command": self.job.argv(slot),
+                "place": asdict(spec),
+                "listen": f"server-{slot.index}" if is_server else _STORE if hosts_store else None,
+                "keep": is_server,
                 "interface": self.job.interface,
-                "towards": self.job.meeting_host(self.job.seats[0]),
+                "towards": self.job.meeting_host(self.job.slots[0]),
                 "restarted": restarted,
-                "environ": self.job.variables(seat),
+                "environ": self.job.variables(slot),
             },
-            name=seat.name,
-            log=self._logs / f"{kind}-{seat.index}.attempt-{epoch}.log",
+            name=slot.name,
+            log=self._logs / f"{kind}-{slot.index}.attempt-{attempt}.log",
         )
-        self.facts[self.job.hosts[seat.host].name] |= {
+        self.facts[self.job.hosts[slot.host].name] |= {
             "interface": answer["interface"],
             "interface_why": answer["why"],
         }
         return worker
 
     def _open(self, number: int) -> None:
+        """Start the agent of a host, after closing the one it had."""
         host = self.job.hosts[number]
-        if number in self._links:
-            self._links[number].cut()
-        link = self._links[number] = HostAgentClient(host, self._logs, sys.stdout, self._say)
-        processes = sum(seat.host == number and seat.role == "worker" for seat in self.job.seats)
-        options = asdict(replace(self.job.options, processes=max(1, processes)))
+        if number in self._agents:
+            self._agents[number].cut()
+        agent = self._agents[number] = HostAgentClient(host, self._logs, sys.stdout, self._say)
+        processes = sum(slot.host == number and slot.role == "worker" for slot in self.job.slots)
+        options = options_message(replace(self.job.options, num_processes=max(1, processes)))
         try:
-            share = link.open(self.job.environ, options, self._secret)
+            share = agent.open(self.job.environ, options, self._secret)
         except LaunchError as error:
             if not self._opened:
                 raise
-            # it was there before: nothing a user must change in this command
+            # the host was reachable before: not a mistake in the user's command
             raise CommError(*error.problems) from error
         self.facts[host.name] = {"share": share}
 
-    def _listen(self, seat: ProcessSlot, key: str, port: int) -> str:
-        answer = self._links[seat.host].listen(key, self.job.meeting_host(seat), self.job.interface, port)
-        names = [self.job.hosts[each.host].name for each in self.job.seats]
+    def _listen(self, slot: ProcessSlot, key: str, port: int) -> str:
+        """Open a listening socket on the host of ``slot``, under ``key``; returns its ``host:port``."""
+        answer = self._agents[slot.host].listen(key, self.job.meeting_host(slot), self.job.interface, port)
+        names = [self.job.hosts[other.host].name for other in self.job.slots]
         if answer["loopback"] and not self.job.on_one_host and not all(map(_is_loopback, names)):
             raise LaunchError(
-                given=f"on host {self.job.hosts[seat.host].name} its own name means {answer['address']}, a loopback address",
+                given=f"on host {self.job.hosts[slot.host].name} its own name means {answer['address']}, a loopback address",
                 rule="the other hosts of a job reach it under that name",
                 consequence="they would look for it on themselves, so nothing was started",
                 nearest="--interface, or the address of that host in the hosts file",
@@ -138,8 +138,8 @@ class MultiHostJob:
         return answer["address"]
 
     def _close(self) -> None:
-        for link in self._links.values():
-            link.cut()
+        for agent in self._agents.values():
+            agent.cut()
 
 
 def _is_loopback(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Which network interface the ranks of a job talk over, and why.
+"""The network interface that the ranks of a job use, and why.
 
-Gloo and NCCL guess when nobody tells them, often the interface of the host's name, which may be one no other host can reach.
-The launcher chooses and says so: the interface asked for, or the one over which this host reaches rank 0's.
+Unless told, Gloo and NCCL guess, often the interface of the host's name, which other hosts may not reach. The
+launcher sets it: the interface asked for, or the one over which this host reaches rank 0's host.
 """
 
 from __future__ import annotations
@@ -18,34 +18,37 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DMLC_INTERFACE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkInterface:
-    """``address`` is this host's own on it; ``why`` a fragment for the record."""
+    """A network interface of this host, with this host's ``address`` on it.
+
+    y`` is the reason of the choice, for the record.
+    """
 
     name: str
     address: str
     why: str
 
     def environ(self) -> dict[str, str]:
-        """What tells the transports."""
+        """The variables that make Gloo, NCCL and DMLC use it."""
         return dict.fromkeys(VARIABLES, self.name)
 
 
 def interface_by_name(name: str) -> NetworkInterface:
-    """The interface asked for. Raises LaunchError naming those that exist where it does not, or is down."""
-    there = _addresses()
-    if name in there:
-        return NetworkInterface(name=name, address=there[name][0], why="asked for with --interface")
+    """The interface called ``name``. Raises LaunchError, listing those that are up, if it is missing or down."""
+    addresses = _addresses()
+    if name in addresses:
+        return NetworkInterface(name=name, address=addresses[name][0], why="asked for with --interface")
     raise LaunchError(
         given=f"--interface {name!r} on host {socket.gethostname()}",
         rule="it is a network interface of every host that is up and has an address",
         consequence="nothing was started",
-        nearest="one of: " + ", ".join(sorted(there)),
+        nearest="one of: " + ", ".join(sorted(addresses)),
     )
 
 
 def interface_towards(host: str) -> NetworkInterface:
-    """The interface over which this machine reaches ``host``, which may be itself; no packet is sent.
+    """The interface over which this machine reaches ``host``, which may be itself. Sends no packet.
 
-    Raises LaunchError where the name has no meaning here, or no route leads there.
+    Raises LaunchError if the name does not resolve or no route leads there.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -71,12 +74,12 @@ def interface_towards(host: str) -> NetworkInterface:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Name -> addresses of every interface that is up and has one, IPv4 first."""
+    """The addresses, IPv4 first, of every interface that is up and has one, by name."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):
             listed = [entry.address for entry in entries if entry.family == family]
             if listed and name in up:
-                found.setdefault(name, []).extend(listed)
-    return found
+                by_name.setdefault(name, []).extend(listed)
+    return by_name

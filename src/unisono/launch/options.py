@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from unisono.config import option
 from unisono.errors import LaunchError
@@ -11,18 +12,15 @@ from unisono.errors import LaunchError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """How many processes run on this host, with what share of it, and how patient their launcher is."""
+    """How many processes run on this host, their share of it, restarts and time-outs."""
 
-    processes: int = option(0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0)
-    threads: int = option(0, "CPU threads of each process; 0 = an even share of the physical cores allowed.", ge=0)
+    num_processes: int = option(0, "Processes on this host; 0 = one per accelerator, or one where there is none.", ge=0)
+    num_threads: int = option(0, "CPU threads of each process; 0 = an even share of the physical cores allowed.", ge=0)
     allocator: str = option(
         "tuned", "C allocator: 'tuned' keeps freed memory for the next step.", choices=("tuned", "system")
     )
-    numa: str = option(
-        "bind", "'bind' pins each of several processes to neighbouring cores of its own.", choices=("bind", "off")
-    )
-    servers: int = option(1, "Parameter servers beside the processes (plan.sync=dist_async).", ge=1)
-    replicas: int = option(
+    num_servers: int = option(1, "Parameter servers beside the processes (plan.sync=dist_async).", ge=1)
+    num_replicas: int = option(
         1, "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.", ge=1, le=2
     )
     snapshot_every_s: float = option(60.0, "Seconds between two snapshots of a server, for its restart.", gt=0)
@@ -33,13 +31,31 @@ class LaunchOptions:
 
 
 def tls_folder(options: LaunchOptions, environ: Mapping[str, str]) -> str:
-    """The folder of certificates that the setting or UNISONO_TLS names; empty for none. Raises LaunchError where they differ."""
-    told = environ.get("UNISONO_TLS", "")
-    if options.tls and told not in ("", options.tls):
+    """The folder of certificates, from launch.tls or UNISONO_TLS; empty for none. Raises LaunchError if they differ."""
+    from_environ = environ.get("UNISONO_TLS", "")
+    if options.tls and from_environ not in ("", options.tls):
         raise LaunchError(
-            given=f"launch.tls {options.tls!r} where UNISONO_TLS is {told!r}",
+            given=f"launch.tls {options.tls!r} where UNISONO_TLS is {from_environ!r}",
             rule="a process has one folder of certificates",
             consequence="nothing was started",
-            nearest=f"launch.tls={told}, or leave one out",
+            nearest=f"launch.tls={from_environ}, or leave one out",
         )
-    return options.tls or told
+    return options.tls or from_environ
+
+
+# field → key of the message that starts a host agent
+_MESSAGE_KEYS = {
+    name: name.removeprefix("num_") for name in ("num_processes", "num_threads", "num_servers", "num_replicas")
+}
+
+
+def options_message(options: LaunchOptions) -> dict[str, Any]:
+    """``options`` as JSON types, for a host agent."""
+    return {_MESSAGE_KEYS.get(name, name): value for name, value in asdict(options).items()}
+
+
+def options_of_message(message: Mapping[str, Any]) -> LaunchOptions:
+    """The inverse of ``options_message``."""
+    names = {key: name for name, key in _MESSAGE_KEYS.items()}
+    given = {names.get(key, key): value for key, value in message.items() if key != "numa"}  # of earlier versions
+    return LaunchOptions(**given)

@@ -1,5 +1,7 @@
-"""Who sits where: the ranks and servers of a job, dealt to hosts in the order of the hosts file. A pure function, so that
-``--dry-run`` shows what a launch would do."""
+"""Which host runs which rank and server, in the order of the hosts file.
+
+Pure functions, so ``--dry-run`` shows the same layout.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,23 @@ class ProcessSlot:
 
     @property
     def name(self) -> str:
-        """As people call it."""
+        """``rank 3`` or ``server 0``, for messages."""
         return f"rank {self.index}" if self.role == "worker" else f"server {self.index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLayout:
-    """A job as it was asked for. ``port`` 0 is any free one; ``environ`` is set for every process. ``snapshots`` is where servers
-    keep their state for when they are restarted, on their own hosts; None keeps none.
+    """A requested job: its commands, hosts and process slots.
 
-    With servers the job is asynchronous: each process lives and is restarted alone. Without, all ranks restart together.
+    ``port`` is where ranks meet; 0 takes any free port. ``environ`` is set for every process. ``snapshots`` is the
+    folder, on each server's host, for the state a restarted server resumes from; None writes none. A job with servers
+    is asynchronous: each process is restarted alone. Without servers all ranks restart together.
     """
 
     command: tuple[str, ...]
     server_command: tuple[str, ...]
     hosts: tuple[Host, ...]
-    seats: tuple[ProcessSlot, ...]
+    slots: tuple[ProcessSlot, ...]
     run_id: str
     options: LaunchOptions
     environ: Mapping[str, str]
@@ -50,88 +53,90 @@ class JobLayout:
 
     @property
     def workers(self) -> list[ProcessSlot]:
-        """By rank."""
-        return [seat for seat in self.seats if seat.role == "worker"]
+        """The worker slots, in rank order."""
+        return [slot for slot in self.slots if slot.role == "worker"]
 
     @property
     def servers(self) -> list[ProcessSlot]:
-        """By index."""
-        return [seat for seat in self.seats if seat.role == "server"]
+        """The server slots, by index."""
+        return [slot for slot in self.slots if slot.role == "server"]
 
     @property
     def plain(self) -> bool:
-        """All ranks are on this host and there are no servers: no agent is needed."""
-        return not self.servers and all(self.hosts[seat.host].here for seat in self.seats)
+        """Whether all ranks are on this host and there are no servers, so no agent is needed."""
+        return not self.servers and all(self.hosts[slot.host].here for slot in self.slots)
 
     @property
     def on_one_host(self) -> bool:
-        """Nothing of the job needs to leave the loopback interface."""
-        return len({seat.host for seat in self.seats}) == 1
+        """Whether all processes share one host, so traffic stays on the loopback interface."""
+        return len({slot.host for slot in self.slots}) == 1
 
-    def meeting_host(self, seat: ProcessSlot) -> str:
-        """The name under which others reach the host of ``seat``."""
-        return LOOPBACK if self.on_one_host else self.hosts[seat.host].name
+    def meeting_host(self, slot: ProcessSlot) -> str:
+        """The name under which other processes reach the host of ``slot``."""
+        return LOOPBACK if self.on_one_host else self.hosts[slot.host].name
 
-    def argv(self, seat: ProcessSlot) -> list[str]:
-        """What is run there."""
-        return list(self.command if seat.role == "worker" else self.server_command)
+    def argv(self, slot: ProcessSlot) -> list[str]:
+        """The command of the process in ``slot``."""
+        return list(self.command if slot.role == "worker" else self.server_command)
 
-    def variables(self, seat: ProcessSlot) -> dict[str, str]:
-        """What is set there beside its place."""
-        kept = {"UNISONO_SNAPSHOTS": self.snapshots} if seat.role == "server" and self.snapshots else {}
+    def variables(self, slot: ProcessSlot) -> dict[str, str]:
+        """Environment variables of the process in ``slot``, apart from those of its JobSpec."""
+        snapshots = {"UNISONO_SNAPSHOTS": self.snapshots} if slot.role == "server" and self.snapshots else {}
         tls = {"UNISONO_TLS": self.options.tls} if self.options.tls else {}
-        return {**kept, **self.environ, **tls}
+        return {**snapshots, **self.environ, **tls}
 
-    def place(self, seat: ProcessSlot, *, epoch: int, master: str, servers: Sequence[str]) -> JobSpec:
-        """The place of ``seat`` in attempt ``epoch``; ``master`` and ``servers`` are ``host:port``."""
+    def job_spec(self, slot: ProcessSlot, *, restart_count: int, master: str, servers: Sequence[str]) -> JobSpec:
+        """The JobSpec of the process in ``slot``; ``master`` and ``servers`` are ``host:port``."""
         host, _, port = master.rpartition(":")
         return JobSpec(
             run_id=self.run_id,
-            restart_count=epoch,
-            rank=seat.index if seat.role == "worker" else 0,
-            local_rank=seat.local_rank,
+            restart_count=restart_count,
+            rank=slot.index if slot.role == "worker" else 0,
+            local_rank=slot.local_rank,
             world_size=len(self.workers),
-            local_world=seat.local_world,
+            local_world=slot.local_world,
             master_addr=host,
             master_port=int(port),
             source="unisono",
-            role=seat.role,
+            role=slot.role,
             servers=len(servers),
             server_addresses=tuple(servers),
-            server_index=seat.index if seat.role == "server" else None,
+            server_index=slot.index if slot.role == "server" else None,
         )
 
 
 def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int) -> tuple[ProcessSlot, ...]:
-    """Workers fill the slots of hosts in order; servers go round the hosts with role=server, or else those with workers.
+    """Assign workers and servers to hosts.
 
-    Raises LaunchError when there are fewer slots than ``processes`` (None: as many as slots).
+    Workers fill the slots of hosts in order. Servers go round-robin over the hosts with role=server, or else those
+    with workers. ``processes`` None means one worker per slot. Raises LaunchError if there are fewer slots than
+    ``processes``.
     """
     for_workers = [number for number, host in enumerate(hosts) if host.role == "worker"]
-    slots = sum(hosts[number].slots for number in for_workers)
-    count = processes or slots
-    if count > slots:
+    capacity = sum(hosts[number].slots for number in for_workers)
+    count = processes or capacity
+    if count > capacity:
         raise LaunchError(
-            given=f"--processes {count} on {len(for_workers)} hosts with {slots} slots in all",
+            given=f"--processes {count} on {len(for_workers)} hosts with {capacity} slots in all",
             rule="each worker has a slot of its own",
             consequence="nothing was started",
-            nearest=f"--processes {slots}, or more slots in the hosts file",
+            nearest=f"--processes {capacity}, or more slots in the hosts file",
         )
-    seats: list[ProcessSlot] = []
+    slots: list[ProcessSlot] = []
     for number in for_workers:
-        local_world = min(hosts[number].slots, count - len(seats))
-        seats += [
-            ProcessSlot(role="worker", index=len(seats) + local, host=number, local_rank=local, local_world=local_world)
+        local_world = min(hosts[number].slots, count - len(slots))
+        slots += [
+            ProcessSlot(role="worker", index=len(slots) + local, host=number, local_rank=local, local_world=local_world)
             for local in range(local_world)
         ]
     for_servers = [number for number, host in enumerate(hosts) if host.role == "server"]
     if for_servers and not servers:
         raise LaunchError(
             given=f"hosts with role=server ({', '.join(hosts[number].name for number in for_servers)}) and no --servers",
-            rule="the number of servers is said with --servers",
+            rule="--servers gives the number of servers",
             consequence="those hosts would do nothing, so nothing was started",
             nearest=f"--servers {len(for_servers)}",
         )
-    homes = for_servers or sorted({seat.host for seat in seats})
-    dealt = [ProcessSlot(role="server", index=index, host=homes[index % len(homes)]) for index in range(servers)]
-    return (*seats, *dealt)
+    homes = for_servers or sorted({slot.host for slot in slots})
+    server_slots = [ProcessSlot(role="server", index=index, host=homes[index % len(homes)]) for index in range(servers)]
+    return (*slots, *server_slots)

@@ -1,8 +1,8 @@
-"""A small process that outlives a killed launcher just long enough to take the workers along.
+"""A small process that kills the workers when the launcher dies.
 
-It runs alone (``python -I -S guard.py``), imports no part of unisono, and reads its standard input, whose other end only
-the launcher holds: ``+<group>`` and ``-<group>`` as process groups start and end. When the launcher dies, however it
-dies, the pipe closes, and every group still listed gets SIGKILL, with all that the workers have started in it.
+It runs alone (``python -I -S reaper.py``) and imports no part of unisono. It reads ``+<group>`` and ``-<group>`` from
+standard input as process groups start and end; only the launcher holds the other end. When the launcher dies, the
+pipe closes, and every group still listed gets SIGKILL.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-    """Serves until the pipe closes."""
+    """Read groups until the pipe closes, then kill those that are left."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     groups: set[int] = set()

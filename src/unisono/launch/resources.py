@@ -1,19 +1,30 @@
-"""What each process of a launch gets of this host, decided once, set explicitly and written down.
+"""The resources of this host (cores, CPU quota, accelerators) and their division among the processes of a job. No torch.
 
-A launcher that leaves threads to chance makes the same job give other bits under another launcher, as torchrun sets one
-thread and mpirun none. Variables the user has set stay as they are; what is in force, and from where, is recorded.
+The division is set explicitly and recorded: torchrun sets one thread and mpirun none, so a launcher that sets nothing
+makes the same job give other bits under another launcher. Variables the user has set stay as they are. Affinity masks
+and control-group quotas both count: a container limited to 2 CPUs of a 64-core host gets 2 threads, not 64 that take
+turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from unisono.launch.host_resources import allowed_cores, core_shares, count_accelerators, cpu_quota, host_busy_frac
+import psutil
+
 from unisono.launch.options import LaunchOptions
+
+_SYSFS = Path("/sys/devices/system")
+
 
 # glibc hands large blocks back to the kernel on every free, and each step faults its activations in again, page by page
 # (measured: 140 000 faults a step become 13). These keep freed memory in the process, in huge pages where the kernel
@@ -36,7 +47,11 @@ _BUSY_FRAC = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceShare:
-    """``affinity`` holds the logical CPUs of each process, or is None when they are not pinned; ``*_from`` says why."""
+    """The share of this host that each process of a launch gets.
+
+    ``affinity`` has the logical CPUs of each process, or is None if processes are not pinned. ``cpu_quota`` is the
+    control group's limit in CPUs. ``*_from`` says where a value comes from.
+    """
 
     processes: int
     threads: int
@@ -50,7 +65,7 @@ class ResourceShare:
     cpu_quota: float | None
 
     def environ(self) -> dict[str, str]:
-        """Variables for every process of the launch."""
+        """Environment variables for every process of the launch."""
         return {name: str(self.threads) for name in _THREAD_VARIABLES} | self.waiting | self.allocator
 
     def record(self) -> dict[str, Any]:
@@ -61,18 +76,19 @@ class ResourceShare:
 def divide_host(
     options: LaunchOptions, environ: Mapping[str, str] | None = None, *, busy_frac: float | None = None
 ) -> ResourceShare:
-    """The share of each process under ``options``, on this host and under ``environ`` (default: this process's).
+    """Divide this host among the processes of a launch.
 
-    ``busy_frac`` of the host's processor time that others use; None measures it, which takes a tenth of a second.
+    Variables set in ``environ`` (default: this process's) win over computed values. ``busy_frac`` is the fraction of
+    processor time that others use; None measures it, which takes 0.1 s.
     """
     environ = os.environ if environ is None else environ
-    processes = options.processes or max(1, count_accelerators())
+    processes = options.num_processes or max(1, count_accelerators())
     cores = allowed_cores()
     quota = cpu_quota()
     usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
     threads, threads_from = _threads(options, environ, usable, processes)
     waiting, waiting_from = _waiting(environ, threads, host_busy_frac() if busy_frac is None else busy_frac)
-    affinity, numa = _affinity(options, processes)
+    affinity, numa = _affinity(processes)
     allocator = TUNED_ALLOCATOR if options.allocator == "tuned" else {}
     return ResourceShare(
         processes=processes,
@@ -89,8 +105,8 @@ def divide_host(
 
 
 def _threads(options: LaunchOptions, environ: Mapping[str, str], usable: int, processes: int) -> tuple[int, str]:
-    if options.threads:
-        return options.threads, "launch.threads"
+    if options.num_threads:
+        return options.num_threads, "launch.num_threads"
     given = environ.get(_THREAD_VARIABLES[0], "")
     if given.isdigit() and int(given) > 0:
         return int(given), f"environment {_THREAD_VARIABLES[0]}"
@@ -108,9 +124,7 @@ def _waiting(environ: Mapping[str, str], threads: int, busy_frac: float) -> tupl
     return dict(_SHORT_SPIN), f"short: others use {100 * busy_frac:.0f} % of this host"
 
 
-def _affinity(options: LaunchOptions, processes: int) -> tuple[list[list[int]] | None, str]:
-    if options.numa == "off":
-        return None, "off"
+def _affinity(processes: int) -> tuple[list[list[int]] | None, str]:
     if processes == 1:
         return None, "not pinned: one process has the whole host"
     if not hasattr(os, "sched_setaffinity"):
@@ -120,3 +134,123 @@ def _affinity(options: LaunchOptions, processes: int) -> tuple[list[list[int]] |
     if divided is None:
         return None, f"not pinned: {processes} processes on {len(cores)} cores"
     return divided, "bind"
+
+
+# --- the host -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Core:
+    """A physical core: its NUMA node and those of its logical CPUs that this process may use."""
+
+    node: int
+    cpus: tuple[int, ...]
+
+
+def allowed_cores() -> list[Core]:
+    """The physical cores this process may run on, ordered by NUMA node, then by number."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [Core(node=0, cpus=(cpu,)) for cpu in range(os.cpu_count() or 1)]
+    allowed = os.sched_getaffinity(0)
+    nodes = _nodes()
+    siblings = {cpu: _cpu_list(_SYSFS / f"cpu/cpu{cpu}/topology/thread_siblings_list") or {cpu} for cpu in allowed}
+    groups = {tuple(sorted(siblings[cpu] & allowed)) for cpu in allowed}
+    return sorted(
+        (Core(node=nodes.get(cpus[0], 0), cpus=cpus) for cpus in groups), key=lambda core: (core.node, core.cpus)
+    )
+
+
+def host_busy_frac() -> float:
+    """Fraction (0 to 1) of this host's processor time that others use, measured over 0.1 s in which this process sleeps."""
+    return psutil.cpu_percent(interval=0.1) / 100
+
+
+def cpu_quota() -> float | None:
+    """The control group's CPU limit in CPUs (``cpu.max``, or version 1's ``cfs_quota``); None if unlimited."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    quotas: list[float] = []
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            # every level above may limit too; inside a container the own level is the mount's root
+            for level in [path, *map(str, Path(path).parents)]:
+                fields = _read(Path(f"/sys/fs/cgroup{level}/cpu.max")).split()
+                if len(fields) == 2 and fields[0] != "max":
+                    quotas.append(int(fields[0]) / int(fields[1]))
+        elif "cpu" in controllers.split(","):
+            for level in [path, "/"]:
+                quota = _read(Path(f"/sys/fs/cgroup/cpu{level}/cpu.cfs_quota_us")).strip()
+                period = _read(Path(f"/sys/fs/cgroup/cpu{level}/cpu.cfs_period_us")).strip()
+                if quota and period and int(quota) > 0:
+                    quotas.append(int(quota) / int(period))
+    return min(quotas) if quotas else None
+
+
+def core_shares(cores: Sequence[Core], processes: int) -> list[list[int]] | None:
+    """Logical CPUs for each of ``processes``: neighbouring whole cores, as even as possible.
+
+    None if there are fewer cores than processes; the scheduler shares them better than a fixed pinning.
+    """
+    if len(cores) < processes:
+        return None
+    bounds = [len(cores) * index // processes for index in range(processes + 1)]
+    return [sorted(cpu for core in cores[low:high] for cpu in core.cpus) for low, high in itertools.pairwise(bounds)]
+
+
+def count_accelerators() -> int:
+    """The number of accelerators torch sees on this host.
+
+    Torch is imported in a separate process, and only if a device file hints at an accelerator: the import takes
+    seconds, and a child of a process that has initialised a device cannot use it.
+    """
+    hints = re.compile(r"nvidia[0-9]+|kfd|davinci[0-9]+|accel[0-9]+|dxg")
+    is_hinted = any(hints.fullmatch(name) for name in _listdir(Path("/dev"))) or any(
+        name.startswith("renderD") for name in _listdir(Path("/dev/dri"))
+    )
+    if not is_hinted:
+        return 0
+    question = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+    answer = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    last = answer.stdout.strip().splitlines()[-1:]
+    return int(last[0]) if answer.returncode == 0 and last and last[0].isdigit() else 0
+
+
+def oom_kills() -> int | None:
+    """Processes the kernel's out-of-memory killer has ended since boot; None if the kernel does not say."""
+    match = re.search(r"^oom_kill ([0-9]+)$", _read(Path("/proc/vmstat")), flags=re.MULTILINE)
+    return None if match is None else int(match.group(1))
+
+
+def _nodes() -> dict[int, int]:
+    """The NUMA node of each logical CPU; empty if the kernel does not say."""
+    return {
+        cpu: int(name.removeprefix("node"))
+        for name in _listdir(_SYSFS / "node")
+        if re.fullmatch(r"node[0-9]+", name)
+        for cpu in _cpu_list(_SYSFS / "node" / name / "cpulist")
+    }
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """``"0-2,8"`` -> {0, 1, 2, 8}."""
+    cpus: set[int] = set()
+    for low, high in re.findall(r"([0-9]+)(?:-([0-9]+))?", _read(path)):
+        cpus.update(range(int(low), int(high or low) + 1))
+    return cpus
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _listdir(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

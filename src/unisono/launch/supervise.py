@@ -1,15 +1,15 @@
-"""Sees the processes of a synchronous job through: all ranks together, attempt by attempt, until the last one is gone.
+"""Supervises a synchronous job: starts all ranks together, attempt by attempt, until one attempt decides the exit code.
 
-    attempt:  fresh port and epoch ─► workers ─► all end 0 ─────────────────► 0
+    attempt:  fresh port ───────────► workers ─► all end 0 ─────────────────► 0
                                         │ all end 0 or 75 (state committed) ─► 75
                                         │ one ends 2 (user error) ──────────► 2, never restarted
                                         │ one ends 76 (do not repeat this) ─► 76, never restarted
                                         └ one crashes ─► end the others, name the culprit, next attempt
 
-A restart always takes the whole group: peers of a dead rank cannot go on, as gloo closes their connections for good.
-SIGTERM and SIGINT go to the workers once; what has not ended after the grace period is killed, and a second SIGINT kills
-at once. A peer of a dead rank that does not end on SIGTERM, as it hangs, leaves its stacks in its log. Does not watch for
-hangs beyond what a collective's timeout reports. Imports no torch.
+A restart always restarts all ranks: peers of a dead rank cannot continue, because gloo closes their connections for
+good. SIGTERM and SIGINT are passed to the workers once; workers still running after the grace period are killed, and
+a second SIGINT kills at once. A peer of a dead rank that hangs and ignores SIGTERM is aborted, which writes its
+stacks to its log. Hangs are detected only by the time-out of a collective. No torch.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from unisono.observe.sanitize import printable
 from unisono.storage.files import write_atomically
 
 _POLL_S = 0.05
-# a failing rank ends its peers' collectives; this long they get to say so themselves, and then to end on SIGTERM
+# a failing rank ends its peers' collectives: time for peers to report that themselves, then time to end on SIGTERM
 _SETTLE_S = 0.5
 _FAILED_GRACE_S = 5.0
-# one that does not end is aborted first: Python's fault handler then writes where each thread stands into the rank's log
+# time between SIGABRT and SIGKILL, for Python's fault handler to write the stacks of all threads to the rank's log
 _DUMP_S = 1.0
-# the same crash this often in a row is not bad luck
+# the same crash this often in a row ends the run
 SAME_CRASH_LIMIT = 3
 
 
-# starts all ranks of attempt ``epoch``; ``restarted`` after the first
+# (attempt number, whether it is a restart) -> all ranks, started
 Start = Callable[[int, bool], Sequence[WorkerProcess]]
 
 
 def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Mapping[str, Any]) -> int:
-    """Starts attempts until one decides, and returns the exit code of the whole: 0, 1, 2, 75 (requeue) or 76 (do not repeat).
+    """Run attempts until one decides; returns 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
     ``run_dir/launch.json`` holds ``record`` and how each attempt ended. Call it on the main thread.
 
-    Raises LaunchError when nothing can be started: unwritable folder, unknown command.
+    Raises LaunchError if nothing can be started: unwritable folder, unknown command.
     """
     logs = run_dir / "logs"
     first = begin_record(run_dir, record)
     history: list[Attempt] = []
     with StopSignals() as signals:
         while True:
-            epoch = first + len(history)
-            write_record(run_dir, record, epoch, history)
-            workers = start(epoch, bool(history))
-            attempt = _see_through(workers, epoch, logs, options, signals)
+            number = first + len(history)
+            write_record(run_dir, record, number, history)
+            workers = start(number, bool(history))
+            attempt = _wait_for_all(workers, Attempt.begin(number, workers, logs), options, signals)
             history.append(attempt)
-            write_record(run_dir, record, epoch, history)
+            write_record(run_dir, record, number, history)
             code = _verdict(history, options)
             if code is not None:
                 return code
@@ -72,12 +72,12 @@ def supervise(start: Start, options: LaunchOptions, *, run_dir: Path, record: Ma
                 print_message(f"{signals.received[0].name}: not starting again")
                 return 1
             print_message(
-                f"restarting all ranks as attempt {epoch + 1} (restart {len(history)} of {options.max_restarts})"
+                f"restarting all ranks as attempt {number + 1} (restart {len(history)} of {options.max_restarts})"
             )
 
 
 def make_folders(run_dir: Path) -> None:
-    """The run's folder and its logs. Raises LaunchError where they cannot be."""
+    """Create the run's folder and its logs folder. Raises LaunchError if they cannot be created."""
     try:
         (run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -85,7 +85,7 @@ def make_folders(run_dir: Path) -> None:
 
 
 def begin_record(run_dir: Path, record: Mapping[str, Any]) -> int:
-    """Makes the run's folder and its record; returns the number of the next attempt."""
+    """Create the run's folder and its record; returns the number of the next attempt. Raises LaunchError."""
     make_folders(run_dir)
     try:
         first = _next_attempt(run_dir)
@@ -96,7 +96,7 @@ def begin_record(run_dir: Path, record: Mapping[str, Any]) -> int:
 
 
 def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
-    """The exit code of the launch, or None for another attempt; says on stderr what the user must know."""
+    """The exit code of the launch, or None for another attempt; prints the reason to stderr."""
     attempt = history[-1]
     codes = set(attempt.codes.values())
     if codes <= {0, REQUEUE}:
@@ -106,7 +106,7 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
         print_message(exit_explanation(attempt))
         return 1
     if attempt.codes.get(0) == USER_ERROR:
-        # rank 0 writes to this terminal: it has said what is wrong
+        # rank 0 writes to this terminal, so its message is there already
         return USER_ERROR
     print_message(exit_explanation(attempt))
     if USER_ERROR in codes:
@@ -125,7 +125,7 @@ def _verdict(history: Sequence[Attempt], options: LaunchOptions) -> int | None:
 
 
 def same_crashes(history: Sequence[Attempt]) -> int:
-    """How many attempts up to the last ended in the crash of the last one; 0 if that left no words."""
+    """The number of last attempts that ended in the same crash; 0 if the last one recorded no failure."""
     last = history[-1].root_failure()
     count = 0
     for attempt in reversed(history):
@@ -137,7 +137,7 @@ def same_crashes(history: Sequence[Attempt]) -> int:
 
 
 def repeated(attempt: Attempt, times: int) -> str:
-    """What to say of a crash that was the same each time."""
+    """The message for a crash that was the same each time."""
     failure = attempt.root_failure()
     assert failure is not None
     return str(
@@ -153,11 +153,10 @@ def repeated(attempt: Attempt, times: int) -> str:
 # --- one attempt ---------------------------------------------------------------------------------------------------
 
 
-def _see_through(
-    workers: Sequence[WorkerProcess], epoch: int, logs: Path, options: LaunchOptions, signals: StopSignals
+def _wait_for_all(
+    workers: Sequence[WorkerProcess], attempt: Attempt, options: LaunchOptions, signals: StopSignals
 ) -> Attempt:
-    """Waits until every worker has ended, by itself or by us, and nothing of its group is left."""
-    attempt = Attempt.begin(epoch, workers, logs)
+    """Wait until every worker and its process group has ended, by itself or killed; fills in ``attempt`` and returns it."""
     deadlines = _Deadlines()
     try:
         while len(attempt.codes) < len(workers):
@@ -170,7 +169,7 @@ def _see_through(
                 _end_when_due(running, attempt, deadlines, options, signals)
                 time.sleep(_POLL_S)
     finally:
-        # also after an exception: whatever happens to the launcher, its workers end with it
+        # also after an exception: workers never outlive their launcher
         for worker in workers:
             worker.kill_group()
     attempt.killed_by_us = {worker.rank for worker in workers if worker.killed_by_us}
@@ -194,21 +193,20 @@ def _end_when_due(
     options: LaunchOptions,
     signals: StopSignals,
 ) -> None:
+    """Set deadlines after a stop signal or a failed rank, and signal the running workers whose deadline has passed."""
     now = time.monotonic()
     if signals.received and attempt.stopped_by is None:
         attempt.stopped_by = signals.received[0].name
-        # what else asks for a stop (a closed terminal, a batch system's warning) means SIGTERM to the workers
-        number = signal.SIGINT if signals.received[0] is signal.SIGINT else signal.SIGTERM
         print_message(f"{attempt.stopped_by}: asking {len(running)} ranks to save and end within {options.grace_s:g} s")
         for worker in running:
-            worker.end_by(number)
+            worker.end_by(signals.to_workers())
         deadlines.kill_at_s = min(deadlines.kill_at_s or math.inf, now + options.grace_s)
-    if signals.received.count(signal.SIGINT) > 1:
+    if signals.interrupted_twice:
         deadlines.kill_at_s = now
     if attempt.stopped_by is None and deadlines.kill_at_s is None and attempt.codes:
         codes = set(attempt.codes.values())
         if codes - {0, REQUEUE}:
-            # what a user must change, the other ranks find too: rank 0 gets to say it on the terminal and to end by itself
+            # a user error is found by all ranks: rank 0 gets time to print it on the terminal and to end by itself
             settle_s = _FAILED_GRACE_S if USER_ERROR in codes else _SETTLE_S
             deadlines.terminate_at_s = now + settle_s
             deadlines.abort_at_s = deadlines.terminate_at_s + _FAILED_GRACE_S
@@ -231,15 +229,23 @@ def _end_when_due(
 
 @dataclass(slots=True)
 class StopSignals:
-    """Collects stop signals sent to the launcher while it is entered; handlers are put back at the end."""
+    """Collects stop signals sent to the launcher while it is entered; restores the handlers at the end."""
 
     received: list[signal.Signals] = field(default_factory=list[signal.Signals])
     _before: dict[signal.Signals, Any] = field(default_factory=dict[signal.Signals, Any])
 
+    @property
+    def interrupted_twice(self) -> bool:
+        return self.received.count(signal.SIGINT) > 1
+
+    def to_workers(self) -> signal.Signals:
+        """The signal to pass on: SIGINT as it is; any other stop signal (closed terminal, batch system) as SIGTERM."""
+        return signal.SIGINT if self.received[:1] == [signal.SIGINT] else signal.SIGTERM
+
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                # nohup: the run is meant to outlive its terminal
+                # nohup: the run outlives its terminal
                 continue
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -254,28 +260,28 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-# --- small things --------------------------------------------------------------------------------------------------
+# --- record and messages ---------------------------------------------------------------------------------------------
 
 
 def _next_attempt(run_dir: Path) -> int:
-    """One more than any attempt that has left a trace here, so that a later launch never mixes with an earlier one."""
+    """One more than the highest attempt number in this folder, so that a later launch never reuses a number."""
     names = [path.name for path in (run_dir / "logs").iterdir()]
-    used = [int(found.group(1)) for name in names if (found := re.search(r"\.attempt-([0-9]+)\.", name))]
+    used = [int(match.group(1)) for name in names if (match := re.search(r"\.attempt-([0-9]+)\.", name))]
     try:
         used.append(int(json.loads((run_dir / "launch.json").read_text())["attempt"]))
     except (OSError, ValueError, KeyError, TypeError):
-        # no earlier launch, or a record that is not ours: the logs alone tell
+        # no earlier launch, or a record of something else: the logs alone decide
         return max(used, default=-1) + 1
     return max(used) + 1
 
 
-def write_record(run_dir: Path, record: Mapping[str, Any], epoch: int, history: Sequence[Attempt]) -> None:
-    """``launch.json``, replaced in one piece."""
-    whole = {**record, "attempt": epoch, "attempts": [attempt.record() for attempt in history]}
-    write_atomically(run_dir / "launch.json", json.dumps(whole, indent=1).encode() + b"\n")
+def write_record(run_dir: Path, record: Mapping[str, Any], number: int, history: Sequence[Attempt]) -> None:
+    """Replace ``launch.json`` atomically; ``number`` is the current attempt."""
+    content = {**record, "attempt": number, "attempts": [attempt.record() for attempt in history]}
+    write_atomically(run_dir / "launch.json", json.dumps(content, indent=1).encode() + b"\n")
 
 
 def print_message(text: str) -> None:
-    """To people, on standard error. Nothing in ``text``, which may be another host's, drives the terminal."""
+    """Print to standard error. Control characters in ``text``, which may come from another host, are removed."""
     lines = printable(text, newlines=True).splitlines()
     print("\n".join(f"launch: {line}" for line in lines), file=sys.stderr, flush=True)

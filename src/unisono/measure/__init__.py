@@ -1,1 +1,5 @@
-"""Probes of this machine and the arithmetic of a model: what a device could do, and what a step asks of it."""
+"""Peak rates of devices and FLOPs of models. Importing this package alone does not import torch."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

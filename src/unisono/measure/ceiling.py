@@ -1,14 +1,13 @@
-"""The most a device can multiply: a datasheet's figure where we know the device, a measured matrix product where not.
+"""Peak matrix multiplication rate of a device: from the datasheet of a known device, else measured.
 
-A device we do not know is never taken for one we do: its ceiling is measured once per (device, threads, dtype, torch
-version) and kept in a small JSON file. Left out: bandwidth, attention kernels, fp8, several devices at once.
+An unknown device is never mapped to a known one: its peak is measured once per (device, threads, dtype, torch version) and
+stored in a JSON file. Bandwidth, attention kernels, fp8 and several devices at once are not measured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import statistics
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
+from unisono.storage.files import write_atomically
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,8 +25,8 @@ _T: Final = 1e12
 _QUIET_SPREAD_FRAC: Final = 0.25
 
 # (pattern of the device name, dense peaks in TFLOP/s by arithmetic). Matrix units, no sparsity, fp32 accumulation; "tf32" is
-# what fp32 products run at when TF32 is allowed, "fp32" without it. First match wins. Sources: the vendors' datasheets
-# and architecture papers; figures they give with sparsity are halved.
+# the rate of fp32 products with TF32 allowed, "fp32" without. The first match wins. Sources: the vendors' datasheets and
+# architecture papers; their figures with sparsity are halved.
 _DATASHEET: Final[tuple[tuple[str, dict[str, float]], ...]] = (
     # NVIDIA Blackwell: HGX B200 table (8 GPUs: 36 PFLOP/s fp16 and 18 TF32, both with sparsity)
     (r"\bB200\b", {"bf16": 2250, "fp16": 2250, "tf32": 1125}),
@@ -61,7 +62,7 @@ _ARITHMETIC: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeakFlops:
-    """``value`` in FLOP/s, where it comes from, and whose it is, for printing beside any share of it."""
+    """Peak rate of a device: ``value`` in FLOP/s, its origin, and the name of device and arithmetic."""
 
     value: float
     kind: Literal["datasheet", "measured"]
@@ -73,10 +74,13 @@ class PeakFlops:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None, tf32: bool = False) -> PeakFlops:
-    """The peak of ``device`` for products of ``dtype``: by datasheet if known, else measured (and kept in ``cache``).
+    """Peak rate of ``device`` for matrix products of ``dtype``: from the datasheet if known, else measured.
 
-    ``tf32`` says that fp32 products may run as TF32. Measuring takes about a second; do it on one process while the
-    others wait, with the run's thread count set.
+    A measurement takes about a second. Run it on one process while the others wait, with the run's thread count set.
+
+    Args:
+        cache: JSON file that stores measured rates; None stores none.
+        tf32: fp32 products may run as TF32.
     """
     name = device_name(device)
     arithmetic = _ARITHMETIC.get(str(dtype).removeprefix("torch."), "")
@@ -89,9 +93,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, cache: Path | None =
 
 
 def datasheet_peak(name: str, arithmetic: str) -> float | None:
-    """Dense peak in FLOP/s of the device of this name for ``bf16``, ``fp16``, ``tf32`` or ``fp32``; None if we do not know.
+    """Dense peak in FLOP/s from the table of datasheets, or None if it is unknown.
 
-    A slice of a device (MIG) has a fraction of the peak that its name does not tell: not known.
+    The peak of a slice of a device (MIG) is unknown, because its name does not tell its share.
+
+    Args:
+        name: Device name as the backend reports it.
+        arithmetic: ``bf16``, ``fp16``, ``tf32`` or ``fp32``.
     """
     if re.search(r"\bMIG\b", name):
         return None
@@ -102,7 +110,7 @@ def datasheet_peak(name: str, arithmetic: str) -> float | None:
 
 
 def device_name(device: torch.device) -> str:
-    """The name the backend gives the device; on a CPU its model name."""
+    """Name of the device from its backend; the model name of a CPU."""
     if device.type == "cpu":
         return _cpu_name()
     import torch
@@ -123,9 +131,10 @@ def _cpu_name() -> str:
 def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | None = None) -> PeakFlops:
     """Rate of a large square matrix product: the median of repeats, with this process's thread count.
 
-    ``cache`` is a JSON file; an entry made by the same device, thread count, dtype and torch version is reused. A
-    figure from a busy machine (quartiles further apart than a quarter of the median) is used but not kept. A damaged or
-    unwritable file only costs a new measurement.
+    Args:
+        cache: JSON file; an entry of the same device, thread count, dtype and torch version is reused. The rate of a busy
+            machine (quartiles further apart than a quarter of the median) is returned but not stored. A damaged or
+            unwritable file only costs a new measurement.
     """
     import torch
 
@@ -144,10 +153,14 @@ def measured_ceiling(device: torch.device, dtype: torch.dtype, *, cache: Path | 
 
 
 def time_matmul(device: torch.device, dtype: torch.dtype, *, budget_s: float = 1.0) -> dict[str, float]:
-    """Time square products, growing until one takes 20 ms, then repeat within ``budget_s`` (at least five times).
+    """Time square matrix products, growing until one takes 20 ms, then repeat it at least five times.
 
-    Returns ``{"tflops", "size", "repeats", "spread_frac"}``: rate at the median time, side of the square, number of
-    repeats, distance of the quartiles over the median.
+    Args:
+        budget_s: Time for the repeats.
+
+    Returns:
+        ``tflops`` at the median time, ``size`` (side of the matrices), ``repeats``, and ``spread_frac`` (distance of the
+        quartiles over the median).
     """
     import torch
 
@@ -195,15 +208,8 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
 
 
 def _write_cache(cache: Path, key: str, result: dict[str, float]) -> None:
-    """Add one entry; the file is replaced as a whole, so a reader never sees half of it."""
-    beside = cache.with_name(f".{cache.name}.{os.getpid()}")
+    """Add one entry; the file is replaced atomically."""
     with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
         entries = _read_cache(cache) | {key: result}
-        try:
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "w") as file:
-                json.dump(entries, file, indent=1, sort_keys=True)
-            os.replace(beside, cache)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_atomically(cache, json.dumps(entries, indent=1, sort_keys=True).encode(), mode=0o600)

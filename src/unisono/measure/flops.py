@@ -1,10 +1,10 @@
-"""Floating point operations a training step of a transformer asks for, and what share of a device's peak they are.
+"""Floating point operations of a transformer's training step, and their share of a device's peak.
 
-Convention, stated wherever a number made with it is shown: model FLOPs per token = 6 N + 12 L h s (Chowdhery et al.
-2022, PaLM, appendix B). N counts parameters that enter a matrix product: no embedding table, but the output head, also
-when it is tied to the table; of experts, those that a token goes to. L layers attend over s positions with h = heads x
-head size; the s x s score matrix is counted in full, although a causal kernel may compute half of it. Backward counts as
-twice forward. Recomputed activations do not count: this is model FLOPs utilisation (MFU), not hardware FLOPs utilisation.
+Model FLOPs per token = 6 N + 12 L h s (Chowdhery et al. 2022, PaLM, appendix B). N counts parameters that enter a matrix
+product: not the embedding table, but the output head, also if it is tied to the table; of experts, those that a token is
+routed to. L layers attend over s positions with h = heads x head size; the s x s score matrix counts in full, although a
+causal kernel may compute half of it. Backward counts as twice forward. Recomputed activations do not count: this is model
+FLOPs utilisation (MFU), not hardware FLOPs utilisation. ``CONVENTION`` is shown beside every such number.
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ CONVENTION: Final = (
 
 
 def transformer_flops_per_token(*, matmul_params: int, layers: int, attention_dim: int, seq_len: int) -> int:
-    """FLOPs of forward and backward per trained token.
+    """FLOPs of forward and backward per trained token: 6 N + 12 L h s.
 
-    ``matmul_params`` is N of the convention (see ``matmul_params``, which counts all experts), ``attention_dim`` = query
-    heads x head size, ``seq_len`` the length of the window attention spans.
+    Args:
+        matmul_params: Parameters that enter a token's matrix products (N), without idle experts.
+        layers: Number of attention layers (L).
+        attention_dim: Query heads times head size (h).
+        seq_len: Positions that attention spans (s).
+
+    Source:
+        Chowdhery et al. 2022 (PaLM), appendix B.
     """
     return 6 * matmul_params + 12 * layers * attention_dim * seq_len
 
 
 def matmul_params(model: nn.Module) -> int:
-    """Number of parameters that enter matrix products: all but embedding tables; a table shared with another layer counts once.
+    """Number of parameters that enter matrix products: all but embedding tables that no other layer shares.
 
-    All experts of a mixture are in it: which are idle, its module knows. Gains and biases are included; beside the matrices
-    they do not matter. Parameters may live on the meta device.
+    Counts all experts of a mixture; ``unisono.models.moe.inactive_parameters`` counts the idle ones. Norms and biases are
+    included, as they are few. Parameters may be on the meta device.
     """
     from torch import nn
 
@@ -49,10 +55,15 @@ def matmul_params(model: nn.Module) -> int:
 
 
 def utilization(*, tokens_per_s_device: float, flops_per_token: float, peak: PeakFlops) -> dict[str, float]:
-    """Fields of a step event: ``perf/tflops_device`` and the share of the peak.
+    """Achieved rate and its share of the peak, as fields of a step event.
 
-    The share is called ``perf/mfu`` against a datasheet peak and ``perf/matmul_ceiling_frac`` against a measured one:
-    the two do not compare.
+    Args:
+        tokens_per_s_device: Tokens per second and device.
+        flops_per_token: FLOPs per token; see ``transformer_flops_per_token``.
+
+    Returns:
+        ``perf/tflops_device``, and the share: ``perf/mfu`` of a datasheet peak, ``perf/matmul_ceiling_frac`` of a measured
+        one. The two shares are not comparable.
     """
     flops_per_s = tokens_per_s_device * flops_per_token
     name = "perf/mfu" if peak.kind == "datasheet" else "perf/matmul_ceiling_frac"

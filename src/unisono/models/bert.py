@@ -1,8 +1,9 @@
-"""An encoder that fills in masked tokens (Devlin et al. 2019, BERT): post-norm blocks, GELU, learned positions, biases.
+"""A masked language model (Devlin et al. 2019, BERT): post-norm blocks, GELU, learned positions, biases.
 
-The layout is that of the paper, so weights go to and from ``BertForMaskedLM`` (``interop.bert``). ``data.masking`` makes its
-batches. Shape letters: B batch, T tokens, P predicted tokens, D dim, H heads, E width of a head, V vocabulary.
-Left out on purpose: the pooler, next-sentence prediction (Liu et al. 2019 train better without), dropout inside of attention.
+The architecture is that of the paper, so weights load from and export to ``BertForMaskedLM`` (``interop.bert``).
+``data.MaskTokens`` makes its batches. There is no pooler, no next-sentence prediction (Liu et al. 2019 train better without)
+and no dropout inside attention.
+Shape letters: B batch, T tokens, P predicted tokens, D dim, H heads, E width of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from unisono.errors import ConfigError, DataError
 from unisono.models.loss import LazyLogits
 from unisono.models.precision import matmul_dtype
 
-LOSS_CHUNK = 1024  # rows of logits that exist at once
-# columns that carry the output bias: one, and zeros up to the multiple of 8 that matrix units want
+LOSS_CHUNK = 1024  # rows of logits in memory at a time
+# one column for the output bias, and zeros up to the multiple of 8 that matrix units need
 _BIAS_COLUMNS = 8
-# added to the scores of filling: its share is exactly 0 beside any token; float16 has it too
+# added to the scores of padding: its weight is exactly 0 beside any token; representable in float16
 PADDING_SCORE = -3e4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BertOptions:
-    """Sizes; those of BERT base where nothing is said. ``max_length`` in tokens, ``dropout`` after embeddings and layers.
+    """Sizes of a BERT; the defaults are those of BERT base.
 
-    Raises ConfigError where heads do not divide dim.
+    ``max_length`` is in tokens; ``dropout`` acts after embeddings and layers.
+
+    Raises:
+        ConfigError: ``dim`` is not divisible by ``heads``.
     """
 
     vocab_size: int
-    layers: int = 12
+    num_layers: int = 12
     dim: int = 768
-    heads: int = 12
+    num_heads: int = 12
     ffn_dim: int = 3072
     max_length: int = 512
     segments: int = 2
@@ -42,36 +46,36 @@ class BertOptions:
     norm_eps: float = 1e-12
 
     def __post_init__(self) -> None:
-        if self.dim % self.heads:
+        if self.dim % self.num_heads:
             near = [h for h in range(1, self.dim + 1) if self.dim % h == 0]
             raise ConfigError(
-                given=f"heads {self.heads} with dim {self.dim}",
-                rule="dim is divisible by heads",
+                given=f"num_heads {self.num_heads} with dim {self.dim}",
+                rule="dim is divisible by num_heads",
                 consequence="the attention cannot be built",
-                nearest=f"heads={min(near, key=lambda h: abs(h - self.heads))}",
+                nearest=f"num_heads={min(near, key=lambda h: abs(h - self.num_heads))}",
             )
 
 
 class BertAttention(nn.Module):
-    """Self-attention of all tokens with all."""
+    """Multi-head self-attention over all tokens of a text."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
-        self.heads, self.width = options.heads, options.dim // options.heads
+        self.heads, self.width = options.num_heads, options.dim // options.num_heads
         self.q = nn.Linear(options.dim, options.dim)
         self.k = nn.Linear(options.dim, options.dim)
         self.v = nn.Linear(options.dim, options.dim)
         self.out = nn.Linear(options.dim, options.dim)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, T, D]; mask [B, 1, 1, T] true where all may look (or added to the scores), or None for everywhere."""
+        """x [B, T, D] → [B, T, D]; mask [B, 1, 1, T] is true at visible tokens, or is added to the scores."""
         q, k, v = (layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # [B, H, T, E]
         return self.out(mixed.transpose(1, 2).flatten(2))  # [B, T, D]
 
 
 class BertFeedForward(nn.Module):
-    """down(gelu(up(x)))."""
+    """Feed-forward layer of two matrices: ``down(gelu(up(x)))``."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
@@ -84,7 +88,7 @@ class BertFeedForward(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """Post-norm residual block: attention, then feed-forward, each normalised together with what it was added to."""
+    """Post-norm residual block: attention, then feed-forward, with a LayerNorm after each sum."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
@@ -96,13 +100,13 @@ class BertBlock(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """[B, T, D] → [B, T, D]."""
-        once = x.to(matmul_dtype(x))  # not once for each of the three that read it
-        x = self.attention_norm(x + self.dropout(self.attention(once, mask)))
+        rounded = x.to(matmul_dtype(x))  # one cast for the three projections that read it
+        x = self.attention_norm(x + self.dropout(self.attention(rounded, mask)))
         return self.ffn_norm(x + self.dropout(self.ffn(x)))
 
 
 class MaskedHead(nn.Module):
-    """norm(gelu(dense(x))), to be multiplied with the token table; ``bias`` [V] is added to that."""
+    """Output head ``norm(gelu(dense(x)))``, multiplied by the token table, plus ``bias`` [V]."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
@@ -111,9 +115,9 @@ class MaskedHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(options.vocab_size))
 
     def forward(self, x: Tensor, table: Tensor) -> LazyLogits:
-        """x [..., D] and table [V, D] → a Head whose logits are x' tableᵀ + bias.
+        """x [..., D] and table [V, D] → logits [..., V], not yet multiplied out.
 
-        The bias travels as a column of the matrix beside a constant 1, so that the chunked loss needs to know of none.
+        The bias is a column of the matrix and meets a constant 1 in x, so that the chunked loss needs no bias.
         """
         x = self.norm(F.gelu(self.dense(x)))  # [..., D]
         x = F.pad(F.pad(x, (0, 1), value=1.0), (0, _BIAS_COLUMNS - 1))  # [..., D + 8]
@@ -122,9 +126,13 @@ class MaskedHead(nn.Module):
 
 
 class BERT(nn.Module):
-    """The whole encoder. ``forward`` returns a :class:`Head`: multiply it out with ``.logits()`` or feed it to the chunked loss.
+    """BERT encoder with its masked-language-model head.
 
-    Initialisation (Devlin et al. 2019): every matrix from N(0, 0.02²); biases are 0, norms 1.
+    ``forward`` returns ``LazyLogits``: call ``.logits()``, or pass them to ``cross_entropy_sum``. Every matrix is initialised
+    from N(0, 0.02²); biases are 0, norms 1.
+
+    Source:
+        Devlin et al. 2019.
     """
 
     def __init__(self, options: BertOptions) -> None:
@@ -135,7 +143,7 @@ class BERT(nn.Module):
         self.segments = nn.Embedding(options.segments, options.dim)
         self.norm = nn.LayerNorm(options.dim, options.norm_eps)
         self.dropout = nn.Dropout(options.dropout)
-        self.blocks = nn.ModuleList(BertBlock(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(BertBlock(options) for _ in range(options.num_layers))
         self.head = MaskedHead(options)
         self.reset_parameters()
 
@@ -148,8 +156,10 @@ class BERT(nn.Module):
                 nn.init.constant_(parameter, float(name.endswith("norm.weight")))
 
     def check_length(self, tokens: int) -> None:
-        """Raises DataError for texts of more than ``max_length`` tokens. Under ``plan.cp`` a rank's forward sees a part of each
-        text, so ``parallel.context`` asks here for the whole ones."""
+        """Raise ``DataError`` if ``tokens``, the length of a text, exceeds ``max_length``.
+
+        With ``plan.cp`` a rank's forward sees a part of each text, so ``parallel.context`` calls this with the whole length.
+        """
         if tokens > self.options.max_length:
             raise DataError(
                 given=f"texts of {tokens} tokens for a model of max_length {self.options.max_length}",
@@ -166,12 +176,20 @@ class BERT(nn.Module):
         predicted: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> LazyLogits:
-        """Logits of every token, or of those at the places ``predicted`` [B, P] int64 only, which costs P/T as much.
+        """Compute the logits of all tokens, or of those at ``predicted`` only, at P/T of the cost.
 
-        ``tokens`` [B, T] int64. ``padding`` [B, T] bool says where there is text: True is a real token, False is filling,
-        which nobody looks at; None is text everywhere. ``segments`` [B, T] int64, 0 where nothing is said. ``positions``
-        [B or 1, T] int64 are the places of the tokens where these are a part of a text; 0 to T - 1 if nothing is said.
-        Raises DataError for more tokens than there are positions, and for ``predicted`` together with ``positions``.
+        Args:
+            tokens: [B, T] int64.
+            padding: [B, T] bool, true at real tokens and false at padding; None if there is no padding.
+            segments: [B, T] int64; default 0.
+            predicted: [B, P] int64, places in the text whose logits are returned.
+            positions: [B or 1, T] int64, places of the tokens in their text; default 0 to T - 1.
+
+        Returns:
+            Logits [B, T, V], or [B, P, V] with ``predicted``.
+
+        Raises:
+            DataError: There are more tokens than positions, or both ``predicted`` and ``positions`` are given.
         """
         if predicted is not None and positions is not None:
             raise DataError(
@@ -188,10 +206,10 @@ class BERT(nn.Module):
         x = self.dropout(self.norm(x))
         mask = None
         if padding is not None:
-            # in a text without any token all are seen: attention to nothing is NaN in some kernels and 0 in others
+            # in a text without any token all are visible: attention to nothing is NaN in some kernels and 0 in others
             if positions is None:
                 mask = padding | ~padding.any(1, keepdim=True)  # [B, T]
-            else:  # other ranks may have the text's tokens: a number hides filling beside them, and alone nothing
+            else:  # other ranks may have the text's tokens: the score hides padding beside them, and nothing alone
                 mask = x.new_zeros(padding.shape).masked_fill(~padding, PADDING_SCORE)
             mask = mask[:, None, None]  # [B, 1, 1, T]
         for block in self.blocks:

@@ -1,9 +1,9 @@
-"""A decoder-only transformer, as plain as it gets: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The layout is Llama's (Touvron et al. 2023), so an export loads as ``LlamaForCausalLM``; with experts (``models.moe``) it is
-Mixtral's. Shape letters in comments:
-B batch, T tokens, D dim, H query heads, K key/value heads, E width of a head, F feed-forward width, V vocabulary.
-Left out on purpose: key/value cache, biases, learned positions, anything a config flag would have to turn on.
+The architecture is Llama's (Touvron et al. 2023), so an export loads as ``LlamaForCausalLM``; with experts (``models.moe``)
+it is Mixtral's. There is no key/value cache, no bias and no learned position.
+Shape letters: B batch, T tokens, D dim, H query heads, K key/value heads, E width of a head, F feed-forward width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,41 +19,53 @@ from unisono.models.moe import MoE
 from unisono.models.norm import RMSNorm
 from unisono.models.options import ModelOptions
 
-LOSS_CHUNK = 1024  # rows of logits that exist at once
+LOSS_CHUNK = 1024  # rows of logits in memory at a time
 RESIDUAL_OUTPUTS = ("out.weight", "down.weight", "experts.down")
 
 
 def rotary_angles(positions: Tensor, width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., T, E/2] of position · theta^(−2i/E) (Su et al. 2021, half-split form)."""
+    """Cosines and sines [..., T, E/2] of position · theta^(−2i/E).
+
+    Args:
+        positions: [..., T].
+        width: Width of a head (E).
+
+    Source:
+        Su et al. 2021, in the half-split form.
+    """
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
     angles = positions[..., None].float() * theta**-exponent  # [..., T, E/2]
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + E/2]) of x [B, heads, T, E] by its angle; float32 inside, x's dtype outside."""
+    """Rotate each pair (x[i], x[i + E/2]) of x [B, heads, T, E] by its angle, computed in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with H query heads sharing K key/value heads."""
+    """Causal self-attention in which H query heads share K key/value heads."""
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.width = options.heads, options.kv_heads, options.dim // options.heads
+        self.heads, self.kv_heads, self.width = (
+            options.num_heads,
+            options.num_kv_heads,
+            options.dim // options.num_heads,
+        )
         self.q = nn.Linear(options.dim, self.heads * self.width, bias=False)
         self.k = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
         self.v = nn.Linear(options.dim, self.kv_heads * self.width, bias=False)
         self.out = nn.Linear(self.heads * self.width, options.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, T, D]; mask [B, 1, T, T] true where a query may look, or None for plain causal."""
+        """x [B, T, D] → [B, T, D]; mask [B, 1, T, T] is true at visible keys, None is causal."""
         q = self.q(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # [B, H, T, E]
         k = self.k(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # [B, K, T, E]
         v = self.v(x).unflatten(-1, (-1, self.width)).transpose(1, 2)  # [B, K, T, E]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.kv_heads != self.heads:  # there may be fewer here than in the whole layer, but in the same ratio
+        if self.kv_heads != self.heads:  # a rank may have fewer of both, in the same ratio
             k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [B, H, T, E]
             v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)  # [B, H, T, E]
@@ -61,7 +73,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) · up(x))."""
+    """SwiGLU feed-forward layer (Shazeer 2020): ``down(silu(gate(x)) · up(x))``."""
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
@@ -82,7 +94,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(options.dim, options.norm_eps)
         self.attention = Attention(options)
         self.ffn_norm = RMSNorm(options.dim, options.norm_eps)
-        self.ffn = MoE(options) if options.experts else FeedForward(options)
+        self.ffn = MoE(options) if options.num_experts else FeedForward(options)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
@@ -92,10 +104,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole decoder. ``forward`` returns a :class:`Head`: multiply it out with ``.logits()`` or feed it to the chunked loss.
+    """Decoder-only language model.
 
-    Initialisation (Radford et al. 2019): every matrix from N(0, 0.02²), except the two that write into the residual
-    stream, from N(0, 0.02² / (2·layers)), so that the stream's variance does not grow with depth; norms are 1.
+    ``forward`` returns ``LazyLogits``: call ``.logits()``, or pass them to ``cross_entropy_sum``. Matrices are initialised from
+    N(0, 0.02²), the two that write into the residual stream from N(0, 0.02² / (2·layers)), so that the variance of the stream
+    does not grow with depth; norms are 1.
+
+    Args:
+        options: Sizes; ``vocab_size`` must be set.
+
+    Raises:
+        ValueError: ``vocab_size`` is 0.
+
+    Source:
+        Touvron et al. 2023 (architecture), Radford et al. 2019 (initialisation).
     """
 
     def __init__(self, options: ModelOptions) -> None:
@@ -104,14 +126,14 @@ class GPT(nn.Module):
             raise ValueError("vocab_size is 0: a model needs it resolved from the tokenizer first")
         self.options = options
         self.embedding = nn.Embedding(options.vocab_size, options.dim)
-        self.blocks = nn.ModuleList(Block(options) for _ in range(options.layers))
+        self.blocks = nn.ModuleList(Block(options) for _ in range(options.num_layers))
         self.norm = RMSNorm(options.dim, options.norm_eps)
         self.head = None if options.tied else nn.Linear(options.dim, options.vocab_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw all weights from torch's current generator, in the order of ``named_parameters``."""
-        residual_std = 0.02 / math.sqrt(2 * self.options.layers)
+        residual_std = 0.02 / math.sqrt(2 * self.options.num_layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 nn.init.ones_(parameter)
@@ -119,10 +141,16 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=residual_std if name.endswith(RESIDUAL_OUTPUTS) else 0.02)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> LazyLogits:
-        """tokens [B, T] int64; positions [B, T] restart in each document; documents [B, T] keep attention inside one."""
+        """Compute the logits [B, T, V] of the next tokens.
+
+        Args:
+            tokens: [B, T] int64.
+            positions: [T] or [B, T] int64, such as places inside each document; default 0 to T - 1.
+            documents: [B, T] document numbers; attention stays inside a document. None is one document.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)  # [T]
-        cos, sin = rotary_angles(positions, self.options.dim // self.options.heads, self.options.rope_theta)
+        cos, sin = rotary_angles(positions, self.options.dim // self.options.num_heads, self.options.rope_theta)
         if cos.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]  # [B, 1, T, E/2]
         mask = None
@@ -137,8 +165,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, *, temperature: float, context: int, seed: int) -> Tensor:
-        """Append ``count`` sampled tokens to tokens [1, T]; temperature 0 takes the likeliest. Own generator: no run's
-        randomness is touched. The whole context of at most ``context`` tokens is recomputed for each token."""
+        """Append ``count`` sampled tokens to ``tokens`` and return all of them, [1, T + count].
+
+        Recomputes the whole context for each token. Uses a generator of its own, so the global random state is unchanged.
+
+        Args:
+            tokens: Prompt [1, T] int64.
+            temperature: Divisor of the logits; 0 takes the most likely token.
+            context: Number of last tokens that the model sees.
+            seed: Seed of the sampling.
+        """
         generator = torch.Generator(device=tokens.device).manual_seed(seed)
         for _ in range(count):
             head = self(tokens[:, -context:])

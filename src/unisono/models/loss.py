@@ -1,9 +1,9 @@
-"""Cross-entropy over a vocabulary, in chunks of tokens, so that the full matrix of logits never exists.
+"""Cross-entropy over a vocabulary, computed in chunks of tokens without the full matrix of logits.
 
 For N tokens and a vocabulary of V the logits and their gradient take N·V·(2+4) bytes, often the peak of a training step. Here
-each chunk's logits are made, reduced to its loss, turned into gradients at once and dropped: three matrix products per chunk, as
-in the plain way, and max(chunk)·V floats of extra memory. Where ranks have parts of the vocabulary, two numbers per token are
-exchanged, and no rank ever has all of its logits.
+the logits of each chunk are computed, reduced to their loss, turned into gradients and dropped. This takes three matrix
+products per chunk, as many as the direct computation, and chunk·V floats of memory. If the vocabulary is sharded over ranks,
+they exchange two numbers per token, and no rank has all logits.
 """
 
 from __future__ import annotations
@@ -19,31 +19,34 @@ from unisono.models.precision import matmul_dtype
 
 
 class VocabSharding(Protocol):
-    """The rows of a vocabulary that one rank has, where the output matrix is cut over ranks (``parallel.vocabulary``)."""
+    """Interface of an output matrix whose rows, the vocabulary, are sharded over ranks."""
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """``hidden`` as it is; its gradient is summed over the ranks."""
+        """The identity on ``hidden``; its gradient is summed over the ranks."""
         ...
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where ``tokens`` lie among the rows here, 0 for those that do not, and whether they do."""
+        """Local row of each token, 0 for a token of another rank, and whether the row is local."""
         ...
 
     def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logsumexps over parts the one over the whole, and the sum of ``chosen`` over the ranks."""
+        """Combine over the ranks: the logsumexp of the local ``log_norm``, and the sum of ``chosen``."""
         ...
 
     def gather(self, logits: Tensor) -> Tensor:
-        """All logits [..., vocab] of those of the parts."""
+        """Gather local logits into all logits [..., vocab]."""
         ...
 
 
 class LazyLogits(NamedTuple):
-    """What a language model returns: the last hidden states and the output matrix, not yet multiplied.
+    """The output of a language model: last hidden states and output matrix, not yet multiplied.
 
-    ``hidden`` [..., dim], in autocast's precision where it was on, ``weight`` [vocab, dim], ``chunk`` rows of logits at a
-    time. Logits have the weight's precision, or that of ``compute``; the loss computes in autocast's, or in that. With ``part``
-    the matrix is this rank's rows of it only; everything else here is as without, on every rank alike.
+    Args:
+        hidden: [..., dim], in autocast's dtype if autocast was on.
+        weight: [vocab, dim], or this rank's rows of it with ``vocab_sharding``.
+        chunk_rows: Rows of logits in memory at a time.
+        vocab_sharding: How the vocabulary is sharded over ranks; results are the same on every rank.
+        compute: Dtype of the products. By default logits have the weight's dtype, and the loss uses autocast's.
     """
 
     hidden: Tensor
@@ -53,11 +56,11 @@ class LazyLogits(NamedTuple):
     compute: torch.dtype | None = None
 
     def logits(self) -> Tensor:
-        """All logits [..., vocab], for generation and small evaluations."""
+        """Compute all logits [..., vocab]."""
         return self._times_weight(self.hidden)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, logits [rows, vocab]) over the flattened tokens, never all at once."""
+        """Yield (rows, logits [rows, vocab]) for chunks of the flattened tokens."""
         flat = self.hidden.flatten(0, -2)  # [N, dim]
         for start in range(0, flat.shape[0], self.chunk_rows):
             rows = slice(start, min(start + self.chunk_rows, flat.shape[0]))
@@ -75,9 +78,12 @@ class LazyLogits(NamedTuple):
 
 
 def cross_entropy_sum(head: LazyLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sum of token losses in nats, and the sum of weights; both 0-dim float32 on the device.
+    """Weighted sum of token losses in nats, and the sum of the weights; both 0-dim float32 on the device.
 
-    ``targets`` [...] int64 and ``weights`` [...] float32 have the shape of ``head.hidden`` without its last dim.
+    Args:
+        head: Output of the model, hidden states [..., dim].
+        targets: [...] int64.
+        weights: [...] float.
     """
     hidden = head.hidden.flatten(0, -2)
     hidden = hidden.to(head.compute or matmul_dtype(hidden))
@@ -91,7 +97,7 @@ def cross_entropy_sum(head: LazyLogits, targets: Tensor, weights: Tensor) -> tup
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Forward computes the loss and, where asked for, the gradients for an upstream gradient of 1; backward scales them."""
+    """Forward computes the loss and the required gradients for an upstream gradient of 1; backward scales them."""
 
     @staticmethod
     def forward(
@@ -105,7 +111,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         ctx.weight_dtype = weight.dtype
-        weight = weight.to(hidden.dtype)  # in here, so that its gradient, made in fp32, is not rounded on the way out
+        weight = weight.to(hidden.dtype)  # in here: its float32 gradient is not rounded
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if need_weight else None
@@ -123,7 +129,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss += ((log_norm - chosen) * w).sum()
                 if not (need_hidden or need_weight):
                     continue
-                # d loss / d logits = w · (softmax − onehot), made in place of the logits
+                # d loss / d logits = w · (softmax − onehot), computed in the memory of the logits
                 grad = logits.sub_(log_norm).exp_().scatter_add_(-1, y, -hit).mul_(w).to(x.dtype)
                 if grad_hidden is not None:
                     torch.mm(grad, weight, out=grad_hidden[rows])

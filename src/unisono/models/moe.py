@@ -1,22 +1,23 @@
-"""A feed-forward layer as a mixture of experts: each token goes through the few that its router chooses (Shazeer et al. 2017).
+"""A mixture-of-experts feed-forward layer: a router sends each token to a few experts (Shazeer et al. 2017).
 
-Scores are a softmax over all experts in float32; the k largest choose, and weigh what their experts make (Mixtral, Jiang et al.
-2024). With k = 1 the weight is the score itself, else the router would have no gradient (Switch, Fedus et al. 2022). No token is
-dropped, so a token's output depends on the token alone, in any split of the batch. With a capacity an expert takes the first
-tokens of a micro-batch only, in training; the others pass by on the residual stream, and the result depends on the split.
+Scores are a softmax over all experts in float32. The k largest choose the experts, and weigh their outputs after they are
+normalised to a sum of 1 (Mixtral, Jiang et al. 2024). With k = 1 the weight is the score itself, else the router would have no
+gradient (Switch, Fedus et al. 2022). No token is dropped by default, so a token's output depends on the token alone. With a
+capacity an expert takes only the first tokens of a micro-batch in training; the others skip it on the residual stream, and the
+result depends on how the batch is split.
 
-That all experts are used is seen to in one of two ways:
+The load of the experts is balanced in one of two ways:
 
-    bias   moved up for experts with few tokens and down for the others, once per step, and added to the scores for the
-           choice only (Wang et al. 2024, DeepSeek-V3). It changes no gradient.
-    loss   per sequence, tokens · Σ_e share of tokens_e · mean score_e (DeepSeek-V3), which the backward pass adds; the reported
-           loss is without it.
+    bias   A bias per expert is added to the scores for the choice only. Once per step it rises for experts with few tokens and
+           falls for the others (Wang et al. 2024, DeepSeek-V3). It changes no gradient.
+    loss   Per sequence, tokens · Σ_e share of tokens_e · mean score_e (DeepSeek-V3). The backward pass adds its gradient; the
+           reported loss is without it.
 
-Both act while gradients flow back through the router, once per pass, also when activations are computed again.
+Both act in the router's backward pass, once per pass, also with recomputed activations.
 
-Letters: B samples, T tokens of each, N = B·T, D dim, E experts, F hidden units of one, k chosen per token, M rows = tokens x
-choices. Rows are sorted by expert. They are moved by gathers only, forward and backward: adding at an index has no fixed order on
-an accelerator.
+Shape letters: B samples, T tokens of each, N = B·T, D dim, E experts, F hidden units of one, k experts per token, M rows =
+tokens x choices. Rows are sorted by expert and moved only by gathers, forward and backward, because adding at an index has no
+fixed order on an accelerator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ BALANCE_LOSS_WEIGHT = 1e-2  # Fedus et al. 2022, section 2.2
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and their weights. ``sum_over_sequence`` sums over ranks that share sequences, if any do."""
+    """Chooses the experts of each token and their weights.
+
+    ``sum_over_sequence`` sums over the ranks that share sequences; None if no ranks do.
+    """
 
     bias: Tensor  # [E]; added to the scores for the choice
     load: Tensor  # [E] int64; tokens that chose each expert in the backward passes since the last step
@@ -48,17 +52,17 @@ class Router(nn.Module):
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.experts_per_token, self.balance = options.experts_per_token, options.balance
+        self.experts_per_token, self.balance = options.num_experts_per_token, options.balance
         self.sum_over_sequence: Callable[[Tensor], Tensor] | None = None
-        self.weight = nn.Parameter(torch.empty(options.experts, options.dim))
+        self.weight = nn.Parameter(torch.empty(options.num_experts, options.dim))
         if self.balance == "bias":
-            self.register_buffer("bias", torch.zeros(options.experts))
-            self.register_buffer("load", torch.zeros(options.experts, dtype=torch.int64), persistent=False)
+            self.register_buffer("bias", torch.zeros(options.num_experts))
+            self.register_buffer("load", torch.zeros(options.num_experts, dtype=torch.int64), persistent=False)
         elif self.balance == "loss":
             self.register_buffer("upstream", torch.ones(()), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, D] → weights [B, T, k] in float32 or better, and the experts chosen [B, T, k], largest score first."""
+        """x [B, T, D] → weights [B, T, k] in float32 or wider, and chosen experts [B, T, k], largest score first."""
         with torch.autocast(x.device.type, enabled=False):
             dtype = torch.promote_types(x.dtype, torch.float32)
             scores = F.linear(x.to(dtype), self.weight.to(dtype)).softmax(-1)  # [B, T, E]
@@ -76,48 +80,48 @@ class Router(nn.Module):
         return weights, choice  # pyright: ignore[reportReturnType]
 
     def _loss(self, scores: Tensor, choice: Tensor) -> Tensor:
-        """The balance loss [] of these samples: summed over samples and tokens, so that it adds up like the loss sum."""
+        """Balance loss [], summed over samples and tokens like the loss sum."""
         counts = _count(choice.flatten(1), scores.shape[-1])  # [B, E]
         if self.sum_over_sequence is not None:
             counts = self.sum_over_sequence(counts)
-        share = (
-            counts * scores.shape[-1] / counts.sum(-1, keepdim=True)
-        )  # [B, E]; 1 where all experts have equally many
+        share = counts * scores.shape[-1] / counts.sum(-1, keepdim=True)  # [B, E]; 1 for an equal load
         return BALANCE_LOSS_WEIGHT * (share * scores.sum(1)).sum()
 
 
 class Experts(nn.Module):
-    """E SwiGLU layers, stacked: gate, up [E, F, D], down [E, D, F]. What is here may be some of the experts, or some of the
-    hidden units of each (the output is then one term of a sum)."""
+    """E stacked SwiGLU layers: gate and up [E, F, D], down [E, D, F].
+
+    A rank may hold some of the experts, or some of the hidden units of each; its output is then one term of a sum.
+    """
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.num_experts, self.capacity_factor = options.experts, options.capacity_factor
+        self.num_experts, self.capacity_factor = options.num_experts, options.capacity_factor
         self.gate = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
         self.up = nn.Parameter(torch.empty(self.num_experts, options.hidden_ffn, options.dim))
         self.down = nn.Parameter(torch.empty(self.num_experts, options.dim, options.hidden_ffn))
 
     def forward(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
-        """x [B, T, D], weights and choice [B, T, k] → Σ over the chosen of weight · expert(x), [B, T, D]."""
+        """x [B, T, D], weights and choice [B, T, k] → Σ weight · expert(x) over the chosen experts, [B, T, D]."""
         k = choice.shape[-1]
         order, counts = self._sort_by_expert(choice.flatten())  # [N·k], [E]
-        places = torch.empty_like(order)  # of each choice among the rows [N·k]
+        places = torch.empty_like(order)  # row of each choice [N·k]
         places[order] = torch.arange(order.numel(), device=order.device)
         rows = gather_rows(x.flatten(0, -2), order // k, places.view(-1, k))  # [N·k, D]
         if self._has_capacity_limit:
-            kept = int(counts.sum())
-            made = F.pad(self.compute(rows[:kept], counts), (0, 0, 0, rows.shape[0] - kept))
+            num_rows = int(counts.sum())
+            outputs = F.pad(self.compute(rows[:num_rows], counts), (0, 0, 0, rows.shape[0] - num_rows))
         else:
-            made = self.compute(rows, counts)  # [N·k, D]
-        made = gather_rows(made, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
-        return (made * weights[..., None]).sum(-2).to(made.dtype)
+            outputs = self.compute(rows, counts)  # [N·k, D]
+        outputs = gather_rows(outputs, places, order).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
+        return (outputs * weights[..., None]).sum(-2).to(outputs.dtype)
 
     @property
     def _has_capacity_limit(self) -> bool:
         return self.training and self.capacity_factor > 0
 
     def _sort_by_expert(self, choice: Tensor) -> tuple[Tensor, Tensor]:
-        """The order that puts choices [N·k] by expert, then by position, those without a place last; rows per expert [E]."""
+        """Order of the choices [N·k] by expert, then position, dropped ones last; and rows per expert [E]."""
         counts = _count(choice, self.num_experts)
         order = choice.argsort(stable=True)
         if not self._has_capacity_limit:
@@ -128,15 +132,19 @@ class Experts(nn.Module):
         return torch.cat([order[place < limit], order[place >= limit]]), counts.clamp(max=limit)
 
     def compute(self, rows: Tensor, counts: Tensor, /) -> Tensor:
-        """rows [M, D] sorted by expert, ``counts`` [E] of each → what their experts make of them, [M, D]."""
+        """rows [M, D] sorted by expert and ``counts`` [E] of rows per expert → outputs of the experts [M, D]."""
         dtype = matmul_dtype(rows)
-        rows, gate, up, down = (each.to(dtype) for each in (rows, self.gate, self.up, self.down))
+        rows, gate, up, down = (tensor.to(dtype) for tensor in (rows, self.gate, self.up, self.down))
         hidden = F.silu(_grouped_matmul(rows, gate, counts)) * _grouped_matmul(rows, up, counts)  # [M, F]
         return _grouped_matmul(hidden, down, counts)
 
 
 class MoE(nn.Module):
-    """A router and its experts, in the place of a feed-forward layer."""
+    """Mixture-of-experts layer: a router and its experts, in place of a feed-forward layer.
+
+    Source:
+        Shazeer et al. 2017; Jiang et al. 2024 (Mixtral).
+    """
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
@@ -150,9 +158,14 @@ class MoE(nn.Module):
 
 @torch.no_grad()
 def update_router_biases(model: nn.Module, sum_over_ranks: Callable[[Tensor], Tensor], good: Tensor) -> None:
-    """Move the routers' biases by the load of a whole step, once after it; a step that is not ``good`` [] changes nothing.
+    """Update the routers' biases from the load of a step, once after the step.
 
-    ``sum_over_ranks`` sums counts [layers, E] over the ranks that computed different tokens of the step with these layers.
+    Args:
+        sum_over_ranks: Sums counts [layers, E] over the ranks that computed different tokens with these layers.
+        good: [] bool; a skipped step (false) changes no bias.
+
+    Source:
+        Wang et al. 2024.
     """
     routers = list(_routers(model, "bias"))
     if not routers:
@@ -166,14 +179,14 @@ def update_router_biases(model: nn.Module, sum_over_ranks: Callable[[Tensor], Te
 
 @torch.no_grad()
 def set_balance_loss_scale(model: nn.Module, factor: Tensor | float) -> None:
-    """Tell the routers what the loss sum is multiplied by before the backward pass: balance losses are too. 1 unless said."""
+    """Set the factor (default 1) of the balance losses to that of the loss sum in the backward pass."""
     for router in _routers(model, "loss"):
         router.upstream.fill_(factor)
 
 
 @contextmanager
 def balanced_routing(model: nn.Module) -> Generator[None]:
-    """Inside, each expert computes an equal share of the rows, whatever is chosen: fake tensors do not say how many it has."""
+    """Inside, each expert computes an equal share of the rows, for fake tensors, which have no counts."""
     layers = [module for module in model.modules() if isinstance(module, Experts)]
     for layer in layers:
         layer.forward = partial(_balanced_forward, layer)
@@ -185,16 +198,16 @@ def balanced_routing(model: nn.Module) -> Generator[None]:
 
 
 def _balanced_forward(layer: Experts, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
-    """The shapes and the parameters of ``Experts.forward``."""
+    """``Experts.forward`` with an equal split: the same shapes and parameters, other values."""
     parts = x.flatten(0, -2).repeat_interleave(choice.shape[-1], 0).tensor_split(layer.num_experts)
     stacks = zip(parts, layer.gate.unbind(), layer.up.unbind(), layer.down.unbind(), strict=True)
-    made = [F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down) for rows, gate, up, down in stacks]
-    whole = torch.cat(made).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
+    outputs = [F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down) for rows, gate, up, down in stacks]
+    whole = torch.cat(outputs).view(*choice.shape, x.shape[-1])  # [B, T, k, D]
     return (whole * weights[..., None]).sum(-2).to(whole.dtype)
 
 
 def inactive_parameters(model: nn.Module) -> int:
-    """How many parameters of ``model`` a token does not meet: those of the experts that it does not go to."""
+    """Number of parameters that a token does not use: those of the experts it is not routed to."""
     layers = (module for module in model.modules() if isinstance(module, MoE))
     return sum(
         sum(p.numel() for p in layer.experts.parameters())
@@ -209,16 +222,16 @@ def _routers(model: nn.Module, balance: str) -> Iterator[Router]:
 
 
 def _count(choice: Tensor, experts: int) -> Tensor:
-    """choice [..., n] → how often each expert is in it, int64 [..., E]."""
+    """choice [..., n] → number of times each expert is chosen, int64 [..., E]."""
     counts = torch.zeros(*choice.shape[:-1], experts, dtype=torch.int64, device=choice.device)
     return counts.scatter_add_(-1, choice, torch.ones_like(choice))
 
 
 def _grouped_matmul(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
-    """rows [M, I] sorted by expert, stack [E, O, I] → each row with its expert's matrix, [M, O].
+    """rows [M, I] sorted by expert, stack [E, O, I] → rows times the matrix of their expert, [M, O].
 
-    ``grouped_mm`` asks for rows, for a dtype it knows and for rows of whole 16 bytes; where it has them it is up to three times
-    faster than a product per expert, and the host need not know the counts.
+    ``grouped_mm`` needs at least one row, a supported dtype and rows of a multiple of 16 bytes. It is up to three times faster
+    than one product per expert, and the host need not know the counts.
     """
     whole = all(width * rows.element_size() % 16 == 0 for width in stack.shape[1:])
     if rows.shape[0] and whole and rows.dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -228,12 +241,16 @@ def _grouped_matmul(rows: Tensor, stack: Tensor, counts: Tensor) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
-    """x[rows]. ``back`` says where each row of x went: [n], or [n, k] where it went to k places."""
+    """``x[rows]``, with a gather in the backward pass.
+
+    Args:
+        back: Places of each row of x in the result: [n], or [n, k] if each row is in k places.
+    """
     return _GatherRows.apply(x, rows, back)  # pyright: ignore[reportReturnType]
 
 
 class _GatherRows(torch.autograd.Function):
-    """Forward a gather, backward one too, and a sum in fixed order."""
+    """Gather in forward; gather and sum in a fixed order in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, back: Tensor) -> Tensor:
@@ -243,12 +260,12 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (back,) = ctx.saved_tensors
-        found = gradients[0][back]
-        return (found.sum(1) if back.dim() == 2 else found), None, None
+        grad = gradients[0][back]
+        return (grad.sum(1) if back.dim() == 2 else grad), None, None
 
 
 class _AddLoad(torch.autograd.Function):
-    """The identity; backward adds ``counts`` to ``load``. A pass that is computed again still has one backward pass."""
+    """The identity; backward adds ``counts`` to ``load``, once per pass also if the pass is recomputed."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, load: Tensor, counts: Tensor) -> Tensor:
@@ -262,7 +279,7 @@ class _AddLoad(torch.autograd.Function):
 
 
 class _AddLoss(torch.autograd.Function):
-    """The identity; backward gives ``loss`` the gradient ``upstream``. So a stage of a pipeline needs no way to hand it on."""
+    """The identity; backward gives ``loss`` the gradient ``upstream``, so pipeline stages need not pass on the loss."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor, upstream: Tensor) -> Tensor:

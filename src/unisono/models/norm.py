@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang and Sennrich 2019) in float32, handed on in the precision that the next products want."""
+"""RMSNorm (Zhang and Sennrich 2019), computed in float32 and returned in the dtype of the next matrix product."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from unisono.models.precision import matmul_dtype
 class RMSNorm(nn.Module):
     """x / √(mean(x²) + eps) · weight over the last dimension; [..., D] → [..., D].
 
-    Computed in float32. Under autocast the result has autocast's dtype: the matrix products after it read one rounded
-    tensor instead of rounding it once each. On the CPU outside of a compiled graph the backward pass is written out.
+    Computed in float32. Under autocast the result has autocast's dtype, so that the following matrix products share one
+    rounded tensor. On the CPU, outside a compiled graph, the backward pass is explicit.
+
+    Args:
+        dim: Size of the last dimension (D).
+
+    Source:
+        Zhang and Sennrich 2019.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -31,9 +37,9 @@ class RMSNorm(nn.Module):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = 1/√(mean(x²) + eps):  ∂x = r·(g·w) − x·r³·mean(g·w·x),  ∂w = Σ g·x·r.
+    """RMSNorm with an explicit backward: ∂x = r·(g·w) − x·r³·mean(g·w·x), ∂w = Σ g·x·r, with r = 1/√(mean(x²) + eps).
 
-    Autograd's own derivative of the same formula goes over the rows about twice as often, and they do not fit in the caches.
+    Autograd's derivative passes over the rows about twice as often, and they do not fit in the caches.
     """
 
     @staticmethod

@@ -14,20 +14,20 @@ Balance = Literal["bias", "loss", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
-    """A decoder-only transformer (``unisono.models.gpt``)."""
+    """Section ``model`` of a configuration: sizes of the decoder-only transformer ``GPT``."""
 
-    layers: int = option(4, "Number of transformer blocks.", ge=1)
+    num_layers: int = option(4, "Number of transformer blocks.", ge=1)
     dim: int = option(128, "Width of the residual stream.", ge=2)
-    heads: int = option(4, "Number of query heads.", ge=1)
-    kv_heads: int = option(2, "Number of key/value heads (grouped-query attention); divides heads.", ge=1)
+    num_heads: int = option(4, "Number of query heads.", ge=1)
+    num_kv_heads: int = option(2, "Number of key/value heads (grouped-query attention); divides num_heads.", ge=1)
     ffn_dim: int = option(0, "Width of the feed-forward layer; 0 = 8/3 of dim, rounded up to a multiple of 32.", ge=0)
     vocab_size: int = option(0, "Size of the vocabulary; 0 = the tokenizer's, rounded up to a multiple of 64.", ge=0)
-    experts: int = option(
+    num_experts: int = option(
         0,
         "Experts in each feed-forward layer, of which a token goes to a few; ffn_dim is the width of one. 0 = none.",
         ge=0,
     )
-    experts_per_token: int = option(2, "Experts that each token goes to.", ge=1)
+    num_experts_per_token: int = option(2, "Experts that each token goes to.", ge=1)
     capacity_factor: float = option(
         0.0,
         "In training an expert takes at most this times its equal share of a micro-batch; 0 = no token is dropped.",
@@ -43,56 +43,56 @@ class ModelOptions:
 
     @property
     def hidden_ffn(self) -> int:
-        """The feed-forward width after the rule for 0: SwiGLU has three matrices, so 8/3 keeps the usual 8·dim² weights."""
+        """Feed-forward width, with 0 resolved: SwiGLU has three matrices, so 8/3 of dim keeps the usual 8·dim² weights."""
         return self.ffn_dim or -(-8 * self.dim // 3 // 32) * 32
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
-        """Rules that tie two fields together."""
-        if self.dim % self.heads or self.dim // self.heads % 2:
+        """Problems between two fields, by field name."""
+        if self.dim % self.num_heads or self.dim // self.num_heads % 2:
             legal = [h for h in range(1, self.dim + 1) if self.dim % h == 0 and self.dim // h % 2 == 0]
-            near = sorted(legal, key=lambda h: abs(h - self.heads))[:3]
+            near = sorted(legal, key=lambda h: abs(h - self.num_heads))[:3]
             yield (
-                "heads",
+                "num_heads",
                 Problem(
-                    given=f"heads {self.heads} with dim {self.dim}",
-                    rule="dim is divisible by heads, and each head's width is even (rotary pairs)",
+                    given=f"num_heads {self.num_heads} with dim {self.dim}",
+                    rule="dim is divisible by num_heads, and each head's width is even (rotary pairs)",
                     consequence="the attention cannot be built",
-                    nearest=f"heads in {{{', '.join(map(str, sorted(near)))}}}",
+                    nearest=f"num_heads in {{{', '.join(map(str, sorted(near)))}}}",
                 ),
             )
-        if self.heads % self.kv_heads:
-            legal = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+        if self.num_heads % self.num_kv_heads:
+            legal = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             yield (
-                "kv_heads",
+                "num_kv_heads",
                 Problem(
-                    given=f"kv_heads {self.kv_heads} with heads {self.heads}",
-                    rule="heads is divisible by kv_heads: each key/value head serves the same number of query heads",
+                    given=f"num_kv_heads {self.num_kv_heads} with num_heads {self.num_heads}",
+                    rule="num_heads is divisible by num_kv_heads: each key/value head serves the same number of query heads",
                     consequence="the attention cannot be built",
-                    nearest=f"kv_heads in {{{', '.join(map(str, legal))}}}",
+                    nearest=f"num_kv_heads in {{{', '.join(map(str, legal))}}}",
                 ),
             )
         yield from self._expert_problems()
 
     def _expert_problems(self) -> Iterator[tuple[str, Problem]]:
-        if self.experts and self.experts_per_token > self.experts:
+        if self.num_experts and self.num_experts_per_token > self.num_experts:
             yield (
-                "experts_per_token",
+                "num_experts_per_token",
                 Problem(
-                    given=f"experts_per_token {self.experts_per_token} with experts {self.experts}",
+                    given=f"num_experts_per_token {self.num_experts_per_token} with num_experts {self.num_experts}",
                     rule="a token goes to different experts",
                     consequence="there are not enough to choose from",
-                    nearest=f"experts_per_token={self.experts}, or experts={self.experts_per_token}",
+                    nearest=f"num_experts_per_token={self.num_experts}, or num_experts={self.num_experts_per_token}",
                 ),
             )
         unset = ModelOptions()
-        for name in ("experts_per_token", "capacity_factor", "balance"):
-            if not self.experts and getattr(self, name) != getattr(unset, name):
+        for name in ("num_experts_per_token", "capacity_factor", "balance"):
+            if not self.num_experts and getattr(self, name) != getattr(unset, name):
                 yield (
                     name,
                     Problem(
-                        given=f"{name} {getattr(self, name)!r} with experts 0",
+                        given=f"{name} {getattr(self, name)!r} with num_experts 0",
                         rule="it says how tokens find their experts",
                         consequence="it would change nothing",
-                        nearest=f"experts=8, or leave {name} out",
+                        nearest=f"num_experts=8, or leave {name} out",
                     ),
                 )

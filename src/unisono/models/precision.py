@@ -1,4 +1,4 @@
-"""What is computed in which precision, where a module must know it."""
+"""The dtype of matrix products under autocast."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """What a matrix product with ``x`` is computed in here: autocast's dtype where it is on, else its own."""
+    """Dtype of a matrix product with ``x``: autocast's if it is on for the device, else that of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

@@ -1,8 +1,8 @@
-"""Residual networks of bottleneck blocks for images (He et al. 2015, ResNet-50 and its like).
+"""Residual networks of bottleneck blocks for images (He et al. 2015, such as ResNet-50).
 
-A block that halves the image does so in its 3x3 convolution, not in the first 1x1 ("v1.5": the first would throw three quarters
-of the positions away unread). Its last norm starts at 0, so that a fresh block is the identity (Goyal et al. 2017). All
-blocks are in one flat list: recompute, sharding and pipelines act on repeated blocks. Shape letters: B batch, C channels, X, Y.
+A block that halves the image does so in its 3x3 convolution ("v1.5"); a stride in the first 1x1 would discard three quarters
+of the positions. Its last norm starts at 0, so that a new block is the identity (Goyal et al. 2017). All blocks are in one flat
+list, because recompute, sharding and pipelines act on repeated blocks. Shape letters: B batch, C channels, Y height, X width.
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ from torch import Tensor, nn
 
 from unisono.errors import ConfigError, Problem
 
-EXPANSION = 4  # a block's output has so many times the channels of its 3x3 convolution
+EXPANSION = 4  # output channels of a block per channel of its 3x3 convolution
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResNetOptions:
-    """Sizes; those of ResNet-50 where nothing is said.
+    """Sizes of a ResNet; the defaults are those of ResNet-50.
 
-    ``depths`` and ``widths`` are blocks per stage and channels of their 3x3 convolutions. ``norm``: "batch" depends on what
-    else is in a micro-batch, "group" (Wu and He 2018, ``groups`` of channels) does not. ``stem``: "image" shrinks to a quarter
-    before the first block, "small", for images of 32 pixels or so, not at all. Raises ConfigError.
+    Args:
+        classes: Number of classes.
+        channels: Channels of the image.
+        depths: Blocks of each stage.
+        widths: Channels of the 3x3 convolutions of each stage.
+        norm: "batch" depends on the other samples of a micro-batch, "group" (Wu and He 2018) does not.
+        groups: Groups of channels of a group norm.
+        stem: "image" reduces height and width to a quarter before the first block; "small" keeps them, for images of about
+            32 pixels.
+
+    Raises:
+        ConfigError: A stage has no depth or no width, or ``groups`` does not divide the widths.
     """
 
     classes: int = 1000
@@ -66,7 +75,7 @@ class ResNetOptions:
 
 
 class Bottleneck(nn.Module):
-    """x + (1x1 down, 3x3, 1x1 up); where channels or size change, x goes through a 1x1 convolution of its own."""
+    """Residual block of 1x1, 3x3 and 1x1 convolutions; if channels or size change, a 1x1 convolution projects x."""
 
     def __init__(self, options: ResNetOptions, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -93,10 +102,13 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """The whole network; ``forward`` returns logits.
+    """Residual network for image classification; ``forward`` returns logits.
 
-    Initialisation: convolutions from N(0, 2 / (out channels · kernel area)) (He et al. 2015, fan out), the head from
-    N(0, 0.01²), norms 1 (0 at the end of a block), biases 0.
+    Convolutions are initialised from N(0, 2 / (out channels · kernel area)) (He et al. 2015, fan out), the head from
+    N(0, 0.01²), norms with 1 (0 at the end of a block), biases with 0.
+
+    Source:
+        He et al. 2015, with the stride in the 3x3 convolution.
     """
 
     def __init__(self, options: ResNetOptions) -> None:

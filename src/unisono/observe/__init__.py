@@ -1,5 +1,8 @@
-"""What a run says about itself: events, meters, console, trackers, report.
+"""Observation of a run: events, meters, console, trackers and the report.
 
-The per-rank JSONL of ``events`` is the truth; everything else is a view of it. Import the modules directly: ``events``
-and ``clean`` stand low in the import order and need the standard library only, the rest may know the rooms below it.
+The events file of each rank is the record of a run; console, trackers and report are views of it.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

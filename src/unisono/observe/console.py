@@ -1,9 +1,8 @@
 """The console of rank 0: a live progress bar on a terminal, ``key=value`` lines elsewhere, the summary at the end.
 
-``Console`` is a listener of the event log. It holds no truth and may die at any time: a closed pipe, a vanished
-terminal or a full disk behind stdout makes it raise once, the event log detaches it, training goes on. Text that the
-stream cannot encode is replaced, control characters never reach the terminal. Left out: colour beyond labels,
-full-screen views.
+``Console`` is a listener of the event log. After a closed pipe, a lost terminal or a full disk behind stdout it raises once,
+the event log detaches it, and training goes on. Text that the stream cannot encode is replaced; control characters never
+reach the terminal.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _STYLES: Final = {"info": "", "notice": "cyan", "warning": "yellow"}
 
 
 class Stream:
-    """A text stream that never raises: after a failed write it keeps the error in ``failure`` and goes silent."""
+    """A text stream that never raises: after a failed write it stores the error in ``failure`` and drops all text."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -72,7 +71,7 @@ class Stream:
         return True
 
     def width(self) -> int:
-        """Columns of the terminal behind the stream, 80 where there is none."""
+        """Columns of the terminal behind the stream, or 80 without a terminal."""
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or _FALLBACK_WIDTH
         except (OSError, ValueError):
@@ -80,8 +79,7 @@ class Stream:
 
     def _give_up(self, error: Exception) -> None:
         self.failure = error
-        # what the stream still buffers would fail again when the interpreter flushes it at exit, and turn the exit code
-        # into 120: let it go nowhere instead
+        # the interpreter would fail to flush the remaining buffer at exit and return exit code 120: discard it instead
         with contextlib.suppress(OSError, ValueError):
             fd, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, fd)
@@ -89,7 +87,7 @@ class Stream:
 
 
 class _View(Protocol):
-    """How steps and messages reach one kind of stream."""
+    """Interface of the plain and the rich view."""
 
     def step(self, event: Event, *, last: bool) -> None: ...
     def say(self, said: Message) -> None: ...
@@ -98,11 +96,14 @@ class _View(Protocol):
 
 
 class Console:
-    """Shows the events of rank 0; subscribe it to the event log.
+    """Shows the events of rank 0: subscribe it to the event log, and ``close`` it or use it as a context manager.
 
-    ``stream`` defaults to stdout at construction. ``auto`` is ``rich`` on a terminal that can move its cursor, else
-    ``plain``. ``plain_every_s`` is the least time between two step lines of the plain view; the first and the last step
-    are always shown. Use as a context manager, or ``close`` it, so that the terminal is given back.
+    Args:
+        stream: Output; default stdout at construction.
+        mode: ``rich`` redraws a progress bar, ``plain`` writes lines; ``auto`` is ``rich`` on a terminal that can move its
+            cursor, else ``plain``.
+        plain_every_s: Minimum seconds between two step lines of the plain view; the first and the last step are always shown.
+        clock: Monotonic clock in seconds.
     """
 
     name = "console"
@@ -128,7 +129,7 @@ class Console:
         self._skips_said = 0
 
     def __call__(self, event: Event) -> None:
-        """Show one event. Raises what broke the stream, once, so that the event log detaches this console."""
+        """Show one event. Raises the stream's error, once, so that the event log detaches this console."""
         if self._view is None:
             return
         if event["kind"] == "step":
@@ -142,7 +143,7 @@ class Console:
             raise self._stream.failure
 
     def summary(self, summary: RunSummary, facts: RunEndFacts | None = None) -> None:
-        """Print the end of the run; silent when the console is off or its stream is gone."""
+        """Print the summary of the run, unless the console is off or its stream failed."""
         if self._view is None:
             return
         self._view.close()
@@ -153,7 +154,7 @@ class Console:
             shown = label
 
     def close(self) -> None:
-        """Give the terminal back. Idempotent."""
+        """Stop drawing and restore the terminal. Idempotent."""
         if self._view is not None:
             self._view.close()
 
@@ -164,7 +165,7 @@ class Console:
         self.close()
 
     def _first_time(self, event: Event, said: Message) -> bool:
-        """A message with a code is said once; so is a skipped step, later ones are counted in the step line."""
+        """Whether to show a message: once per code, and only the first skipped step; the step line counts later ones."""
         if event["kind"] == "skipped_step":
             self._skips_said += 1
             return self._skips_said == 1
@@ -210,7 +211,7 @@ class _PlainView:
 
 
 class _RichView:
-    """A bar and a status line that redraw in place, messages scrolling above them."""
+    """A progress bar and status lines that are redrawn in place, with messages scrolling above them."""
 
     def __init__(self, stream: Stream, clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -230,7 +231,7 @@ class _RichView:
                 console=self._console, auto_refresh=False, get_renderable=self._draw, vertical_overflow="crop"
             )
             self._live.start()
-            self._console.show_cursor(True)  # a process that is killed here must not leave a terminal without cursor
+            self._console.show_cursor(True)  # a process killed here must not leave the terminal without a cursor
         now = self._clock()
         if last or now - self._drawn_at >= _REFRESH_S:
             self._drawn_at = now
@@ -268,5 +269,5 @@ class _RichView:
 
 
 def _as_text_io(stream: Stream) -> TextIO:
-    """Rich uses the part of a text file that ``Stream`` has: write, flush, isatty, encoding, fileno."""
+    """Cast for Rich, which uses only the methods that ``Stream`` has: write, flush, isatty, encoding, fileno."""
     return cast(TextIO, stream)

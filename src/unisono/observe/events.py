@@ -1,12 +1,12 @@
-"""The events of a run: one append-only JSONL file per rank, the truth every other view is made from.
+"""The events of a run: one append-only JSONL file per rank. Console, trackers and report are views of it.
 
 A line is one JSON object ``{"kind", "t", "m", "rank", "run", "attempt", ...}``: ``t`` is wall-clock time in seconds
 since 1970, ``m`` a monotonic clock in seconds (comparable within one boot of one machine), ``attempt`` counts the
 processes that worked on this run, from 1. ``step`` in an event counts finished optimizer updates.
 
-Numbers that JSON lacks are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as protobuf's JSON
-mapping does); ``number`` turns them back. Secrets are redacted before anything is written or handed on. Left out:
-rotation, buffering and locking between processes; one process writes one file. Standard library only.
+Non-finite numbers are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` (as in protobuf's JSON mapping);
+``number`` converts them back. Secrets are redacted before an event is written or passed to listeners. There is no rotation,
+buffering or locking between processes: one process writes one file. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -29,25 +29,32 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 EVENTS_FOLDER: Final = "events"
-NUMBERED: Final = ("step", "eval", "skipped_step", "gradient_stats")  # kinds that lie on the step axis of a run
+NUMBERED: Final = ("step", "eval", "skipped_step", "gradient_stats")  # kinds that belong to one step of a run
 ENVELOPE: Final = frozenset({"kind", "t", "m", "rank", "run", "attempt"})
 _NON_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def events_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's events live inside a run folder: ``events/rank00003.jsonl``."""
+    """Path of a rank's events file inside a run folder, such as ``events/rank00003.jsonl``."""
     return run_dir / EVENTS_FOLDER / f"rank{rank:05d}.jsonl"
 
 
 class EventLog:
-    """Writes one rank's events and hands each to the listeners, in order, on the thread that emits.
+    """Writes one rank's events and passes each to the listeners, in order, on the emitting thread.
 
-    Every event is one ``write()`` of one whole line on an append-only descriptor, so a killed process loses at most the
-    line it was writing. Neither a full disk nor a failing listener raises into the caller: the listener is detached and
-    a ``sink_failed`` event says so; lines that could not be written are counted and reported by an ``events_lost``
-    event once writing works again. Safe to call from several threads.
+    Each event is one ``write()`` of one line to an append-only descriptor, so a killed process loses at most the line it was
+    writing. A full disk or a failing listener does not raise into the caller. A listener that raises is detached and reported
+    by a ``sink_failed`` event. Lines that could not be written are counted, and an ``events_lost`` event reports them once
+    writing works again. Thread-safe.
 
-    Raises ConfigError when the file cannot be opened for appending as a regular file.
+    Args:
+        path: Events file of this rank; see ``events_path``.
+        attempt: Number of this process among those that worked on the run, from 1; see ``next_attempt``.
+        wall_clock: Seconds since 1970.
+        monotonic_clock: Seconds since an arbitrary start.
+
+    Raises:
+        ConfigError: The file cannot be opened for appending as a regular file.
     """
 
     def __init__(
@@ -76,8 +83,12 @@ class EventLog:
     def emit(self, kind: str, **fields: Any) -> None:
         """Record one event.
 
-        ``fields`` are numbers, strings, booleans, None, paths, and lists or mappings of these. Raises TypeError for
-        anything else, a tensor above all: reading one here would be a hidden device synchronisation.
+        Args:
+            fields: Numbers, strings, booleans, None, paths, and lists or mappings of these.
+
+        Raises:
+            TypeError: A field has another type, such as a tensor, whose reading would synchronise with the device; or a field
+                has the name of an envelope field.
         """
         if not ENVELOPE.isdisjoint(fields):
             taken = sorted(ENVELOPE.intersection(fields))
@@ -92,7 +103,7 @@ class EventLog:
                 "attempt": self.attempt,
             }
             for name, value in fields.items():
-                # numbers under a name seen before cannot hold a secret: the usual case costs one set look-up
+                # a number under a known name cannot be a secret: the common case costs one set look-up
                 if name in self._plain_names and type(value) in (float, int):
                     event[name] = value
                     continue
@@ -104,7 +115,15 @@ class EventLog:
                 self._deliver(entry, event)
 
     def notice(self, code: str, *, what: str, why: str, cost: str, fix: str) -> None:
-        """Say once per process that a slower path was taken: what, why, what it costs, how to avoid it."""
+        """Report once per process that a slower path is used.
+
+        Args:
+            code: Key of the notice; a second notice with the same code is dropped.
+            what: The slower path.
+            why: The reason.
+            cost: Its cost.
+            fix: How to avoid it.
+        """
         with self._lock:
             if code in self._noticed:
                 return
@@ -112,12 +131,12 @@ class EventLog:
             self.emit("notice", code=code, what=what, why=why, cost=cost, fix=fix)
 
     def subscribe(self, listener: Listener, name: str | None = None) -> None:
-        """Hand every later event to ``listener``; the first exception it raises detaches it."""
+        """Pass every later event to ``listener``; its first exception detaches it."""
         with self._lock:
             self._listeners.append((name or _name_of(listener), listener))
 
     def close(self) -> None:
-        """Close the file; later events still reach the listeners, but not the disk. Idempotent."""
+        """Close the file. Later events still reach the listeners, but not the disk. Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -157,7 +176,7 @@ class EventLog:
                 self._deliver(entry, {**failed, "sink": "events", "error": error, "during": event["kind"]})
 
     def _append(self, line: bytes) -> str | None:
-        """Write a line; returns what went wrong. A line cut short is closed by a newline before the next one."""
+        """Write a line; return an error text or None. A truncated line is ended by a newline before the next one."""
         data = (b"\n" if self._line_open else b"") + line + b"\n"
         try:
             written = os.write(self._fd, data)
@@ -171,7 +190,7 @@ class EventLog:
 
 
 def _open_for_append(path: Path) -> tuple[int, bool]:
-    """An append descriptor for a regular file of mode 0600, and whether its last line lacks its newline."""
+    """Return an append descriptor of a regular file with mode 0600, and whether its last line lacks a newline."""
     nofollow = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # non-blocking: opening a FIFO must not hang
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -201,7 +220,7 @@ def _unusable(path: Path, reason: str) -> ConfigError:
 
 
 def encode(event: Mapping[str, Any]) -> bytes:
-    """One JSON line without its newline; non-finite numbers by the rule of this module."""
+    """Encode an event as one JSON line without the newline; non-finite numbers become strings."""
     try:
         text = json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -222,7 +241,7 @@ def _finite(value: Any) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """``value`` as JSON types; numpy scalars and arrays are accepted, whoever made them has already synchronised."""
+    """Convert ``value`` to JSON types. Accepts numpy scalars and arrays, which are already on the host."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -250,7 +269,7 @@ def _name_of(listener: Listener) -> str:
 
 
 def number(value: Any) -> float | None:
-    """The float behind a number or behind the strings that stand for NaN and infinities; None for anything else."""
+    """Convert a number, or a string that encodes NaN or an infinity, to float; None for any other value."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
@@ -260,7 +279,11 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventHistory:
-    """What a file of events holds; ``damaged_lines`` counts from 1, ``torn_tail``: the last line is one of them."""
+    """Content of one events file.
+
+    ``damaged_lines`` are numbers of unreadable lines, from 1; ``torn_tail`` is true if the last line is one of them and has no
+    newline.
+    """
 
     path: Path
     events: tuple[Event, ...]
@@ -268,21 +291,24 @@ class EventHistory:
     torn_tail: bool = False
 
     def notes(self) -> tuple[str, ...]:
-        """One sentence for each thing a reader should know about the file."""
-        found: list[str] = []
+        """One sentence for each kind of damage in the file."""
+        sentences: list[str] = []
         inner = self.damaged_lines[:-1] if self.torn_tail else self.damaged_lines
         if inner:
             lines = ", ".join(map(str, inner[:5])) + (", ..." if len(inner) > 5 else "")
-            found.append(f"{self.path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short")
+            sentences.append(
+                f"{self.path.name}: left out {len(inner)} incomplete line(s) ({lines}): a write was cut short"
+            )
         if self.torn_tail:
-            found.append(f"{self.path.name}: left out the last line, which is incomplete: its process was killed")
-        return tuple(found)
+            sentences.append(f"{self.path.name}: left out the last line, which is incomplete: its process was killed")
+        return tuple(sentences)
 
 
 def read_events(path: Path) -> EventHistory:
-    """Read one rank's file. Lines cut short by a kill or a full disk are left out and counted, never guessed.
+    """Read one rank's file. Lines truncated by a kill or a full disk are left out and counted.
 
-    Raises FileNotFoundError when there is no such file.
+    Raises:
+        FileNotFoundError: There is no such file.
     """
     events: list[Event] = []
     damaged: list[int] = []
@@ -308,9 +334,9 @@ def _decode(line: bytes) -> Event | None:
 
 
 def next_attempt(path: Path) -> int:
-    """The attempt number of a process that goes on with this file: 1 when there is none, else one more than the last.
+    """Attempt number of a process that continues this file: one more than the last, or 1 without a file.
 
-    Reads the end of the file only, so it costs the same after a million steps.
+    Reads the end of the file only, so the cost does not grow with the run.
     """
     try:
         file = open(path, "rb")  # noqa: SIM115 closed by the with below; only a missing file is expected here
@@ -333,12 +359,7 @@ def next_attempt(path: Path) -> int:
 
 
 class RewindFilter:
-    """Finds, event by event, from which step on earlier attempts are repeated by the current one.
-
-    Feed events in file order. ``see`` returns the first repeated step when this event moves the run back, else None: a
-    ``resumed`` event with ``step`` = k (k updates are in the state) repeats k+1 and later; without one, the first event
-    of an attempt that lies on the step axis repeats its own step and later.
-    """
+    """Detects the steps of earlier attempts that the current attempt repeats. Pass it the events in file order."""
 
     def __init__(self) -> None:
         self._attempt: int | None = None
@@ -346,6 +367,11 @@ class RewindFilter:
         self._numbered = False
 
     def see(self, event: Mapping[str, Any]) -> int | None:
+        """Return the first repeated step if this event moves the run back, else None.
+
+        A ``resumed`` event with ``step`` = k (the state has k updates) repeats k + 1 and later. In an attempt without one, the
+        first event of a kind in ``NUMBERED`` repeats its own step and later.
+        """
         attempt = event.get("attempt")
         if attempt != self._attempt:
             self._attempt, self._resumed, self._numbered = attempt, False, False
@@ -355,7 +381,7 @@ class RewindFilter:
         if event["kind"] == "resumed":
             self._resumed = True
             return step + 1
-        # after a resumed event only a step can say more: an evaluation of the loaded state repeats no update
+        # after a resumed event only a step matters: an evaluation of the loaded state repeats no update
         if self._numbered or event["kind"] not in (("step",) if self._resumed else NUMBERED):
             return None
         self._numbered = True
@@ -363,20 +389,19 @@ class RewindFilter:
 
 
 def collapse_repeated(events: Sequence[Event]) -> list[Event]:
-    """The history as one run without crashes: of steps that were done again after going back, only the later record.
+    """Return the history without events of steps that a later attempt repeated.
 
-    Removes events of the kinds in ``NUMBERED``; everything else (checkpoints, failures, restarts) stays,
-    because it happened.
+    Removes only events of the kinds in ``NUMBERED``; checkpoints, failures and restarts stay.
     """
     rewind = RewindFilter()
     first_repeated = [rewind.see(event) for event in events]
-    kept: list[Event] = []
-    limit = math.inf  # the lowest step any later event went back to
+    final: list[Event] = []
+    limit = math.inf  # lowest step that any later event went back to
     for event, back_to in zip(reversed(events), reversed(first_repeated), strict=True):
         step = event.get("step")
         if event["kind"] not in NUMBERED or not isinstance(step, int) or step < limit:
-            kept.append(event)
+            final.append(event)
         if back_to is not None:
             limit = min(limit, back_to)
-    kept.reverse()
-    return kept
+    final.reverse()
+    return final

@@ -1,4 +1,4 @@
-"""Events as lines of text: pure functions from an event to what the console prints. Nothing here knows a stream."""
+"""Formats events and run summaries as lines of text. Pure functions without a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.observe.sanitize import printable
 
 Fields = Mapping[str, Any]
 
-# plain name, field of a step event, how it is written; every unit is in the name
+# name in the line, field of a step event, format
 _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
     ("loss", "train/loss", ".4f"),
     ("lr", "train/lr", ".3g"),
@@ -37,7 +37,7 @@ _KEY_VALUES: Final[tuple[tuple[str, str, str], ...]] = (
 
 
 def key_value_line(event: Fields) -> str:
-    """A ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; what the event lacks is left out."""
+    """Format a ``step`` event as ``step=120 steps_total=5000 loss=3.2100 ...``; missing fields are left out."""
     parts = [f"step={event['step']}"]
     if "steps_total" in event:
         parts.append(f"steps_total={event['steps_total']}")
@@ -49,7 +49,7 @@ def key_value_line(event: Fields) -> str:
 
 
 def status_lines(event: Fields, width: int, *, max_lines: int = 2, warnings: Sequence[str] = ()) -> list[str]:
-    """A ``step`` event in ``max_lines`` lines of ``width`` characters; what is least needed is dropped first."""
+    """Format a ``step`` event in ``max_lines`` lines of ``width`` characters, dropping the least important parts."""
     parts = [part for part in (make(event) for make in _STATUS_PARTS) if part is not None]
     if warnings:
         parts.append(_Part(1, "warn " + " ".join(dict.fromkeys(warnings))))
@@ -153,7 +153,7 @@ _STATUS_PARTS: Final[tuple[Callable[[Fields], _Part | None], ...]] = (
 
 
 def percent(fraction: float) -> str:
-    """``0.034`` as ``3%``; below ten per cent with a decimal only where it would read 0."""
+    """Format 0.034 as ``3%``; values below 0.95% get one decimal."""
     if not math.isfinite(fraction):
         return "?"
     value = 100 * fraction
@@ -162,7 +162,7 @@ def percent(fraction: float) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A line that stays on the console. ``level`` is info, notice or warning; ``code`` is shown in the live line."""
+    """A line that stays on the console. ``level`` is info, notice or warning; the status line shows ``code``."""
 
     level: str
     text: str
@@ -170,10 +170,10 @@ class Message:
 
 
 def event_message(event: Fields) -> Message | None:
-    """What the console says about an event other than ``step``; None for what it keeps quiet about."""
+    """The console's message for an event other than ``step``, or None if it shows none."""
     make = _MESSAGES.get(event["kind"])
-    made = make(event) if make is not None else None
-    return None if made is None else Message(level=made.level, text=printable(made.text), code=printable(made.code))
+    message = make(event) if make is not None else None
+    return message and Message(level=message.level, text=printable(message.text), code=printable(message.code))
 
 
 def _eval(event: Fields) -> Message:
@@ -200,13 +200,13 @@ def _run_start(event: Fields) -> Message | None:
 
 
 def _held(count_bytes: Fields) -> str:
-    """What the plan says that the rank whose events these are must hold."""
+    """Memory that the plan predicts for this rank's parameters, gradients and optimizer state."""
     held = {name: format_gib(float(count)) for name, count in count_bytes.items()}
     return f"; held here: parameters {held['parameters']}, gradients {held['gradients']}, optimizer {held['optimizer']}"
 
 
 def _rules_inferred(event: Fields) -> Message:
-    """Which layers are cut, and what stays whole for which reason."""
+    """Layers sharded by inferred rules, and layers that stay whole with the reason."""
     rules = cast("list[Fields]", event.get("rules") or [])
     left = cast("Fields", event.get("left") or {})
     cut = ", ".join(str(rule["module"]) for rule in rules)
@@ -215,7 +215,7 @@ def _rules_inferred(event: Fields) -> Message:
 
 
 def _placements(event: Fields) -> Message:
-    """Which parameters lie cut over the ranks of tp, along which dim, and which stayed whole."""
+    """Parameters sharded over tp with their dim, and parameters that stay whole."""
     placed = cast("dict[str, list[str | None]]", event.get("placed") or {})
     cut = ", ".join(f"{name} (dim {dims.index('tp')})" for name, dims in placed.items() if "tp" in dims)
     whole = ", ".join(name for name, dims in placed.items() if "tp" not in dims)
@@ -225,7 +225,7 @@ def _placements(event: Fields) -> Message:
 
 
 def _packing(stats: Fields) -> str:
-    """What packing whole documents costs beside what windows of the plain stream would."""
+    """Waste and cut documents of packing, compared with windows of the plain stream."""
     return (
         f"; packed: {stats['waste_frac']:.2%} of positions without a target, {stats['cut_documents']} of "
         f"{stats['documents']} documents cut (as a stream {stats['stream_waste_frac']:.2%}, {stats['stream_cut_documents']})"
@@ -241,21 +241,21 @@ def _resumed(event: Fields) -> Message:
     source = event.get("checkpoint") or event.get("path")
     origin = f" from {source}" if source else ""
     differences = cast("list[object]", event.get("differences") or [])
-    if (more := len(differences) - _DIFFERENCES) > 1:  # under another kind of plan.sync there is one for each parameter
+    if (more := len(differences) - _DIFFERENCES) > 1:  # another kind of plan.sync gives one for each parameter
         differences = [*differences[:_DIFFERENCES], f"{more} more, in the event log"]
     weaker = f"; not bit-exact, because of {'; '.join(map(str, differences))}" if differences else ""
     return Message(level="info", text=f"resumed at step {event.get('step', '?')}{origin}{weaker}")
 
 
 def _compression(event: Fields) -> Message | None:
-    """What ``auto`` chose, or what is doubtful about what was asked for."""
+    """The codec that ``auto`` chose, or a doubt about the configured one."""
     if event.get("why") == "as asked":
         return None
     return Message(level="notice", text=f"compression {event.get('asked')}: {event.get('why')}", code="compression")
 
 
 def _servers(event: Fields) -> Message:
-    """What parameter servers lost, in their words."""
+    """A parameter server's message about lost state."""
     return Message(level="warning", text=str(event.get("message") or ""))
 
 
@@ -328,7 +328,7 @@ def _reason(event: Fields) -> str:
     return str(event.get("error") or event.get("reason") or "no reason given")
 
 
-_DIFFERENCES: Final = 5  # of a resumed run, said on the console
+_DIFFERENCES: Final = 5  # differences of a resumed run shown on the console
 
 _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
     "run_start": _run_start,
@@ -355,7 +355,7 @@ _MESSAGES: Final[Mapping[str, Callable[[Fields], Message | None]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEndFacts:
-    """What the end of a run can point at besides its events."""
+    """Facts for the summary that the events do not hold: sample, paths of report and export, next commands."""
 
     sample_text: str = ""
     report_path: Path | None = None
@@ -373,7 +373,7 @@ _ENDINGS: Final = {
 
 
 def run_verdict(summary: RunSummary) -> str:
-    """One sentence: how the run ended, what it reached, how fast."""
+    """One sentence: how the run ended, its losses and its speed."""
     total = f" of {summary.steps_total}" if summary.steps_total else ""
     parts = [f"{_ENDINGS[summary.state]} {summary.steps}{total} steps in {duration(summary.wall_s)}"]
     if summary.attempts > 1:
@@ -394,7 +394,12 @@ def run_verdict(summary: RunSummary) -> str:
 def summary_lines(
     summary: RunSummary, facts: RunEndFacts, width: int, *, ascii_only: bool = False
 ) -> list[tuple[str, str]]:
-    """The end of a run as (label, text) rows. Only the loss curve is fitted to ``width``; text may wrap."""
+    """Format the summary of a run as (label, text) rows.
+
+    Args:
+        width: Columns of the terminal; only the loss curve is fitted to it.
+        ascii_only: Draw the curve with ASCII characters.
+    """
     rows = [("result", run_verdict(summary)), ("speed", _speed(summary)), ("time", _time(summary.time_frac))]
     rows += [("link", _link(link)) for link in summary.links]
     if summary.losses:

@@ -1,9 +1,9 @@
-"""Where the time of a step goes, and how fast steps pass.
+"""Step timers and throughput meters. Needs the standard library only.
 
-``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` turns finished steps into tokens
-per second and an ETA, leaving out what is not steady training: first steps, compilation, evaluation, checkpoints. Every
-quantity has its unit in its name, every clock can be injected. Left out: device clocks. On an accelerator the caller
-measures phases with device events and hands their seconds to ``StepTimers.take``. Needs the standard library only.
+``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` computes tokens per second and an ETA
+from finished steps, without first steps, compilation, evaluation and checkpoints. Both take an injected clock. Neither reads
+device clocks: on an accelerator the caller measures phases with device events and passes their seconds to
+``StepTimers.take``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NS_PER_S: Final = 1_000_000_000
 
 
 class _Phase:
-    """Context manager that charges time to one phase. Made once per phase: entering allocates nothing."""
+    """Context manager that adds time to one phase. Created once per phase, so entering allocates nothing."""
 
     __slots__ = ("_timers", "elapsed_ns", "outer")
 
@@ -52,9 +52,12 @@ class _Phase:
 class StepTimers:
     """Host timers of one training thread: ``with timers.phase("forward"): ...``.
 
-    At any moment exactly one phase runs. Entering an inner phase pauses the outer one, time outside all phases is
-    ``other``; so the phases add up to wall time to the nanosecond and nothing is counted twice. Not thread-safe, not
-    re-entrant for the same phase. ``phase`` raises KeyError for a name outside ``PHASES``.
+    Exactly one phase runs at a time: entering an inner phase pauses the outer one, and time outside all phases counts as
+    ``other``. The phases therefore add up to wall time to the nanosecond. Not thread-safe; a phase cannot be entered inside
+    itself. ``phase`` raises ``KeyError`` for a name outside ``PHASES``.
+
+    Args:
+        clock: Monotonic clock in nanoseconds.
     """
 
     __slots__ = ("_other", "_phases", "clock", "current", "mark_ns", "phase")
@@ -68,11 +71,14 @@ class StepTimers:
         self.phase: Callable[[str], _Phase] = self._phases.__getitem__  # a plain look-up: this runs in the hot loop
 
     def take(self, device_s: Mapping[str, float] | None = None) -> TimeSplit:
-        """The split since the last ``take`` (or construction); starts the next window. May be called inside a phase.
+        """Return the times since the last ``take`` or construction, and start the next window. Allowed inside a phase.
 
-        ``device_s`` gives phases measured on the device in seconds. They replace the host's figure for that phase,
-        which on an asynchronous device is only the time to launch it; what then remains of the wall time is ``other``,
-        at least 0.
+        Args:
+            device_s: Phases measured on the device, in seconds. They replace the host's times for these phases, which on an
+                asynchronous device only cover the launches; the remaining wall time, at least 0, counts as ``other``.
+
+        Raises:
+            KeyError: ``device_s`` has a name outside ``PHASES``.
         """
         now = self.clock()
         self.current.elapsed_ns += now - self.mark_ns
@@ -100,7 +106,7 @@ class TimeSplit:
     seconds: Mapping[str, float]
 
     def fields(self) -> dict[str, float]:
-        """``time/<phase>_frac`` for an event, each a fraction of wall time in 0..1; empty when no time passed."""
+        """``time/<phase>_frac`` fields of an event, as fractions of wall time from 0 to 1; empty if no time passed."""
         if self.wall_s <= 0:
             return {}
         return {f"time/{name}_frac": seconds / self.wall_s for name, seconds in self.seconds.items()}
@@ -108,7 +114,7 @@ class TimeSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Speed over the last window of steady steps; ``eta_s`` also counts the pauses between them."""
+    """Speed over the last window of steady steps; ``eta_s`` includes the pauses between them."""
 
     step_s: float
     tokens_per_s: float
@@ -127,7 +133,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Steps that were found finished at one moment; a device that runs ahead is asked only every few steps."""
+    """Steps counted at one reading; a device that runs ahead of the host is read only every few steps."""
 
     steps: int
     tokens: int
@@ -136,11 +142,14 @@ class _Reading:
 
 
 class RateMeter:
-    """Rolling rates of a run.
+    """Rolling step time, token rates and ETA of a run.
 
-    ``steps_total`` is the step the run ends at, ``devices`` the number of devices that share the tokens,
-    ``window_steps`` the length of the window, ``warmup_steps`` how many steps after each (re)start do not count: they
-    pay for allocation and lazy initialisation.
+    Args:
+        steps_total: Last step of the run.
+        devices: Number of devices that share the tokens.
+        window_steps: Length of the rolling window in steps.
+        warmup_steps: Steps after each start or restart that are excluded because they allocate and initialise lazily.
+        clock: Monotonic clock in nanoseconds.
     """
 
     def __init__(
@@ -165,13 +174,13 @@ class RateMeter:
         self._mark_ns = clock()
 
     def start(self) -> None:
-        """The first step begins now; whatever went before belongs to no step. Without it, construction is the start."""
+        """Mark the begin of the first step; earlier time belongs to no step. Default: the time of construction."""
         self._mark_ns = self._clock()
         self._paused_ns = 0
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Time inside (evaluation, a checkpoint's stall) is no step's time. It still counts towards the ETA."""
+        """Exclude the time inside, such as evaluation or a checkpoint, from step times; the ETA includes it."""
         begin = self._clock()
         try:
             yield
@@ -179,11 +188,13 @@ class RateMeter:
             self._paused_ns += self._clock() - begin
 
     def step_done(self, steps_done: int, *, tokens: int, steps: int = 1, exclude: bool = False) -> None:
-        """A step ended: ``steps_done`` updates are finished in all, this one consumed ``tokens`` over all devices.
+        """Record finished steps; call it once per step, or once per reading of a device that is read every few steps.
 
-        Where the device is read every few steps only, call this once per reading, with the number of ``steps`` since
-        the last one and the tokens of all of them. ``exclude`` keeps them out of every rate, for steps that compiled or
-        recaptured a graph.
+        Args:
+            steps_done: Number of updates finished so far.
+            tokens: Tokens of all devices since the last call.
+            steps: Steps since the last call.
+            exclude: Leave these steps out of every rate, because they compiled or recaptured a graph.
         """
         now = self._clock()
         reading = _Reading(steps, tokens, now - self._mark_ns - self._paused_ns, now - self._mark_ns)
@@ -198,7 +209,7 @@ class RateMeter:
             self._steady_ns += reading.busy_ns
 
     def rates(self) -> Rates | None:
-        """Rates over the window; None until a steady step has been seen."""
+        """Rates over the window, or None before the first steady step."""
         busy_s = sum(reading.busy_ns for reading in self._window) / _NS_PER_S
         if busy_s <= 0:
             return None
@@ -213,5 +224,5 @@ class RateMeter:
         )
 
     def overall_tokens_per_s(self) -> float | None:
-        """Tokens per second over all steady steps of this process, over all devices; None until there is one."""
+        """Tokens per second of all devices over all steady steps of this process, or None before the first one."""
         return self._steady_tokens * _NS_PER_S / self._steady_ns if self._steady_ns > 0 else None

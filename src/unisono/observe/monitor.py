@@ -1,6 +1,7 @@
-"""Samples of the host and the device: CPU share, resident memory, memory limits. Cheap enough for every log step.
+"""Samples of the host and the device: CPU share, resident memory, memory limits.
 
-No thread: ``Monitor.sample`` is called at the log cadence. Left out: power, temperature and clocks of accelerators.
+No thread: the training loop calls ``Monitor.sample`` at each logged step. Power, temperature and clocks of accelerators
+are not sampled.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ _NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as the largest p
 
 
 class Monitor:
-    """Reads this process, this host and, if given, one accelerator.
+    """Samples this process, this host and, if given, one accelerator.
 
-    ``sample`` returns ``sys/cpu_frac`` (all cores of the host since the last sample, 0..1), ``sys/rss_bytes``,
-    ``sys/rss_peak_bytes`` and, as memory of the training device, ``mem/peak_bytes`` and ``mem/limit_bytes``: of the
-    accelerator through ``torch.accelerator``, on a CPU the peak resident set and the least of cgroup limits and
-    physical memory.
+    Args:
+        device: The training device; None or a CPU reports host memory as ``mem/…``.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -37,10 +36,17 @@ class Monitor:
         psutil.cpu_percent()  # the first call has nothing to compare with
 
     def sample(self) -> dict[str, float | int]:
+        """Fields of a ``step`` event.
+
+        Returns:
+            ``sys/cpu_frac`` (use of all cores of the host since the last sample, 0 to 1), ``sys/rss_bytes``,
+            ``sys/rss_peak_bytes``, and the training device's ``mem/peak_bytes`` and ``mem/limit_bytes``. On an accelerator
+            these come from ``torch.accelerator``; on a CPU they are the peak resident set and ``host_memory_limit_bytes``.
+        """
         rss_bytes = self._process.memory_info().rss
-        # the kernel counts in batches, so its own peak may lie below what was seen
+        # the kernel updates its counters in batches, so its own peak may be below a sample
         self._rss_peak_bytes = max(self._rss_peak_bytes, peak_rss_bytes(), rss_bytes)
-        taken: dict[str, float | int] = {
+        fields: dict[str, float | int] = {
             "sys/cpu_frac": psutil.cpu_percent() / 100.0,
             "sys/rss_bytes": rss_bytes,
             "sys/rss_peak_bytes": self._rss_peak_bytes,
@@ -50,24 +56,27 @@ class Monitor:
         if self._device is not None:
             import torch
 
-            taken["mem/peak_bytes"] = torch.accelerator.max_memory_reserved(self._device)
-            taken["mem/limit_bytes"] = torch.accelerator.get_memory_info(self._device)[1]
-        return taken
+            fields["mem/peak_bytes"] = torch.accelerator.max_memory_reserved(self._device)
+            fields["mem/limit_bytes"] = torch.accelerator.get_memory_info(self._device)[1]
+        return fields
 
 
 def peak_rss_bytes() -> int:
-    """The largest resident set of this process so far."""
+    """Peak resident set size of this process, in bytes."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    # elsewhere; on Linux this would include what the parent held before exec
+    # other systems; on Linux this value would include the parent's memory before exec
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def host_memory_limit_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process may use: the least of physical memory and the limits of its cgroups (v1, v2 or both) and all above."""
+    """Memory that this process may use: the minimum of physical memory and all limits of its cgroups and their parents.
+
+    Reads cgroup v1 and v2.
+    """
     limits = [psutil.virtual_memory().total]
     for folder, name in _limit_files(proc, cgroup_root):
         try:
@@ -80,7 +89,7 @@ def host_memory_limit_bytes(proc: Path = Path("/proc"), cgroup_root: Path = Path
 
 
 def _limit_files(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
-    """The files that may hold a limit, from this process's group up to the root of each hierarchy."""
+    """(folder, file name) of each possible limit, from this process's group up to the root of each hierarchy."""
     try:
         groups = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -95,5 +104,5 @@ def _limit_files(proc: Path, root: Path) -> Iterator[tuple[Path, str]]:
             continue
         for mount in mounts:
             folder = mount / path.lstrip("/")
-            # inside a container the path may be that of the host, and only the root of the mount is ours
+            # inside a container the path may be the host's, and only the root of the mount is visible
             yield from ((level, name) for level in (folder, *folder.parents) if level.is_relative_to(mount))

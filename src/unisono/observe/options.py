@@ -1,4 +1,4 @@
-"""Settings of what a run shows and records. Torch-free."""
+"""Settings of the console and the trackers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ BUILT_IN_SINKS: Final = ("csv", "tensorboard", "wandb")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObserveOptions:
+    """Section ``observe`` of a configuration: console mode and trackers."""
+
     console: Literal["auto", "rich", "plain", "off"] = option(
         "auto", "Progress on rank 0: rich on a terminal, key=value lines elsewhere (auto), one of them, or off."
     )
@@ -48,7 +50,7 @@ class ObserveOptions:
 
 
 def sink_plugins() -> set[str]:
-    """Names of the sinks other installed packages offer."""
-    from importlib.metadata import entry_points  # slow to import, and seldom needed: every --help passes here
+    """Names of the sinks that other installed packages provide as entry points."""
+    from importlib.metadata import entry_points  # slow to import and seldom needed, and every --help runs this module
 
     return {entry.name for entry in entry_points(group=SINK_GROUP)}

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file that needs nothing else, written from the events in the run folder alone.
+"""The report of a run: one self-contained HTML file, written from the events in the run folder alone.
 
-First a sentence with the outcome, then figures, where the time went, curves, a text sample, what happened, where it
-ran, with which settings. Charts by plotly, embedded. It can be written at any time, also for a run that was killed.
+It shows the outcome in one sentence, then figures, time shares, curves, a text sample, events, environment and settings.
+Plotly draws the charts and is embedded. The report can be written at any time, also of a killed run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from unisono.observe.run_summary import (
     summarise,
 )
 from unisono.observe.sanitize import printable
+from unisono.storage.files import write_atomically
 
 _POINTS: Final = 2000  # per curve
 _HAPPENINGS: Final = 500
@@ -53,7 +53,7 @@ _QUIET_KINDS: Final = frozenset({"step", "eval", "sample", "gradient_stats"})
 _WARNING_KINDS: Final = frozenset(
     {"checkpoint_failed", "checkpoint_quarantined", "skipped_step", "sink_failed", "events_lost", "preempt", "warning"}
 )
-_OWN_PLACE: Final = frozenset({"config", "origins", "flops_convention"})  # of run_start
+_OWN_PLACE: Final = frozenset({"config", "origins", "flops_convention"})  # fields of run_start shown elsewhere
 _COLOURS: Final = {
     "h2d": "#e85aad",
     "forward": "#4c9be8",
@@ -81,9 +81,10 @@ class _Figure:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``report.html`` into ``run_dir`` and return its path; an older one is replaced as a whole.
+    """Write ``report.html`` into ``run_dir`` and return its path; an older report is replaced atomically.
 
-    Raises DataError when the folder holds no events of rank 0.
+    Raises:
+        DataError: The folder has no events of rank 0.
     """
     path = events_path(run_dir, 0)
     history = read_events(path) if path.exists() else EventHistory(path=path, events=())
@@ -95,20 +96,13 @@ def write_report(run_dir: Path) -> Path:
             nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
     page = render(history, _other_ranks(run_dir))
-    target, beside = run_dir / "report.html", run_dir / f".report.html.{os.getpid()}"
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    target = run_dir / "report.html"
+    write_atomically(target, page.encode(), mode=0o600)
     return target
 
 
 def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
-    """The page for the events of rank 0 and, where they add something, of ``others``."""
+    """Render the HTML page from the events of rank 0 and the warnings and step times of the ``others``."""
     summary = summarise(history.events)
     events = collapse_repeated(history.events)
     start = _last(events, "run_start")
@@ -124,7 +118,7 @@ def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
         title=f"Run {printable(str(history.events[-1]['run']))}",
         verdict=run_verdict(summary) + _time_clause(summary),
         figures=list(_figures(summary)),
-        notes=[note for each in (history, *others) for note in each.notes()],
+        notes=[note for source in (history, *others) for note in source.notes()],
         time_chart=time_chart["id"] if time_chart else None,
         curves=[curve["id"] for curve in curves],
         sample=printable(str(sample.get("text", "")), newlines=True),
@@ -136,7 +130,7 @@ def render(history: EventHistory, others: Sequence[EventHistory] = ()) -> str:
         settings=list(_settings(start)),
         conventions=printable(str(start.get("flops_convention", ""))),
         charts=[*([time_chart] if time_chart else []), *curves],
-        # these two are ours and plotly's; as Markup they are the only values that are not escaped
+        # Markup: the only values that are not escaped
         plotly_script=Markup(scripts[0]),
         draw_script=Markup(scripts[1]),
         script_sources=Markup(" ".join(_script_hash(script) for script in scripts)),
@@ -256,11 +250,11 @@ def _curves(events: Sequence[Event], restarts: Sequence[int]) -> Iterator[dict[s
         title = "Bits per byte (eval)" if name == "bits_per_byte" else f"{line['name']} (eval)"
         yield {"id": f"metric{index}", "data": [line], "layout": _layout(title, "", restarts)}
     for index, (title, unit, series) in enumerate(_STEP_CURVES):
-        found = [(name, points) for name, field in series if (points := _points(steps, field))]
-        if len(found) == 2 and found[0][1] == found[1][1]:  # one device: its rate is the rate of all
-            found = found[:1]
-        if found:
-            data = [_line(name, points) for name, points in found]
+        curves = [(name, points) for name, field in series if (points := _points(steps, field))]
+        if len(curves) == 2 and curves[0][1] == curves[1][1]:  # one device: its rate is the rate of all
+            curves = curves[:1]
+        if curves:
+            data = [_line(name, points) for name, points in curves]
             yield {"id": f"curve{index}", "data": data, "layout": _layout(title, unit, restarts)}
 
 
@@ -303,7 +297,7 @@ def _caption(sample: Event) -> str:
 
 
 def _happenings(events: Sequence[Event], others: Sequence[EventHistory]) -> Iterator[dict[str, Any]]:
-    """What happened besides steps; of other ranks only what rank 0 cannot know."""
+    """Rows of the event table: all events of rank 0 besides steps, and the warnings of other ranks."""
     foreign = [event for history in others for event in history.events if event["kind"] in _WARNING_KINDS]
     for event in [*(event for event in events if event["kind"] not in _QUIET_KINDS), *foreign]:
         said = event_message(event)
@@ -319,7 +313,7 @@ def _happenings(events: Sequence[Event], others: Sequence[EventHistory]) -> Iter
 
 
 def _facts(event: Event) -> str:
-    """The scalar fields of an event that has no sentence of its own."""
+    """The scalar fields of an event that has no message."""
     scalars = {name: value for name, value in event.items() if not isinstance(value, dict | list)}
     shown = [(name, _written(value)) for name, value in scalars.items() if name not in ENVELOPE]
     return ", ".join(f"{name} {text}" for name, text in shown if "\n" not in text)
@@ -346,7 +340,7 @@ def _rank_rows(histories: Sequence[EventHistory]) -> list[list[str]]:
 
 
 def _sections(start: Event) -> Iterator[dict[str, Any]]:
-    """Every mapping in ``run_start`` except the configuration is a table of its own; loose facts come first."""
+    """Tables of ``run_start``: first its scalar fields, then one table for each mapping but the configuration."""
     facts = {name: value for name, value in start.items() if name not in ENVELOPE | _OWN_PLACE}
     loose = [(name, _written(value)) for name, value in facts.items() if not isinstance(value, dict)]
     if loose:

@@ -1,7 +1,7 @@
-"""The page of ``report``: markup, style and the few lines of script that hand the charts to plotly. No data, no logic.
+"""HTML template of the report: markup, style and the script that passes the charts to plotly.
 
-Every value is escaped by the template engine; the script hashes in the content policy keep anything else from running,
-and the policy allows no request to anywhere.
+The template engine escapes every value. The content security policy runs only scripts with the listed hashes and forbids
+all requests.
 """
 
 from __future__ import annotations

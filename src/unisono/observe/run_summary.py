@@ -1,7 +1,4 @@
-"""The facts of a whole run, taken from its events: what the end of the console and the report's first line both state.
-
-Also the small pictures of numbers the console uses: quantities with a unit, and a curve as one line of text.
-"""
+"""Summary of a whole run from its events, and the formatting of its numbers; used by the console and the report."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ _ASCII_BLOCKS: Final = "_.-~=+*#"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary:
-    """A run as its events tell it; None where they do not say.
+    """Facts of a run from its events; a fact that no event holds is None.
 
-    ``losses`` are (step, train loss) of every logged step, without those repeated after a crash. ``time_frac`` is the
-    share of each phase in the wall time of the logged steps. Rates are medians over the logged steps. ``links`` are
-    those of the last ``links`` event.
+    ``losses`` are (step, train loss) of every logged step, without steps that were repeated after a crash. ``time_frac`` is
+    the share of each phase in the wall time of the logged steps. Rates are medians over the logged steps. ``links`` are those
+    of the last ``links`` event.
     """
 
     state: str  # finished | stopped early | preempted | failed | interrupted
@@ -49,7 +46,7 @@ class RunSummary:
 
 
 def summarise(events: Sequence[Event]) -> RunSummary:
-    """The summary of one rank's events, in file order, of all attempts so far."""
+    """Summarise one rank's events, in file order, over all attempts."""
     history = collapse_repeated(events)
     steps = [event for event in history if event["kind"] == "step"]
     evals = [event for event in history if event["kind"] == "eval"]
@@ -80,13 +77,13 @@ def summarise(events: Sequence[Event]) -> RunSummary:
 
 
 def eval_metrics(event: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers under ``eval/`` of an eval event, without the prefix."""
-    found = ((name.removeprefix("eval/"), number(value)) for name, value in event.items() if name.startswith("eval/"))
-    return {name: value for name, value in found if value is not None}
+    """The numbers under ``eval/`` of an eval event, by name without the prefix."""
+    metrics = ((name.removeprefix("eval/"), number(value)) for name, value in event.items() if name.startswith("eval/"))
+    return {name: value for name, value in metrics if value is not None}
 
 
 def _state(events: Sequence[Event]) -> str:
-    """How the last attempt ended; a process that was killed wrote no end."""
+    """How the last attempt ended; a killed process wrote no ``run_end``, which reads as interrupted."""
     last_attempt = events[-1]["attempt"] if events else 0
     kinds = {event["kind"]: event for event in events if event["attempt"] == last_attempt}
     if "preempt" in kinds:
@@ -114,7 +111,7 @@ def _utilization(steps: Sequence[Event]) -> tuple[str, float] | None:
 
 
 def _time_frac(steps: Sequence[Event]) -> dict[str, float]:
-    """Mean share per phase over the logged windows, weighted by step time where it is known."""
+    """Mean share of each phase over the logged windows, weighted by step time if known."""
     totals: dict[str, float] = {}
     weights = 0.0
     for event in steps:
@@ -133,7 +130,7 @@ def _time_frac(steps: Sequence[Event]) -> dict[str, float]:
 
 
 def _wall_s(events: Sequence[Event]) -> float:
-    """Seconds the attempts ran, each from its first to its last event; time between attempts is not counted."""
+    """Total seconds of the attempts, each from its first to its last event, without the time between them."""
     spans: dict[int, tuple[float, float]] = {}
     for event in events:
         first, last = spans.get(event["attempt"], (math.inf, -math.inf))
@@ -158,14 +155,14 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
-    """At most ``limit`` points of a curve: of each stretch its first, lowest and highest, so that no spike disappears.
+    """Thin out a curve to about ``limit`` points without losing spikes.
 
-    Non-finite values are kept wherever the stretch has one. The last point is always there.
+    Keeps the first, lowest, highest and first non-finite point of each stretch, and the last point of the curve.
     """
     if len(points) <= limit:
         return list(points)
     stretches = max(1, (limit - 1) // 4)
-    kept: list[tuple[int, float]] = []
+    selected: list[tuple[int, float]] = []
     for i in range(stretches):
         stretch = points[i * len(points) // stretches : (i + 1) * len(points) // stretches]
         finite = [point for point in stretch if math.isfinite(point[1])]
@@ -173,14 +170,14 @@ def decimate(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int,
         chosen = {stretch[0], *broken[:1]}
         if finite:
             chosen |= {min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])}
-        kept += [point for point in stretch if point in chosen]
-    if kept[-1] != points[-1]:
-        kept.append(points[-1])
-    return kept
+        selected += [point for point in stretch if point in chosen]
+    if selected[-1] != points[-1]:
+        selected.append(points[-1])
+    return selected
 
 
 def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
-    """``values`` in at most ``width`` characters, each the mean of its stretch; ``!`` where one is not finite."""
+    """Draw ``values`` in at most ``width`` characters, each a mean of neighbours; ``!`` marks a non-finite mean."""
     if not values or width < 1:
         return ""
     columns = min(width, len(values))
@@ -196,7 +193,7 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
 
 
 def short_number(value: float) -> str:
-    """Three digits and a decimal prefix: 41234 is ``41.2k``."""
+    """Format with three digits and a decimal prefix: 41234 is ``41.2k``."""
     if not math.isfinite(value):
         return str(value)
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -206,7 +203,7 @@ def short_number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``42s``, ``3m07``, ``3h12``, ``2d04h``; tenths below ten seconds."""
+    """Format seconds as ``42s``, ``3m07``, ``3h12`` or ``2d04h``, with tenths below ten seconds."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.95:
@@ -223,12 +220,12 @@ def duration(seconds: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Three digits of a short time: ``2.5 s``, ``125 ms``."""
+    """Format seconds with three digits: ``2.5 s``, ``125 ms``."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{1000 * seconds:.3g} ms"
 
 
 def format_gib(count_bytes: float) -> str:
-    """Bytes as GiB (2^30), or MiB below a tenth of that."""
+    """Format bytes as GiB (2^30), or as MiB below 0.1 GiB."""
     if count_bytes < 0.1 * 2**30:
         return f"{count_bytes / 2**20:.3g} MiB"
     return f"{count_bytes / 2**30:.3g} GiB"

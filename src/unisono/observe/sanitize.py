@@ -1,4 +1,4 @@
-"""What may be stored or shown: secrets are redacted, control characters do not reach a terminal.
+"""Cleaning of text before it is stored or shown: redacts secrets, removes control characters.
 
 Redaction works on names (``hf_token``, ``AWS_SECRET_ACCESS_KEY``), on ``user:password@`` in URLs, and on
 ``name=value``, ``--name value`` and ``"name": "value"`` inside any text. A secret under an innocent name is not
@@ -33,8 +33,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u
 def is_secret(name: str) -> bool:
     """Whether a field, variable or option of this name usually holds a secret.
 
-    ``token`` counts only as the last word and not in a tokenizer's names (``eos_token``); ``key`` only after a word
-    such as ``api``. Plural ``tokens`` is a count.
+    ``token`` counts only as the last word and not in a tokenizer's names (``eos_token``). ``key`` counts only after a
+    word such as ``api``. The plural ``tokens`` is a count and no secret.
     """
     words = [word.lower() for word in _WORDS.findall(name)]
     if not words:
@@ -48,7 +48,7 @@ def is_secret(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """``text`` without URL user information, bearer credentials and the values of secret-like assignments."""
+    """Replace URL user information, bearer credentials and the values of secret-like assignments in ``text``."""
     if "://" in text:
         text = _URL_USERINFO.sub(f"{REDACTED}@", text)
     if len(text) >= 24:  # shorter than any bearer credential; the usual strings skip the search
@@ -59,7 +59,7 @@ def redact_text(text: str) -> str:
 
 
 def _redact_assigned(text: str) -> str:
-    """``name=value``, ``--name value`` and ``"name": "value"``; prose such as ``the token is`` stays as it is."""
+    """Redact ``name=value``, ``--name value`` and ``"name": "value"``; prose such as ``the token is`` is unchanged."""
     parts: list[str] = []
     done = 0
     for match in _NAME_BEFORE_VALUE.finditer(text):
@@ -74,7 +74,11 @@ def _redact_assigned(text: str) -> str:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """A copy of nested mappings and sequences with secrets replaced; numbers, booleans and None are never secrets."""
+    """Copy nested mappings and sequences with secrets replaced; numbers, booleans and None are never secrets.
+
+    Args:
+        name: Name that the value is stored under; a string under a secret name is replaced as a whole.
+    """
     if isinstance(value, str):
         return REDACTED if value and name and is_secret(name) else redact_text(value)
     if isinstance(value, Mapping):
@@ -93,6 +97,6 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def printable(text: str, *, newlines: bool = False) -> str:
-    """``text`` without escape sequences and control characters; newlines and tabs become spaces unless ``newlines``."""
+    """Remove escape sequences and control characters; newlines and tabs become spaces unless ``newlines``."""
     text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", _ESCAPE_SEQUENCE.sub("", text))
     return text.expandtabs(4) if newlines else text.replace("\n", " ").replace("\t", " ")

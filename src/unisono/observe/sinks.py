@@ -1,10 +1,9 @@
-"""Trackers: views of the step and eval numbers in other people's formats, fed from the event log.
+"""Trackers: write the numbers of step and eval events to CSV, TensorBoard, Weights & Biases and sinks of other packages.
 
-``csv`` and ``tensorboard`` write inside the run folder at once; ``wandb`` (offline unless WANDB_MODE says otherwise)
-and the sinks of other packages (entry-point group ``unisono.sinks``) run behind a queue on a thread of their own,
-because their calls may be slow or hang. A sink that fails is detached by the event log and training goes on. Each
-continues one step axis over restarts: steps that are repeated after a crash appear once. Left out: histograms, images,
-uploading.
+``csv`` and ``tensorboard`` write synchronously inside the run folder. ``wandb`` (offline unless ``WANDB_MODE`` is set) and
+sinks of other packages (entry-point group ``unisono.sinks``) run on a thread of their own behind a queue, because their
+calls may be slow or hang. The event log detaches a sink that fails, and training goes on. Steps repeated after a crash
+appear once. Histograms and images are not tracked.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _QUEUE_LIMIT: Final = 10_000
 
 
 class Sink(Protocol):
-    """What receives events. ``write`` may raise: it is then called no more. ``close`` flushes; it is called once."""
+    """Interface of a tracker. If ``write`` raises, it is not called again. ``close`` flushes and is called once."""
 
     name: str
 
@@ -42,20 +41,21 @@ class Sink(Protocol):
 
 
 SinkFactory = Callable[[Path, str, int], Sink]
-"""(run folder, run id, attempt) -> sink; what an entry point of ``unisono.sinks`` names."""
+"""Factory of a sink from (run folder, run id, attempt); the type of an entry point of ``unisono.sinks``."""
 
 
-def numbers(event: Mapping[str, Any]) -> dict[str, float]:
-    """The series in a step or eval event: every numeric field that is neither envelope nor position."""
-    found = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
-    return {name: value for name, value in found if value is not None}
+def event_metrics(event: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a step or eval event: its numeric fields without envelope, step and ETA."""
+    series = ((name, number(value)) for name, value in event.items() if name not in _NOT_SERIES)
+    return {name: value for name, value in series if value is not None}
 
 
 class Trackers:
-    """Opens the named sinks, subscribes them to ``log``, closes them at the end. Rank 0 only.
+    """Opens the named sinks and subscribes them to the event log; ``close`` closes them. For rank 0 only.
 
-    Raises ExtraError for a tracker whose package is missing and ConfigError for an unknown or unusable one, before
-    anything is written.
+    Raises:
+        ExtraError: The package of a tracker is missing.
+        ConfigError: A tracker is unknown or cannot be opened. Nothing was written.
     """
 
     def __init__(self, log: EventLog, names: Sequence[str], run_dir: Path) -> None:
@@ -73,14 +73,14 @@ class Trackers:
             log.subscribe(self._feed(sink), sink.name)
 
     def close(self) -> None:
-        """Flush and close every sink. One that fails here is reported like one that failed earlier. Idempotent."""
+        """Flush and close every sink; a sink that fails is reported by a ``sink_failed`` event. Idempotent."""
         self._feeding = False
         while self._sinks:
             sink = self._sinks.pop(0)
             try:
                 sink.close()
             except Exception as error:
-                if sink.name not in self._failed:  # a dead one was reported when it died
+                if sink.name not in self._failed:  # an earlier failure was already reported
                     said = f"{type(error).__name__}: {error}"
                     self._log.emit("sink_failed", sink=sink.name, error=said, during="close")
 
@@ -131,7 +131,7 @@ def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sin
     try:
         factory = cast(SinkFactory, entry.load())
         return factory(run_dir, run_id, attempt)
-    except Exception as error:  # a plug-in may raise anything; the answer must name the package it came from
+    except Exception as error:  # a plug-in may raise anything; the error must name its package
         package = entry.dist.name if entry.dist is not None else entry.value
         raise ConfigError(
             given=f"tracker {entry.name!r} of the package {package!r} could not be opened: {error}",
@@ -142,10 +142,13 @@ def _plugged(entry: EntryPoint, run_dir: Path, run_id: str, attempt: int) -> Sin
 
 
 class CsvSink:
-    """``metrics.csv``: one row per step or eval event; columns appear when their first number does.
+    """Writes ``metrics.csv``: one row per step or eval event, and a column for each metric from its first value on.
 
-    Rows are appended in one write each. A new column, or going back after a crash, rewrites the file beside itself and
-    renames it, so that a reader never sees half of it. A row cut short by a kill is dropped when the file is opened.
+    Each row is one append. A new column, or a step back after a crash, rewrites the file and replaces it atomically. A row
+    truncated by a kill is dropped when the file is opened.
+
+    Raises:
+        ConfigError: The file exists and does not start with the columns step, kind, attempt, t.
     """
 
     name = "csv"
@@ -155,7 +158,7 @@ class CsvSink:
         self._path = path
         self._rewind = RewindFilter()
         self._columns: list[str] = list(self._FIXED)
-        self._seen: set[str] = set()  # field names looked at before: the usual row needs no search for new columns
+        self._seen: set[str] = set()  # field names seen before: the common row needs no search for new columns
         self._last_step = -1
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > 0:
@@ -174,7 +177,7 @@ class CsvSink:
             return
         if not self._seen.issuperset(event):
             self._seen.update(name for name, value in event.items() if value is not None)
-            new = [name for name in numbers(event) if name not in self._columns]
+            new = [name for name in event_metrics(event) if name not in self._columns]
             if new:
                 self._columns += new
                 self._rewrite(lambda _: True)
@@ -238,25 +241,27 @@ class CsvSink:
                 )
             self._columns = columns
             self._last_step = max((int(row["step"]) for row in reader), default=-1)
-        if self._path.stat().st_size == 0:  # nothing but a torn header was there
+        if self._path.stat().st_size == 0:  # the file only had a truncated header
             self._replace(iter(()))
 
 
 def _cell(value: Any) -> str:
-    """``nan`` and ``inf`` as numpy, pandas and spreadsheets read them; a text field where a number was before is left empty."""
+    """Format a cell: ``nan`` and ``inf`` as numpy, pandas and spreadsheets read them; other text is left empty."""
     if value is None:
         return ""
     if type(value) in (float, int):
         return repr(value)
-    return value if value in ("step", "eval") else repr(found) if (found := number(value)) is not None else ""
+    if value in ("step", "eval"):
+        return value
+    encoded = number(value)
+    return "" if encoded is None else repr(encoded)
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard, one event file per attempt, written through the ``tensorboard`` package alone.
+    """Writes scalars for TensorBoard, one event file per attempt, with the ``tensorboard`` package alone.
 
-    After going back, TensorBoard's own mark for a restart (``SessionLog.START`` at the first repeated step) makes
-    readers drop what the earlier attempt wrote from there on. Costs about 0.3 ms per step event, most of it the
-    checksum.
+    After a restart, ``SessionLog.START`` at the first repeated step makes readers drop the earlier attempt's values from
+    there on. Costs about 0.3 ms per step event, mostly for the checksum.
     """
 
     name = "tensorboard"
@@ -281,7 +286,9 @@ class TensorBoardSink:
             self._put(self._events.Event(wall_time=event["t"], step=back_to, session_log=start))
         if event["kind"] not in ("step", "eval"):
             return
-        values = [self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in numbers(event).items()]
+        values = [
+            self._summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in event_metrics(event).items()
+        ]
         summary = self._summaries.Summary(value=values)
         self._put(self._events.Event(wall_time=event["t"], step=event["step"], summary=summary))
         self._continues = True
@@ -291,20 +298,20 @@ class TensorBoardSink:
 
     def _put(self, record: Any) -> None:
         self._writer.write(record.SerializeToString())
-        self._writer.flush()  # a disk that is full must show here, not at exit
+        self._writer.flush()  # a full disk must raise here, not at exit
 
 
 def _later_second(earlier: Sequence[Path]) -> int:
-    """Readers take files in the order of the second in their name; a quick restart must not sort before its past."""
-    seconds = [int(found.group(1)) for path in earlier if (found := re.search(r"tfevents\.(\d+)\.", path.name))]
+    """A second after those of earlier files: readers sort files by the second in their name, also after a quick restart."""
+    seconds = [int(match.group(1)) for path in earlier if (match := re.search(r"tfevents\.(\d+)\.", path.name))]
     return max([int(time.time()), *(second + 1 for second in seconds)])
 
 
 class WandbSink:
-    """Weights & Biases, kept in ``<run folder>/wandb`` for ``wandb sync``; the run id stays the same over restarts.
+    """Writes to ``<run folder>/wandb`` for ``wandb sync``; the run id stays the same over restarts.
 
-    Offline unless the environment variable WANDB_MODE says otherwise. Nothing about the machine, the command line or
-    the code is collected. Steps go in with their number, so a synchronised run ignores those it already has.
+    Offline unless the environment variable ``WANDB_MODE`` is set. Collects nothing about the machine, the command line or the
+    code. Steps are logged with their number, so a synchronised run ignores repeated ones.
     """
 
     name = "wandb"
@@ -333,18 +340,17 @@ class WandbSink:
 
     def write(self, event: Event) -> None:
         if event["kind"] in ("step", "eval"):
-            self._run.log(numbers(event), step=int(event["step"]))
+            self._run.log(event_metrics(event), step=int(event["step"]))
 
     def close(self) -> None:
         self._run.finish()
 
 
 class Background:
-    """Runs a sink on a thread of its own behind a bounded queue, so that a slow or hanging one never stops training.
+    """Runs a sink on a daemon thread behind a bounded queue, so that a slow or hanging sink never blocks training.
 
-    A failure of the sink, or a full queue, is raised by the next ``write``. ``close`` waits ``close_timeout_s`` for the
-    queue to drain and raises TimeoutError after that; the thread is a daemon and does not hold up the end of the
-    process.
+    ``write`` raises the sink's earlier error, or ``TimeoutError`` if the queue is full. ``close`` raises ``TimeoutError`` if
+    the queue is not empty after ``close_timeout_s`` seconds.
     """
 
     def __init__(self, sink: Sink, *, queue_limit: int = _QUEUE_LIMIT, close_timeout_s: float = 30.0) -> None:
@@ -385,5 +391,5 @@ class Background:
             while (event := self._queue.get()) is not None:
                 self._sink.write(event)
             self._sink.close()
-        except Exception as error:  # handed to the next write or to close
+        except Exception as error:  # raised by the next write or by close
             self._failure = error

@@ -1,4 +1,4 @@
-"""From options to an optimizer."""
+"""Builds the optimizer of a model from its options."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ def param_groups(
     pieces: Mapping[str, nn.Parameter] | None = None,
     named_roles: Mapping[str, Role] | None = None,
 ) -> list[dict[str, Any]]:
-    """Up to three groups, ``decay``, ``no_decay`` and ``plain``, parameters in the order of their names.
+    """Parameter groups ``decay``, ``no_decay`` and ``plain`` with the parameters in the order of their names.
 
-    See ``groups`` for the rule, which looks at the model, and ``build_optimizer`` for ``pieces``. Raises ``ConfigError`` for
-    a model without trainable parameters.
+    ``groups`` has the rule. An empty group is left out.
+
+    Args:
+        pieces: Parameters to update by name, such as a rank's shards; default those of the model.
+        named_roles: Roles by parameter name; default those of ``parameter_roles(model)``.
+
+    Raises:
+        ConfigError: The model has no trainable parameter, or a pattern of ``decay_exclude`` matches none.
     """
     by_name = pieces if pieces is not None else dict(model.named_parameters(remove_duplicate=False))
     by_role: dict[Role, list[nn.Parameter]] = {role: [] for role in Role}
@@ -55,7 +61,7 @@ def param_groups(
 
 
 def state_names(options: OptimOptions) -> tuple[str, ...]:
-    """The tensors that the optimizer keeps for each parameter; ``step`` is one number, the others have its shape."""
+    """Names of the state tensors of each parameter; ``step`` is 0-dim, the others have the parameter's shape."""
     if options.kind in ("sgd", "lars"):
         return MOMENTUM_STATE if options.momentum else ()
     return ADAM_STATE
@@ -69,15 +75,22 @@ def build_optimizer(
     named_roles: Mapping[str, Role] | None = None,
     whole_norms: GlobalNorms | None = None,
 ) -> Optimizer:
-    """The optimizer for this model, with all state in place and skippable on the device (see ``skipping``).
+    """Build the optimizer of a model, with all state allocated and steps that can be skipped on the device.
 
-    ``adam`` adds ``weight_decay * w`` to the gradient before the moments (L2, Kingma & Ba 2015); ``adamw`` shrinks the
-    weight by ``lr * weight_decay`` beside them (decoupled, Loshchilov & Hutter 2019). torch's fused kernels are used
-    where they take the model's device, dtype and layout; without them a skippable step costs a copy of the state.
+    ``adam`` adds ``weight_decay * w`` to the gradient before the moments (L2); ``adamw`` multiplies the weight by
+    ``1 - lr * weight_decay`` (decoupled). torch's fused kernels are used if they support the device, dtype and layout of all
+    parameters; without them a skippable step costs a copy of the state. See ``make_skippable``.
 
-    ``pieces`` are updated in place of the model's parameters of the same names: what a rank holds of them, which may be a
-    part of each, and some of them only; ``named_roles`` then are those of the whole model. For LAMB and LARS
-    ``whole_norms(pieces, norms [n])`` makes the norms of what is whole from those of the pieces.
+    Args:
+        pieces: Parameters to update by name, such as a rank's shards; default those of the model.
+        named_roles: Roles of the whole model's parameters, if ``model`` is not whole on this rank.
+        whole_norms: For LAMB and LARS: maps pieces and their norms [n] to the norms [n] of the whole parameters.
+
+    Raises:
+        ConfigError: The kind is unknown, or the model has no trainable parameter.
+
+    Source:
+        Kingma & Ba 2015 (Adam), Loshchilov & Hutter 2019 (AdamW), You et al. 2017 and 2020 (LARS, LAMB).
     """
     groups = param_groups(model, options, pieces, named_roles)
     betas = (options.beta1, options.beta2)

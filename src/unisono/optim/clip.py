@@ -1,7 +1,7 @@
 """The global gradient norm and the clip coefficient, both as tensors on the gradients' device.
 
-Nothing here waits for the device. Multiplying the gradients is left to the optimizer: ``grad_scale = loss_scale /
-coefficient`` lets the update kernel do it in the pass it makes anyway.
+Neither synchronises with the device. The optimizer multiplies the gradients: with ``grad_scale = loss_scale / coefficient`` the
+update kernel does it in the same pass.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from unisono.optim import kernels
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm over all elements of all tensors.
 
-    ``grads``: any shapes and floating dtypes; reduced in float32 (float64 if one of them is). Returns a 0-dim tensor on
-    the device of the first; NaN or Inf anywhere makes it non-finite. No tensors: 0 on the CPU.
+    Args:
+        grads: Tensors of any shapes and floating dtypes.
+
+    Returns:
+        A 0-dim tensor on the device of the first gradient, reduced in float32, or in float64 if a gradient is float64. It is
+        non-finite if any element is. Without gradients it is 0 on the CPU.
 
     >>> float(global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])]))
     5.0
@@ -31,10 +35,14 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients of this norm by so that it becomes at most ``max_norm``; ``max_norm = 0`` means never.
+    """Factor that scales gradients of global norm ``norm`` to a norm of at most ``max_norm``.
 
-    Exactly 1 where the norm is within the limit (torch's ``clip_grad_norm_`` divides by ``norm + 1e-6`` and so shrinks
-    gradients just below it too). NaN stays NaN, Inf gives 0: such a step is the guard's to skip.
+    It is exactly 1 if the norm is within the limit; torch's ``clip_grad_norm_`` divides by ``norm + 1e-6`` and shrinks
+    gradients just below the limit too. It is NaN for a NaN norm and 0 for an infinite one; the trainer skips such steps.
+
+    Args:
+        norm: 0-dim.
+        max_norm: Limit; 0 turns clipping off.
 
     >>> [float(clip_coefficient(torch.tensor(norm), 1.0)) for norm in (0.0, 1.0, 4.0)]
     [1.0, 1.0, 0.25]

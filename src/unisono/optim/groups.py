@@ -1,4 +1,4 @@
-"""Which parameters decay, by rule.
+"""Roles of parameters in weight decay and layer-wise rates.
 
 * ``PLAIN``, no decay and no layer-wise rate (LAMB, LARS): parameters with fewer than two dims, those named ``bias``,
   ``*_bias`` or ``bias_*``, and all that belong directly to a norm: a module whose class, or a base of it, is named
@@ -7,9 +7,9 @@
   match a pattern of ``decay_exclude``. An output head tied to an embedding is that embedding.
 * ``DECAY``: all others, which are the matrices and convolution kernels.
 
-A parameter used in several places counts once, under its first name; the strictest of its places decides. Parameters
-that do not require gradients are left out. Positions or class tokens held as a bare ``nn.Parameter`` of two or more
-dims cannot be told from matrices: name them in ``decay_exclude``.
+A parameter used in several places counts once, under its first name, with the highest role of its places. Parameters that do
+not require gradients are left out. Positions or class tokens that are a bare ``nn.Parameter`` of two or more dims look like
+matrices: name them in ``decay_exclude``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BIAS = re.compile(r"(^|_)bias(_|$)")
 
 
 class Role(IntEnum):
-    """How a parameter is treated; of several places of one parameter the highest counts."""
+    """Treatment of a parameter; the highest role of its places counts."""
 
     DECAY = 0
     NO_DECAY = 1
@@ -38,16 +38,20 @@ class Role(IntEnum):
 
 
 def parameter_roles(model: nn.Module, decay_exclude: Sequence[str] = ()) -> dict[str, Role]:
-    """Role of every trainable parameter by its first name, in the order of names.
+    """Role of every trainable parameter by its first name, sorted by name.
 
-    Raises ``ConfigError`` for a pattern that matches no parameter.
+    Args:
+        decay_exclude: Patterns (``fnmatch``) of names of further parameters without decay.
+
+    Raises:
+        ConfigError: A pattern matches no parameter.
 
     >>> model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 2), nn.LayerNorm(2))
-    >>> {name: role.name for name, role in roles(model).items()}
+    >>> {name: role.name for name, role in parameter_roles(model).items()}
     {'0.weight': 'NO_DECAY', '1.bias': 'PLAIN', '1.weight': 'DECAY', '2.bias': 'PLAIN', '2.weight': 'PLAIN'}
     """
     first_name: dict[nn.Parameter, str] = {}
-    found: dict[str, Role] = {}
+    roles: dict[str, Role] = {}
     matched: set[str] = set()
     all_names: list[str] = []
     modules = cast("Iterator[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
@@ -60,7 +64,7 @@ def parameter_roles(model: nn.Module, decay_exclude: Sequence[str] = ()) -> dict
             if parameter.requires_grad:
                 role = max(_role(module, leaf, parameter), Role.NO_DECAY if hits else Role.DECAY)
                 first = first_name.setdefault(parameter, name)
-                found[first] = max(role, found.get(first, role))
+                roles[first] = max(role, roles.get(first, role))
     unmatched = [
         Problem(
             given=f"decay_exclude has {pattern!r}",
@@ -73,11 +77,11 @@ def parameter_roles(model: nn.Module, decay_exclude: Sequence[str] = ()) -> dict
     ]
     if unmatched:
         raise ConfigError(*unmatched)
-    return dict(sorted(found.items()))
+    return dict(sorted(roles.items()))
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm, by the rule above."""
+    """Whether the name of the module's class, or of a base class, ends in ``Norm``, ``Norm2d`` and the like."""
     return any(_NORM.search(base.__name__) for base in type(module).__mro__)
 
 

@@ -1,16 +1,15 @@
-"""The only place of this room that touches torch functions outside torch's documented interface.
+"""Calls of torch functions outside torch's documented interface; no other module of this package makes any.
 
-Tested with torch 2.13.0. ``torch.optim.adam.adam`` and ``torch.optim.sgd.sgd`` are the functions under
-``torch.optim.Adam`` and ``SGD``: exported there, described as "functional API", without a promise. ``torch._foreach_*``
-act on a list of tensors at once. What torch's fused updates need and do not check themselves (CPU: wrong results, no
-error) is written down in ``fused_supported`` and in ``skipping``.
+Tested with torch 2.13.0. ``torch.optim.adam.adam`` and ``torch.optim.sgd.sgd`` implement ``torch.optim.Adam`` and ``SGD``; torch
+exports them as "functional API" without a promise. ``torch._foreach_*`` act on a list of tensors at once. torch's fused updates
+have requirements that they do not check (on a CPU: wrong results without an error): see ``fused_supported`` and ``skippable``.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import cast
 
@@ -24,11 +23,11 @@ _CPU_PIECE_ELEMENTS = 1 << 16
 
 
 def fused_supported(params: Iterable[Tensor], *, momentum_kernel: bool) -> bool:
-    """Whether torch's fused update (SGD's if ``momentum_kernel``, else Adam's) takes these parameters.
+    """Whether torch's fused update (SGD's if ``momentum_kernel``, else Adam's) supports these parameters.
 
-    The kernels read memory linearly, so a parameter must be dense (state made by ``zeros_like`` then has the same
-    strides), and its gradient of its own dtype. SGD's on a CPU leaves most fp16 and bf16 elements as they were
-    (pytorch#191763, torch 2.12 and 2.13).
+    The kernels read memory linearly, so a parameter must be dense (state from ``zeros_like`` then has the same strides), and
+    its gradient must have its dtype. On a CPU, SGD's kernel does not update most fp16 and bf16 elements (pytorch#191763, torch
+    2.12 and 2.13).
     """
     devices = frozenset(_get_fused_kernels_supported_devices())
     return all(
@@ -42,14 +41,14 @@ def fused_supported(params: Iterable[Tensor], *, momentum_kernel: bool) -> bool:
 
 
 def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The Euclidean norm of each tensor, as 0-dim tensors of ``dtype``, accumulated in it.
+    """The Euclidean norm of each tensor, as 0-dim tensors accumulated in ``dtype``.
 
-    On a CPU long tensors are cut first: torch's kernel sums squares one after the other, and at 50 million float32
-    elements its norm is 0.4 % too small; in pieces the error stays near 1e-7 for about a fifth more time.
+    On a CPU long tensors are split first: torch's kernel sums squares one after the other, and its norm of 50 million float32
+    elements is 0.4 % too small. Split, the error is about 1e-7 and the time a fifth longer.
     """
     pieces = [_pieces(tensor) for tensor in tensors]
-    parts = iter(torch._foreach_norm([piece for each in pieces for piece in each], 2.0, dtype))
-    return [norm_of_norms(list(islice(parts, len(each)))) for each in pieces]
+    parts = iter(torch._foreach_norm([piece for of_tensor in pieces for piece in of_tensor], 2.0, dtype))
+    return [norm_of_norms(list(islice(parts, len(of_tensor)))) for of_tensor in pieces]
 
 
 def norm_of_norms(parts: Sequence[Tensor]) -> Tensor:
@@ -90,9 +89,7 @@ def divide_(tensors: Sequence[Tensor], divisor: Tensor) -> None:
 
 def adam_directions(
     grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    steps: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
     *,
     betas: tuple[float, float],
     eps: float,
@@ -102,17 +99,21 @@ def adam_directions(
 ) -> list[Tensor]:
     """Advance Adam's moments and step counts in place; return ``mean_hat / (sqrt(square_hat) + eps)`` per tensor.
 
-    It is Adam's own update with learning rate -1 of a parameter that is 0. With ``found_inf`` = 1 (fused only)
-    nothing advances and the directions are +0.0.
+    Runs Adam's update with learning rate -1 on parameters that are 0. With ``found_inf`` = 1 (fused only) no state changes and
+    the directions are +0.0.
+
+    Args:
+        states: ``exp_avg``, ``exp_avg_sq`` and ``step`` of each gradient.
     """
+    exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     directions = [torch.zeros_like(mean) for mean in exp_avgs]
     adam(
         directions,
         list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        exp_avgs,
+        exp_avg_sqs,
         [],
-        list(steps),
+        steps,
         capturable=False,
         differentiable=False,
         fused=fused or None,  # None: torch picks foreach or a loop, by device

@@ -1,11 +1,10 @@
-"""LAMB and LARS: optimizers whose step length follows the norm of each layer's weight.
+"""LAMB and LARS: optimizers that scale each layer's step by the norm of its weight.
 
-Both are ordinary ``torch.optim.Optimizer`` objects and work in any loop, with ``GradScaler`` too. They run torch's
-fused Adam and SGD kernels where torch has them and add the layer-wise rate around them. Norms are those of the whole
-tensor, in float32 (float64 for float64); state has the gradient's dtype. A group with ``adapt=False`` takes the plain step.
+Both are ordinary ``torch.optim.Optimizer`` objects for any loop, also with ``GradScaler``. They use torch's fused Adam and SGD
+kernels if available, and apply the layer-wise rate around them. Norms are those of the whole tensor, in float32 (float64 for
+float64); state has the gradient's dtype. A group with ``adapt=False`` has no layer-wise rate.
 
-Left out: clipping the weight norm (LAMB's phi is the identity, as in the authors' code), AMSGrad, and any closure that
-should see scaled gradients.
+LAMB's phi is the identity, as in the authors' code. There is no AMSGrad, and closures do not see scaled gradients.
 """
 
 from __future__ import annotations
@@ -21,22 +20,29 @@ from unisono.optim import kernels
 from unisono.optim.skippable import make_skippable
 from unisono.optim.state import ADAM_STATE, MOMENTUM_STATE, create_state
 
-# Scratch memory of one update. On a CPU small enough to stay in cache between the passes (a third less time than all
-# tensors at once); on an accelerator large enough that launches, not memory, are grouped.
+# Scratch memory of one update. On a CPU it fits in the cache between the passes (a third less time than all tensors at
+# once); on an accelerator it is large, so that few kernels are launched.
 _CPU_BUCKET_BYTES = 1 << 20
 _DEVICE_BUCKET_BYTES = 1 << 28
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Group = Mapping[str, Any]
-# pieces of parameters, norms of things of their shapes [n] -> norms of the whole things
+# (pieces of parameters, norms of tensors of their shapes [n]) -> norms of the whole tensors [n]
 GlobalNorms = Callable[[Sequence[nn.Parameter], Tensor], Tensor]
 
 
 class Lamb(Optimizer):
-    """LAMB, algorithm 2 of You et al. 2020 (arXiv:1904.00962).
+    """The LAMB optimizer: Adam with a layer-wise rate.
 
-    ``r = mean_hat / (sqrt(square_hat) + eps)``, ``u = r + weight_decay * w``, ``w -= lr * |w| / |u| * u``; the ratio
-    is 1 where either norm is 0 or the group has ``adapt=False``. Decay is decoupled and part of the adapted update.
+    ``r = mean_hat / (sqrt(square_hat) + eps)``, ``u = r + weight_decay * w``, ``w -= lr * |w| / |u| * u``. The ratio is 1 if
+    either norm is 0 or the group has ``adapt=False``. Weight decay is decoupled and part of the adapted update.
+
+    Args:
+        adapt: Use the layer-wise ratio; a group may override it.
+        whole_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the whole parameters.
+
+    Source:
+        You et al. 2020 (arXiv:1904.00962), algorithm 2.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class Lamb(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "adapt": adapt}
         super().__init__(params, defaults | {"state": ADAM_STATE})
         self._whole_norms = whole_norms
-        self._step_supports_amp_scaling = True  # what GradScaler looks for
+        self._step_supports_amp_scaling = True  # read by GradScaler
         make_skippable(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -74,7 +80,7 @@ class Lamb(Optimizer):
         states = [create_state(self, group, p) for p in params]
         updates = kernels.adam_directions(
             _grads(params),
-            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")),
+            states,
             betas=group["betas"],
             eps=group["eps"],
             fused=group["fused"],
@@ -94,11 +100,18 @@ class Lamb(Optimizer):
 
 
 class Lars(Optimizer):
-    """LARS, algorithm 1 of You et al. 2017 (arXiv:1708.03888).
+    """The LARS optimizer: SGD with momentum and a layer-wise rate.
 
     ``v = momentum * v + lr * local * (g + weight_decay * w)``, ``w -= v`` with
-    ``local = trust_coefficient * |w| / (|g| + weight_decay * |w|)``; local is 1 where ``|w|`` or ``|g|`` is 0 or the
-    group has ``adapt=False``. The learning rate is inside the momentum, so a change of it acts on new gradients only.
+    ``local = trust_coefficient * |w| / (|g| + weight_decay * |w|)``; local is 1 if ``|w|`` or ``|g|`` is 0 or the group has
+    ``adapt=False``. The learning rate is inside the momentum, so a change of it affects new gradients only.
+
+    Args:
+        adapt: Use the layer-wise rate; a group may override it.
+        whole_norms: If parameters are shards: maps them and their norms [n] to the norms [n] of the whole parameters.
+
+    Source:
+        You et al. 2017 (arXiv:1708.03888), algorithm 1.
     """
 
     def __init__(
@@ -157,7 +170,7 @@ class Lars(Optimizer):
 
 
 def _prepare(optimizer: Optimizer, *, momentum_kernel: bool) -> None:
-    """Complete the group added last."""
+    """Choose the kernel of the group added last, and create its state."""
     group = optimizer.param_groups[-1]
     group["fused"] = kernels.fused_supported(group["params"], momentum_kernel=momentum_kernel)
     for parameter in group["params"]:
@@ -172,9 +185,9 @@ def _evaluate(closure: Callable[[], Any] | None) -> Any:
 
 
 def _buckets(params: list[nn.Parameter], *, together: bool) -> Iterator[list[nn.Parameter]]:
-    """Parameters that have a gradient, in order, in runs of one device and dtype and of bounded size.
+    """Split the parameters with a gradient, in order, into buckets of one device and dtype and of bounded size.
 
-    ``together``: of any size, so that all ranks have the same runs however big their pieces are.
+    With ``together`` the size is unbounded, so that all ranks have the same buckets for shards of any size.
     """
     bucket: list[nn.Parameter] = []
     size_bytes = 0

@@ -1,7 +1,6 @@
-"""Settings of the optimizer and of its learning-rate schedule; free of torch.
+"""Settings of the optimizer and of its learning-rate schedule. Imports no torch.
 
-A setting that the chosen ``kind`` does not read must be left at its default: ``problems`` reports it, because an option
-that silently does nothing is worse than an error.
+A setting that the chosen ``kind`` does not read must be left at its default; ``problems`` reports it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DEFAULT_WEIGHT_DECAY: Mapping[str, float] = {"sgd": 1e-4, "adam": 0.0, "adamw": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimOptions:
-    """Which optimizer, its constants, what decays, and the clip of the gradient."""
+    """Section ``optim`` of a configuration: optimizer, its constants, weight decay and gradient clipping."""
 
     kind: str = option("adamw", "Optimizer.", choices=tuple(OPTIMIZER_FIELDS))
     lr: float = option(2e-3, "Peak learning rate; the schedule multiplies it.", gt=0)
@@ -52,7 +51,7 @@ class OptimOptions:
 
     @property
     def effective_weight_decay(self) -> float:
-        """``weight_decay``, or the default of ``kind`` where it is unset."""
+        """``weight_decay``, or the default of ``kind`` if it is unset."""
         return DEFAULT_WEIGHT_DECAY[self.kind] if self.weight_decay is None else self.weight_decay
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
@@ -71,7 +70,7 @@ class OptimOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOptions:
-    """How the learning rate moves over the run; see ``schedules`` for the exact value at each step."""
+    """Section ``schedule`` of a configuration: the learning rate over the run; ``schedules`` has the formulas."""
 
     kind: str = option("cosine", "Shape of the learning rate after warm-up.", choices=tuple(SCHEDULE_FIELDS))
     warmup_steps: int = option(0, "Steps of linear rise; step 0 has lr/warmup_steps, never 0.", ge=0)
@@ -88,12 +87,12 @@ class ScheduleOptions:
 
 
 def decay_steps(options: ScheduleOptions, total_steps: int) -> int:
-    """Length of the final decay of ``wsd``, at least one step."""
+    """Steps of the final decay of ``wsd``, at least 1."""
     return max(1, round(options.decay_frac * total_steps))
 
 
 def schedule_problems(options: ScheduleOptions, total_steps: int) -> Iterator[tuple[str, Problem]]:
-    """What is wrong with the schedule for a run of this length; field names are those of ``ScheduleOptions``."""
+    """Problems of the schedule in a run of ``total_steps`` steps, by field of ``ScheduleOptions``."""
     if options.warmup_steps > total_steps:
         yield (
             "warmup_steps",
@@ -123,7 +122,7 @@ def schedule_problems(options: ScheduleOptions, total_steps: int) -> Iterator[tu
 def _unused_fields(
     options: OptimOptions | ScheduleOptions, what: str, used_by: Mapping[str, frozenset[str]]
 ) -> Iterator[tuple[str, Problem]]:
-    """Fields that were set although ``kind`` does not read them."""
+    """Problems of fields that are set although ``kind`` does not read them."""
     own = used_by.get(options.kind)
     if own is None:  # an unknown kind is reported by its choices
         return

@@ -2,19 +2,19 @@
 
 Steps count from 0 and a run of ``total_steps`` has steps 0 … total_steps-1. With ``W = warmup_steps``:
 
-* Warm-up: step ``t < W`` has ``lr * (t + 1) / W``; step ``W - 1`` is the first at full ``lr``. Step 0 is not at 0: such
-  an update costs a whole step and moves nothing.
-* Decay (linear, cosine, polynomial): progress is ``(t - W) / (total_steps - W)``, so step ``W`` has full ``lr`` and
-  ``final_lr_frac`` would be met at ``t = total_steps``, one past the last step; no step is spent at 0 here either.
-* wsd: full ``lr`` until ``total_steps - decay``, then linear, with the same end.
-* inverse_sqrt: ``lr * sqrt(max(W, 1) / (t + 1))``, which meets the warm-up at ``t = W - 1``.
+* Warm-up: step ``t < W`` has ``lr * (t + 1) / W``; step ``W - 1`` is the first at full ``lr``. The rate of step 0 is not 0,
+  because such a step would change nothing.
+* Decay (linear, cosine, polynomial): progress is ``(t - W) / (total_steps - W)``, so step ``W`` has full ``lr``, and
+  ``final_lr_frac`` would be reached at ``t = total_steps``, one past the last step; no step has rate 0 here either.
+* wsd: full ``lr`` until ``total_steps - decay``, then linear with the same end.
+* inverse_sqrt: ``lr * sqrt(max(W, 1) / (t + 1))``, which equals the warm-up at ``t = W - 1``.
 * step: ``step_factor ** (t // step_every_steps)``, drops counted from step 0, warm-up included.
 
-After the end a decay stays at its final value. Not here: schedules that look at the loss; they cannot be resumed from a
+After the end a decay stays at its final value. There are no schedules that read the loss: they could not be resumed from a
 step number alone.
 
-Sources: cosine, Loshchilov & Hutter 2017 (without restarts); inverse square root, Vaswani et al. 2017; warm-up-stable-
-decay, Hu et al. 2024 (MiniCPM).
+Sources: cosine, Loshchilov & Hutter 2017 (without restarts); inverse square root, Vaswani et al. 2017; warmup-stable-decay,
+Hu et al. 2024 (MiniCPM).
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ Schedule = Callable[[int], float]
 
 
 def build_schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) -> Schedule:
-    """The learning rate at a 0-based step; with ``lr`` left at 1 the factor by which to multiply one.
+    """Return the learning rate as a function of the 0-based step.
 
-    Raises ``ConfigError`` for an unknown kind and where warm-up and decay do not fit into ``total_steps``.
+    Args:
+        total_steps: Steps of the run.
+        lr: Peak learning rate; with the default 1 the function returns a factor.
 
-    >>> rate = schedule(ScheduleOptions(kind="linear", warmup_steps=2, final_lr_frac=0.0), total_steps=6, lr=4.0)
+    Raises:
+        ConfigError: The kind is unknown, or warm-up and decay do not fit into ``total_steps``.
+
+    Source:
+        Loshchilov & Hutter 2017 (cosine), Vaswani et al. 2017 (inverse square root), Hu et al. 2024 (warmup-stable-decay).
+
+    >>> rate = build_schedule(ScheduleOptions(kind="linear", warmup_steps=2, final_lr_frac=0.0), total_steps=6, lr=4.0)
     >>> [rate(step) for step in range(7)]
     [2.0, 4.0, 4.0, 3.0, 2.0, 1.0, 0.0]
     """
@@ -66,7 +74,7 @@ def build_schedule(options: ScheduleOptions, total_steps: int, lr: float = 1.0) 
 
 
 def constant(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Always 1.
+    """Constant rate of 1.
 
     >>> constant(ScheduleOptions(), 10)(7)
     1.0
@@ -75,7 +83,7 @@ def constant(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def linear(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """A straight line from 1 to ``final_lr_frac``.
+    """Linear decay from 1 to ``final_lr_frac``.
 
     >>> [linear(ScheduleOptions(final_lr_frac=0.5), 4)(step) for step in (0, 2, 4, 5)]
     [1.0, 0.75, 0.5, 0.5]
@@ -85,7 +93,7 @@ def linear(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def cosine(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """Half a cosine from 1 to ``final_lr_frac``.
+    """Half a cosine period from 1 to ``final_lr_frac``.
 
     >>> [round(cosine(ScheduleOptions(final_lr_frac=0.0), 10)(step), 6) for step in (0, 5, 10, 11)]
     [1.0, 0.5, 0.0, 0.0]
@@ -95,7 +103,7 @@ def cosine(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def polynomial(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """``(1 - progress) ** power`` from 1 to ``final_lr_frac``.
+    """Polynomial decay ``(1 - progress) ** power`` from 1 to ``final_lr_frac``.
 
     >>> [polynomial(ScheduleOptions(power=2.0, final_lr_frac=0.0), 4)(step) for step in (0, 1, 2, 4)]
     [1.0, 0.5625, 0.25, 0.0]
@@ -105,7 +113,7 @@ def polynomial(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def inverse_sqrt(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """``sqrt(warmup_steps / (step + 1))``; it does not depend on the length of the run.
+    """Inverse square root decay ``sqrt(warmup_steps / (step + 1))``, independent of the length of the run.
 
     >>> [inverse_sqrt(ScheduleOptions(warmup_steps=4), 100)(step) for step in (3, 15, 63)]
     [1.0, 0.5, 0.25]
@@ -115,7 +123,7 @@ def inverse_sqrt(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def warmup_stable_decay(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """1 until the last ``decay_frac`` of the run, then a straight line to ``final_lr_frac``.
+    """Rate of 1 until the last ``decay_frac`` of the run, then linear decay to ``final_lr_frac``.
 
     >>> [warmup_stable_decay(ScheduleOptions(decay_frac=0.4, final_lr_frac=0.0), 10)(step) for step in (5, 6, 8, 10)]
     [1.0, 1.0, 0.5, 0.0]
@@ -125,7 +133,7 @@ def warmup_stable_decay(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def stepwise(options: ScheduleOptions, total_steps: int) -> Schedule:
-    """``step_factor`` once more every ``step_every_steps`` steps.
+    """Rate multiplied by ``step_factor`` every ``step_every_steps`` steps.
 
     >>> [stepwise(ScheduleOptions(step_every_steps=2, step_factor=0.5), 9)(step) for step in range(5)]
     [1.0, 1.0, 0.5, 0.5, 0.25]
@@ -134,7 +142,7 @@ def stepwise(options: ScheduleOptions, total_steps: int) -> Schedule:
 
 
 def _progress(start: int, end: int) -> Schedule:
-    """0 up to ``start``, 1 from ``end`` on, straight in between."""
+    """Linear progress: 0 up to ``start``, 1 from ``end`` on."""
     return lambda step: min(max((step - start) / max(end - start, 1), 0.0), 1.0)
 
 

@@ -1,15 +1,14 @@
-"""What every optimizer of this room promises around ``step``: it can be told, on the device, to change nothing.
+"""Optimizer steps that a flag on the device skips.
 
-Two attributes of the optimizer, the protocol of torch's fused optimizers and its ``GradScaler``:
+Two attributes of the optimizer control a step, as in torch's fused optimizers and its ``GradScaler``:
 
-* ``found_inf``, a 1-element tensor: not 0 (NaN counts) leaves parameters, moments and step counts bit for bit.
-* ``grad_scale``, a 1-element tensor: gradients are divided by it. What ``.grad`` holds after the step is undefined.
+* ``found_inf``, a 1-element tensor: any value but 0 (also NaN) leaves parameters, moments and step counts unchanged bit for bit.
+* ``grad_scale``, a 1-element tensor: gradients are divided by it. The values of ``.grad`` after the step are undefined.
 
-torch 2.13 keeps this promise only for fused optimizers, only if ``found_inf`` is 0-dim (else Adam raises) and exactly
-1.0 (2.0 or NaN: the step is taken), and not in the first step of SGD with momentum (the buffer stays uninitialised).
-Its fused CPU kernels also pair parameter and gradient elements by memory position, so that a channels-last weight with
-a contiguous gradient is updated wrongly without an error. ``make_skippable`` closes these gaps with torch's own step
-hooks, for optimizers made elsewhere too.
+torch 2.13 supports this only for fused optimizers, only if ``found_inf`` is 0-dim (else Adam raises) and exactly 1.0 (with 2.0
+or NaN the step is taken), and not in the first step of SGD with momentum (the buffer stays uninitialised). Its fused CPU
+kernels also pair parameter and gradient elements by memory position, so a channels-last weight with a contiguous gradient is
+updated wrongly without an error. ``make_skippable`` corrects all of this with torch's step hooks, for any optimizer.
 """
 
 from __future__ import annotations
@@ -27,14 +26,16 @@ O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 
 def make_skippable(optimizer: O) -> O:
-    """Make ``found_inf`` and ``grad_scale`` hold for this optimizer, and return it; call it once per optimizer.
+    """Make the optimizer's ``step`` obey its attributes ``found_inf`` and ``grad_scale``, and return the optimizer.
 
-    Fused parameter groups are skipped by torch's kernel. Without a fused kernel, parameters and state are copied before
-    a step that has ``found_inf`` and selected after it, at the cost of that copy's memory. State that only the step
-    created is dropped again if it was skipped, which reads the flag on the host, in that step alone; ``build_optimizer``
-    makes all state beforehand. A closure's gradients see neither attribute.
+    ``found_inf`` is a 1-element tensor; any value but 0 skips the step. ``grad_scale`` is a 1-element tensor that divides the
+    gradients. Call this once per optimizer. torch's kernel skips fused parameter groups. Without a fused kernel, parameters
+    and state are copied before a step with ``found_inf`` and selected after it, which costs the memory of the copy. State
+    that a skipped step created is deleted, which reads the flag on the host in that step; ``build_optimizer`` creates all
+    state in advance. Gradients of a closure see neither attribute.
 
-    Raises ``ConfigError`` in such a step for state that is no tensor: it cannot be selected.
+    Raises:
+        ConfigError: In a step with ``found_inf``: the state has a value that is no tensor.
     """
     hooks = _SkipHooks()
     optimizer.register_step_pre_hook(hooks.before)
@@ -43,7 +44,7 @@ def make_skippable(optimizer: O) -> O:
 
 
 class _SkipHooks:
-    """What one step must put back."""
+    """Step hooks that prepare a step and restore the attributes, gradients and skipped state after it."""
 
     def __init__(self) -> None:
         self._attributes: dict[str, Tensor] = {}
@@ -90,7 +91,7 @@ class _SkipHooks:
 
 
 def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    """The tensors of a parameter's state, made or not."""
+    """The tensors of a parameter's state, empty before they are created."""
     tensors: list[Tensor] = []
     for name, value in optimizer.state.get(parameter, {}).items():
         if not isinstance(value, Tensor):
@@ -100,7 +101,7 @@ def _state(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
 
 
 def non_tensor_state(optimizer: Optimizer, name: str, value: object) -> Problem:
-    """The problem of an optimizer that keeps state outside tensors."""
+    """The problem of an optimizer whose state has a value that is no tensor."""
     kind = type(optimizer).__name__
     return Problem(
         given=f"optimizer {kind} keeps its state {name!r} as {type(value).__name__}",
@@ -111,7 +112,7 @@ def non_tensor_state(optimizer: Optimizer, name: str, value: object) -> Problem:
 
 
 def _match_layouts(params: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Give each parameter a gradient with its own strides; returns the gradients that were replaced."""
+    """Give each parameter a gradient with the parameter's strides; return the replaced gradients."""
     replaced: list[tuple[nn.Parameter, Tensor]] = []
     for parameter in params:
         grad = cast(Tensor, parameter.grad)
@@ -122,5 +123,5 @@ def _match_layouts(params: list[nn.Parameter]) -> list[tuple[nn.Parameter, Tenso
 
 
 def _used_strides(tensor: Tensor) -> list[int]:
-    """Strides of the dims one can walk along; the stride of a dim of size 1 says nothing."""
+    """Strides of the dims of more than one element; the others have no meaning."""
     return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]

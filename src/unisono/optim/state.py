@@ -1,9 +1,8 @@
 """Optimizer state as named tensors, so that a checkpoint stores it like parameters.
 
-State exists from the start instead of from the first step: a fresh process can load into it, and a first step that is
-skipped leaves it alone. For torch's optimizers this writes down what their first step would create; zero is the same
-start (momentum ``0 * m + g`` is ``g``), and tests hold the two equal bit for bit. Every group of ``build_optimizer``
-says in ``"state"`` which tensors its parameters have.
+State is created with the optimizer instead of in the first step, so that a new process can load into it, and a skipped first
+step does not change it. It equals the state that the first step of torch's optimizers would create, bit for bit: a momentum of
+zero gives ``0 * m + g = g``. Every group of ``build_optimizer`` lists in ``"state"`` the tensors of its parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MOMENTUM_STATE = ("momentum_buffer",)
 
 
 def create_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The parameter's state, made of zeros if it was not there."""
+    """Return the parameter's state; missing tensors of ``group["state"]`` are created as zeros."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     for name in group["state"]:
         if name not in state:
@@ -41,30 +40,40 @@ NamedParameters = nn.Module | Mapping[str, nn.Parameter]
 
 
 def state_tensors(model: NamedParameters, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything in the optimizer that changes while training, as ``optim/<state>/<parameter name>``, sorted.
+    """The optimizer's state tensors as ``optim/<state>/<parameter name>``, sorted by name; not copies.
 
-    The tensors are the optimizer's own, not copies. Hyper-parameters come from the configuration and the learning rate
-    from the schedule. ``model`` may be its parameters, or a rank's pieces of them, by name. An optimizer made elsewhere has
-    what its steps created so far. Raises ``CheckpointError`` for
-    parameters that are not the model's and for state that is no tensor.
+    Hyper-parameters are not included: they come from the configuration, the learning rate from the schedule. An optimizer that
+    ``build_optimizer`` did not build has the state that its steps created so far.
+
+    Args:
+        model: The model, or its parameters or a rank's shards of them by name.
+
+    Raises:
+        CheckpointError: The optimizer has a parameter that is not the model's, or state that is no tensor.
     """
-    found: dict[str, Tensor] = {}
+    named_state: dict[str, Tensor] = {}
     for name, (group, parameter) in _owners(model, optimizer).items():
         if "state" in group:
             create_state(optimizer, group, parameter)
         for state, value in optimizer.state.get(parameter, {}).items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(non_tensor_state(optimizer, state, value))
-            found[f"optim/{state}/{name}"] = value
-    return dict(sorted(found.items()))
+            named_state[f"optim/{state}/{name}"] = value
+    return dict(sorted(named_state.items()))
 
 
 @torch.no_grad()
 def load_state_tensors(model: NamedParameters, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved state into the optimizer; names, shapes and dtypes must be exactly those of ``state_tensors``.
 
-    An optimizer made elsewhere that has no state yet takes what was saved for its parameters. Raises
-    ``CheckpointError`` with every mismatch, before anything is changed.
+    An optimizer that ``build_optimizer`` did not build and that has no state yet gets all saved state of its parameters.
+
+    Args:
+        model: The model, or its parameters or a rank's shards of them by name.
+        tensors: Saved state by name.
+
+    Raises:
+        CheckpointError: Tensors are missing, unexpected or of another shape or dtype. Nothing was changed.
     """
     owners = _owners(model, optimizer)
     own = state_tensors(model, optimizer)
@@ -106,7 +115,7 @@ def _owners(model: NamedParameters, optimizer: Optimizer) -> dict[str, tuple[Map
 
 
 def _state_device(state: str, group: Mapping[str, Any], parameter: nn.Parameter) -> torch.device:
-    """Where torch keeps it: step counts beside the parameter for fused and capturable groups, else on the host."""
+    """Device of a state tensor: the parameter's, except step counts of groups neither fused nor capturable (CPU)."""
     on_host = state == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.device("cpu") if on_host else parameter.device
 

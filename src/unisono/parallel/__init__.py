@@ -1,1 +1,5 @@
-"""Applies a plan to a model: device, precision, recompute, compile."""
+"""Applies a plan to a model: shards, precision, recompute, stages. Importing this package alone does not import torch."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

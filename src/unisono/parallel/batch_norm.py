@@ -11,6 +11,7 @@ With x̂ = (x − μ)/σ over N values of a channel, y = w·x̂ + b and sums ove
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError, Problem
+from unisono.parallel.hooks import wrap_forward
 from unisono.plan.plan import Plan
 
 _Norm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -31,23 +33,23 @@ def batch_norms(model: nn.Module) -> list[_Norm]:
 
 def check_batch_norm(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError where the ranks of ``plan`` could not meet in the model's batch norms."""
-    norms, problems = batch_norms(model), list[Problem]()
-    if not norms or plan.dp_world_size == 1:
+    norms, problems, ranks = batch_norms(model), list[Problem](), plan.mesh.dp_world_size
+    if not norms or ranks == 1:
         return
-    given = f"{len(norms)} batch norms in {type(model).__name__} on {plan.dp_world_size} data ranks with"
-    if plan.global_batch % plan.dp_world_size:
+    given = f"{len(norms)} batch norms in {type(model).__name__} on {ranks} data ranks with"
+    if plan.batch.global_batch % ranks:
         problems.append(
             Problem(
-                given=f"{given} global_batch {plan.global_batch}",
+                given=f"{given} global_batch {plan.batch.global_batch}",
                 rule="their statistics are of all ranks, which run the same passes: global_batch is a multiple of the ranks",
                 consequence="a rank that is done would keep the others waiting",
-                nearest=f"plan.global_batch={max(1, plan.global_batch // plan.dp_world_size) * plan.dp_world_size}, or group norms",
+                nearest=f"plan.global_batch={max(1, plan.batch.global_batch // ranks) * ranks}, or group norms",
             )
         )
-    if plan.compile != "off":
+    if plan.backend.compile != "off":
         problems.append(
             Problem(
-                given=f"{given} compile {plan.compile!r}",
+                given=f"{given} compile {plan.backend.compile!r}",
                 rule="sums of statistics between ranks are not traced by the compiler",
                 consequence="the graph would break at each of them",
                 nearest="compile='off', or group norms",
@@ -67,18 +69,16 @@ def apply_sync_batch_norm(model: nn.Module, group: ProcessGroup) -> None:
 
 
 def _synchronise(norm: _Norm, group: ProcessGroup) -> None:
-    alone = norm.forward
-
-    def forward(input: Tensor) -> Tensor:
+    def normalise(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
         if not norm.training:
-            return alone(input)
+            return forward(input)
         result: Any = _Normalise.apply(input, norm.weight, norm.bias, norm.eps, group)
         y, mean, variance, count = result
         if norm.track_running_stats:
             _track(norm, mean, variance * count / (count - 1))
         return y
 
-    norm.forward = forward
+    wrap_forward(norm, normalise)
 
 
 @torch.no_grad()
@@ -90,8 +90,8 @@ def _track(norm: _Norm, mean: Tensor, variance: Tensor) -> None:
     # without momentum: the mean over all batches so far
     batches = norm.num_batches_tracked.double()
     share = 1 / batches if norm.momentum is None else torch.full_like(batches, norm.momentum)
-    for kept, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        kept.lerp_(new.to(kept.dtype), share.to(kept))
+    for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
+        running.lerp_(new.to(running.dtype), share.to(running))
 
 
 class _Normalise(torch.autograd.Function):

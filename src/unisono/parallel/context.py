@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from unisono.errors import PlanError
 from unisono.parallel import context_transformers
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.tensor.collectives import all_gather_single, reduce_scatter_single
 
@@ -71,7 +72,7 @@ class ContextParallel:
 
     def __init__(self, grid: ParallelDims, model: nn.Module) -> None:
         index = grid.rank_along("cp")
-        self._group, self._count = grid.group("cp"), grid.plan.cp
+        self._group, self._count = grid.group("cp"), grid.plan.mesh.cp
         self._runs = (index, 2 * self._count - 1 - index)
         self._takes = set(inspect.signature(model.forward).parameters)
         self._check_length: Callable[[int], None] | None = getattr(model, "check_length", None)
@@ -134,42 +135,36 @@ class ContextParallel:
         """Put the attention into each block's forward, in place, and so into what recompute runs again; ``again`` are modules
         in blocks that it runs without the block around them."""
         for module in again:
-            module.forward = self._with_attention_again(module.forward)
+            wrap_forward(module, self._with_attention_again)
         for block in blocks:
-            block.forward = self._with_attention(block.forward, type(block).__name__)
+            wrap_forward(block, functools.partial(self._with_attention, type(block).__name__))
         self._transformers.install()
 
-    def _with_attention(self, inner: Callable[..., Any], name: str) -> Callable[..., Any]:
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._current is None:
-                return inner(*args, **kwargs)
-            before, self._inside = self._inside, True
-            try:
-                with _Replaced(self._attend) as replaced:
-                    outputs = inner(*args, **kwargs)
-            finally:
-                self._inside = before
-            if not replaced.calls:
-                raise PlanError(
-                    given=f"plan.cp={self._count} for {name}, which does not call F.scaled_dot_product_attention",
-                    rule="that call is where the ranks of a sequence join their parts",
-                    consequence="each token would see a part of its sequence only",
-                    nearest="that function in place of own products or of nn.MultiheadAttention, or plan.cp=1",
-                )
-            return outputs
+    def _with_attention(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a block of class ``name``."""
+        if self._current is None:
+            return forward(*args, **kwargs)
+        before, self._inside = self._inside, True
+        try:
+            with _Replaced(self._attend) as replaced:
+                outputs = forward(*args, **kwargs)
+        finally:
+            self._inside = before
+        if not replaced.calls:
+            raise PlanError(
+                given=f"plan.cp={self._count} for {name}, which does not call F.scaled_dot_product_attention",
+                rule="that call is where the ranks of a sequence join their parts",
+                consequence="each token would see a part of its sequence only",
+                nearest="that function in place of own products or of nn.MultiheadAttention, or plan.cp=1",
+            )
+        return outputs
 
-        return forward
-
-    def _with_attention_again(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._current is None or self._inside:
-                return inner(*args, **kwargs)
-            with _Replaced(self._attend):
-                return inner(*args, **kwargs)
-
-        return forward
+    def _with_attention_again(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a module that recompute runs again without the block around it."""
+        if self._current is None or self._inside:
+            return forward(*args, **kwargs)
+        with _Replaced(self._attend):
+            return forward(*args, **kwargs)
 
     def _length(self, micro: Mapping[str, Tensor]) -> int:
         named = [micro[name].shape[1] for name in _TOKENS if name in micro and micro[name].dim() > 1]
@@ -185,12 +180,15 @@ class ContextParallel:
         length = named[0] if named else max(sizes, key=lambda size: (sizes[size], size), default=0)
         runs = 2 * self._count
         if length == 0 or length % runs:
-            near = [each for each in (length // runs * runs, -(-length // runs) * runs) if each] or [runs]
+            near = [
+                near_length for near_length in (length // runs * runs, -(-length // runs) * runs) if near_length
+            ] or [runs]
             raise PlanError(
                 given=f"plan.cp={self._count} for a batch of {_shapes(micro)}",
                 rule=f"dim 1 is the sequence, which is cut into {runs} equal runs",
                 consequence=f"{length} tokens cannot be shared equally",
-                nearest=" or ".join(f"sequences of {each}" for each in dict.fromkeys(near)) + ", or plan.cp=1",
+                nearest=" or ".join(f"sequences of {near_length}" for near_length in dict.fromkeys(near))
+                + ", or plan.cp=1",
             )
         return length
 

@@ -1,9 +1,9 @@
-"""Context parallelism of models from transformers, by its registries of attention and mask functions.
+"""Context parallelism for models from transformers, through its registries of attention and mask functions.
 
-transformers makes masks once, before the blocks, from what it takes for the sequence. Of a rank's tokens alone they would be
-wrong, and the jump in their positions would read as the border of two packed samples. So its models get the whole
-``attention_mask``, and their masks come from here: functions of places are asked for this rank's places and all keys. Where plain
-causal or plain full attention is all, there is no mask.
+transformers makes masks once, before the blocks, for the tokens it is given. A rank's tokens alone would give wrong masks, and
+the jump in their positions would look like the border between packed samples. So these models get the global
+``attention_mask`` [B, T], and their mask functions are evaluated here for this rank's positions and all keys. Plain causal and
+plain full attention need no mask.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _NAME = "unisono_context"
 
 
 def models_of_transformers(model: nn.Module) -> list[Any]:
-    """``model`` itself, or those inside it, outermost first."""
+    """The ``PreTrainedModel``s in ``model``, itself included, outermost first."""
     library: Any = sys.modules.get("transformers")  # not imported: no model of it is here
     return [] if library is None else [m for m in model.modules() if isinstance(m, library.PreTrainedModel)]
 
 
 class TransformersModels:
-    """The models of transformers inside ``model``; most models have none, and then nothing happens here.
+    """The ``PreTrainedModel``s inside ``model``; without any, all methods do nothing.
 
-    Raises PlanError for one that computes attention in another way than by torch's function.
+    Raises PlanError for one that does not compute attention with torch's function.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._models = models_of_transformers(model)
-        for each in self._models:
-            chosen = each.config._attn_implementation
+        for inner in self._models:
+            chosen = inner.config._attn_implementation
             if chosen not in ("sdpa", _NAME):
                 raise PlanError(
-                    given=f"plan.cp above 1 for {type(each).__name__} with attention {chosen!r}",
+                    given=f"plan.cp above 1 for {type(inner).__name__} with attention {chosen!r}",
                     rule="the ranks of a sequence join their parts in torch's scaled_dot_product_attention",
                     consequence="each token would see a part of its sequence only",
                     nearest="model.set_attn_implementation('sdpa')",
                 )
-        decodes = any(getattr(module, "is_causal", False) for each in self._models for module in each.modules())
+        decodes = any(getattr(module, "is_causal", False) for inner in self._models for module in inner.modules())
         # what transformers does: positions that jump begin another document, but only without a cache
-        self._packs = decodes and not any(getattr(each.config, "use_cache", False) for each in self._models)
+        self._packs = decodes and not any(getattr(inner.config, "use_cache", False) for inner in self._models)
 
     def install(self) -> None:
-        """Attention of these models asks for masks here."""
+        """Register the attention and mask functions, and let the models use them."""
         if not self._models:
             return
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -58,15 +58,15 @@ class TransformersModels:
 
         AttentionInterface.register(_NAME, sdpa_attention_forward)
         AttentionMaskInterface.register(_NAME, sdpa_mask)
-        for each in self._models:
-            each.set_attn_implementation(_NAME)
+        for model in self._models:
+            model.set_attn_implementation(_NAME)
 
     def complete(self, part: dict[str, Tensor], micro: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
         """``part`` with the whole ``attention_mask`` [B, T], of ones where there is none. Raises PlanError for labels that the
         model would shift."""
         if not self._models:
             return part
-        if "labels" in micro and any(each.loss_function.__name__ == "ForCausalLMLoss" for each in self._models):
+        if "labels" in micro and any(model.loss_function.__name__ == "ForCausalLMLoss" for model in self._models):
             raise PlanError(
                 given=f"labels for {type(self._models[0]).__name__} with sequences cut over ranks",
                 rule="a model that shifts labels by one needs the token after each of its own, which another rank has",
@@ -137,7 +137,7 @@ def _holds_a_sequence(function: Any) -> bool:
     """Whether a mask function keeps a tensor of two dims or more, or others that do."""
     for cell in getattr(function, "__closure__", None) or ():
         inner = cell.cell_contents
-        for each in inner if isinstance(inner, tuple) else (inner,):
-            if (isinstance(each, Tensor) and each.dim() > 1) or (callable(each) and _holds_a_sequence(each)):
+        for value in inner if isinstance(inner, tuple) else (inner,):
+            if (isinstance(value, Tensor) and value.dim() > 1) or (callable(value) and _holds_a_sequence(value)):
                 return True
     return False

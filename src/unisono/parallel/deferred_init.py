@@ -1,13 +1,14 @@
-"""A model that is built without its values, so that no rank holds all of it; they are drawn later, a tensor at a time.
+"""Builds a model without values, so that no rank ever holds all of it; values are drawn later, one tensor at a time.
 
-While the factory runs, what it would allocate or draw is made on the meta device, and each operation on it is written down: its
-numbers, the storages it reads and writes, the generator it draws from. ``Recipe.values`` carries them out on the CPU, for
-one parameter after the other, and drops each when its block was kept. Every draw has its place in the random stream, also
-one that is overwritten later or is for another stage (its memory is dropped at once). So values and generators are those of
-a plain construction, bit for bit, and peak memory is the largest parameter and what its own operations need. A parameter that is
-drawn twice, with others in between, is held meanwhile.
+While the factory runs, its tensors are made on the meta device and every operation on them is recorded: arguments, the storages
+it reads and writes, the generator it draws from. ``DeferredModel.values`` replays the operations on the CPU, one parameter after
+the other, and frees each parameter once its shard has been copied. Every draw keeps its place in the random stream, also one
+that is overwritten later or belongs to another stage. So values and generators are those of a plain construction, bit for bit.
+Peak memory is the largest parameter and the temporaries of its operations; a parameter that is drawn twice, with others in
+between, is held meanwhile.
 
-What has values from the start (``torch.tensor``, ``arange``, ``linspace``, numpy) stays real: constructors compute with it.
+Tensors that have values from the start (``torch.tensor``, ``arange``, ``linspace``, numpy) stay real: constructors compute with
+them.
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.errors import PlanError
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 
 # factories whose names begin so are deferred; others give values that constructors read
 _FACTORIES = ("empty", "zeros", "ones", "full", "rand", "normal")
@@ -271,7 +272,7 @@ class _Run:
 
     def _drawn(self, operation: _Operation) -> bool:
         before = (p for cell in operation.cells for p in takewhile(lambda p: p is not operation, self._queues[cell]))
-        return operation.generator is None and all(self._drawn(each) for each in before)
+        return operation.generator is None and all(self._drawn(earlier) for earlier in before)
 
     def _finished(self) -> Iterator[tuple[str, Tensor]]:
         for cell in self._done:
@@ -301,8 +302,8 @@ class _Run:
             return noted.of(storages[noted.cell])
 
         result = operation.function(*_mapped(real, operation.args), **_mapped(real, operation.kwargs))
-        made = [tensor for tensor in _tensors(result)][: len(operation.makes)] if operation.makes else []
-        for place, tensor in zip(operation.makes, made, strict=True):
+        outputs = [tensor for tensor in _tensors(result)][: len(operation.makes)] if operation.makes else []
+        for place, tensor in zip(operation.makes, outputs, strict=True):
             storages[place.cell] = tensor.untyped_storage()
             if tensor.stride() != place.stride or tensor.storage_offset() != place.offset:
                 storages[place.cell] = torch.UntypedStorage(self._bytes[place.cell])
@@ -322,7 +323,7 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
             # said when a module is copied; copying is recorded as any other operation
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             model = factory()
-        ends = [(each.generator, each.generator.get_state(), each.last) for each in recorder.streams.values()]
+        ends = [(item.generator, item.generator.get_state(), item.last) for item in recorder.streams.values()]
     finally:
         _init._no_grad_trunc_normal_ = _truncated_normal
         for stream in recorder.streams.values():
@@ -333,15 +334,15 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
     with recorder.fake:
         torchs_own = {*vars(torch.empty(())), "_is_param"}
     _to_meta(model, torchs_own)
-    told = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     for operation in recorder.operations:
-        told.update(f"{operation.function.__name__}{operation.state is None}".encode())
-        for each in (operation.args, operation.kwargs, operation.state):
-            _tell(told, each)
-    _tell(told, [(name, places.get(name, tensor)) for name, tensor in named.items()])
+        hasher.update(f"{operation.function.__name__}{operation.state is None}".encode())
+        for item in (operation.args, operation.kwargs, operation.state):
+            _update_digest(hasher, item)
+    _update_digest(hasher, [(name, places.get(name, tensor)) for name, tensor in named.items()])
     return DeferredModel(
         model=model,
-        fingerprint=told.hexdigest(),
+        fingerprint=hasher.hexdigest(),
         _operations=tuple(recorder.operations),
         _bytes=tuple(storage.nbytes() for storage in recorder.storages),
         _places=places,
@@ -351,16 +352,16 @@ def deferred_init(factory: Callable[[], nn.Module]) -> DeferredModel:
 
 def _to_meta(model: nn.Module, torchs_own: Collection[str]) -> None:
     """Put plain tensors on the meta device in place of those that were used to record; what is tied stays tied."""
-    made: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
 
     def plain(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in replacements:
             new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
                 vars(new).update({name: mark for name, mark in vars(tensor).items() if name not in torchs_own})
-            made[id(tensor)] = new
-        return made[id(tensor)]
+            replacements[id(tensor)] = new
+        return replacements[id(tensor)]
 
     for path, module in model.named_modules():
         for own in (module._parameters, module._buffers):
@@ -374,8 +375,8 @@ def _to_meta(model: nn.Module, torchs_own: Collection[str]) -> None:
 
 
 def allocate_shards(model: nn.Module, device: torch.device) -> None:
-    """Give what is on the meta device memory on ``device``, with unknown contents, and move the rest there. Of a model that
-    a plan has cut it is this rank's part. What stands for another stage's parameter (``stages``) is zero, as it was."""
+    """Allocate meta tensors on ``device``, uninitialised, and move the others there. ``model`` is this rank's part already; the
+    placeholders of other stages' parameters (``pipeline.stages``) become zeros."""
 
     def real(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
@@ -395,7 +396,7 @@ def allocate_shards(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def materialize(recipe: DeferredModel, model: nn.Module, pieces: ShardedParameters) -> None:
-    """Draw the values of an allocated model, and keep this rank's block of each."""
+    """Draw the values of an allocated model, and copy this rank's shard of each."""
     buffers = dict(model.named_buffers())
     targets = {**buffers, **pieces.parameters}
     for name, whole in recipe.values(targets.keys()):
@@ -404,7 +405,7 @@ def materialize(recipe: DeferredModel, model: nn.Module, pieces: ShardedParamete
         if part is None:
             target.copy_(whole)
             continue
-        for index, offset in part.boxes():
+        for index, offset in part.blocks():
             mine, block = target[index], whole
             for dim, (begin, extent) in enumerate(zip(offset, mine.shape, strict=True)):
                 block = block.narrow(dim, begin, extent)
@@ -415,7 +416,7 @@ def _names_of_tied(model: nn.Module) -> Iterator[list[str]]:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    return (each for each in names.values() if len(each) > 1)
+    return (aliases for aliases in names.values() if len(aliases) > 1)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -432,17 +433,17 @@ def _leaves(value: Any, kind: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from _leaves(list(cast("dict[str, Any]", value).values()), kind)
     elif isinstance(value, list | tuple):
-        for each in cast("list[Any]", value):
-            yield from _leaves(each, kind)
+        for item in cast("list[Any]", value):
+            yield from _leaves(item, kind)
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Tensor | _Place | _Constant):
         return function(value)
     if isinstance(value, dict):
-        return {name: _mapped(function, each) for name, each in cast("dict[str, Any]", value).items()}
+        return {name: _mapped(function, item) for name, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return type(cast(Any, value))(_mapped(function, each) for each in cast("list[Any]", value))
+        return type(cast(Any, value))(_mapped(function, item) for item in cast("list[Any]", value))
     return value
 
 
@@ -450,20 +451,20 @@ def _digest(state: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(state.numpy().tobytes())
 
 
-def _tell(told: Any, value: Any) -> None:
-    """Add what ``value`` says to a digest, equal in every process."""
+def _update_digest(hasher: Any, value: Any) -> None:
+    """Add ``value`` to a digest that is equal in every process."""
     if isinstance(value, _Constant):
         value = value.tensor
     if isinstance(value, Tensor):
-        told.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        told.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, dict):
-        _tell(told, list(cast("dict[str, Any]", value).items()))
+        _update_digest(hasher, list(cast("dict[str, Any]", value).items()))
     elif isinstance(value, list | tuple):
-        for each in cast("list[Any]", value):
-            _tell(told, each)
+        for item in cast("list[Any]", value):
+            _update_digest(hasher, item)
     elif not isinstance(value, torch.Generator):
-        told.update(f"{value!r};".encode())
+        hasher.update(f"{value!r};".encode())
 
 
 def _refused(what: str, tensor: Tensor | None, rule: str) -> PlanError:
@@ -472,6 +473,6 @@ def _refused(what: str, tensor: Tensor | None, rule: str) -> PlanError:
         given=f"{what}{of} while a model is built without its values",
         rule=rule,
         consequence="its values could not be drawn later, a tensor at a time",
-        nearest="give the trainer (or return from parts.model) a module that was built before; each rank then holds all "
+        nearest="give the trainer (or return from components.model) a module that was built before; each rank then holds all "
         "of it once, at the start",
     )

@@ -34,7 +34,7 @@ def find_device(asked: str, local_rank: int) -> torch.device:
             given=f"local rank {local_rank}",
             rule=f"one rank per device, and this host shows {count} of type {present.type!r}",
             consequence="two ranks would share a device",
-            nearest=f"launch.processes={count}, or make more devices visible",
+            nearest=f"launch.num_processes={count}, or make more devices visible",
         )
     return torch.device(present.type, local_rank)
 
@@ -58,22 +58,22 @@ def computes_fp8(device_type: str) -> bool:
 
 def set_backend(plan: Plan) -> None:
     """Apply tf32, autotune and determinism, all explicitly: none is left to a library's default."""
-    if plan.device == "cpu":
+    if plan.mesh.device == "cpu":
         # Scattered additions (an embedding's gradient in compiled code, index_put) otherwise race between threads, and a
         # resumed run is not bit-equal. Filling new memory is torch's debugging aid and would only cost.
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    torch.backends.cuda.matmul.allow_tf32 = plan.tf32
-    torch.backends.cudnn.allow_tf32 = plan.tf32
-    torch.backends.cudnn.benchmark = plan.autotune
-    torch.backends.cudnn.deterministic = not plan.autotune
+    torch.backends.cuda.matmul.allow_tf32 = plan.backend.tf32
+    torch.backends.cudnn.allow_tf32 = plan.backend.tf32
+    torch.backends.cudnn.benchmark = plan.backend.autotune
+    torch.backends.cudnn.deterministic = not plan.backend.autotune
 
 
 def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
     """The forward pass's precision: products in bf16 or fp16, reductions in fp32; with fp8, what else there is in bf16."""
-    if plan.precision == "fp32":
+    if plan.precision.compute == "fp32":
         return contextlib.nullcontext()
-    return torch.autocast(plan.device, dtype=COMPUTE_DTYPES[plan.precision])
+    return torch.autocast(plan.mesh.device, dtype=COMPUTE_DTYPES[plan.precision.compute])
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -32,8 +32,9 @@ from unisono.errors import PlanError
 from unisono.models.moe import Experts, Router, gather_rows
 from unisono.parallel.hooks import map_output
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.parameter_sharder import ParameterSharder
+from unisono.parallel.sharding import ParameterSharder, ShardTable
 from unisono.parallel.tensor import collectives
+from unisono.plan.plan import Plan
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
@@ -41,35 +42,36 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Experts))
 
 
-def expert_dims(model: nn.Module) -> dict[str, int]:
-    """The dimension along which ``ep`` cuts, by parameter name."""
-    return {f"{path}.{name}": 0 for path, layer in expert_layers(model) for name, _ in layer.named_parameters()}
+def expert_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters that are stacks of experts, along dim 0."""
+    return {f"{path}.{name}" for path, layer in expert_layers(model) for name, _ in layer.named_parameters()}
 
 
-def apply_expert_parallel(model: nn.Module, grid: ParallelDims) -> None:
-    """Keep this rank's experts of every layer, in place. Raises PlanError before anything is changed."""
-    ep, group = grid.plan.ep, grid.group("ep")
-    check_experts(model, ep)
-    for _, layer in expert_layers(model):
+def apply_expert_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+    """Keep this rank's experts of every layer, in place, and record them in ``table``."""
+    group, rank = mesh.group("ep"), mesh.rank_along("ep")
+    for path, layer in expert_layers(model):
         for name, stack in list(layer.named_parameters()):
-            part = stack.detach().chunk(ep)[grid.rank_along("ep")].clone(memory_format=torch.contiguous_format)
-            setattr(layer, name, nn.Parameter(part, requires_grad=stack.requires_grad))
+            local = stack.detach().chunk(mesh.plan.mesh.ep)[rank].clone(memory_format=torch.contiguous_format)
+            setattr(layer, name, nn.Parameter(local, requires_grad=stack.requires_grad))
+            table.narrow(f"{path}.{name}", "ep", 0, rank * len(local), len(local))
         layer.compute = _elsewhere(layer.compute, group)
 
 
-def shard_expert_hidden(layer: Any, cutter: ParameterSharder, *, along_sequence: bool) -> None:
+def shard_expert_hidden(layer: Any, sharder: ParameterSharder, *, along_sequence: bool) -> None:
     """Keep this rank's hidden units of each of the experts in ``layer``, in place."""
-    group, tokens = cutter.group, -2  # [B, T, D], and [B, T, k]
+    group, tokens = sharder.group, -2  # [B, T, D], and [B, T, k]
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-        cutter.shard(layer, name, dim)
+        sharder.shard(layer, name, dim)
     if along_sequence:
         into, out = (
-            partial(each, dim=tokens, group=group)
-            for each in (collectives.gather_from_sp_region, collectives.reduce_scatter_to_sp_region)
+            partial(collective, dim=tokens, group=group)
+            for collective in (collectives.gather_from_sp_region, collectives.reduce_scatter_to_sp_region)
         )
     else:
         into, out = (
-            partial(each, group=group) for each in (collectives.copy_to_tp_region, collectives.reduce_from_tp_region)
+            partial(collective, group=group)
+            for collective in (collectives.copy_to_tp_region, collectives.reduce_from_tp_region)
         )
 
     def whole(_layer: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,22 +87,23 @@ def sum_balance_counts(model: nn.Module, grid: ParallelDims) -> None:
 
     def summed(counts: Tensor) -> Tensor:
         counts = grid.sum(counts, "cp")
-        return grid.sum(counts, "tp") if grid.plan.sequence_parallel else counts
+        return grid.sum(counts, "tp") if grid.plan.tensor_parallel.sequence_parallel else counts
 
     for module in model.modules():
         if isinstance(module, Router):
             module.sum_over_sequence = summed
 
 
-def check_experts(model: nn.Module, ep: int) -> None:
-    """Raises PlanError where ``ep`` ranks cannot share the experts of ``model``."""
+def check_experts(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError where the ranks of ``ep`` cannot share the experts of ``model``."""
+    ep = plan.mesh.ep
     layers = list(expert_layers(model))
     if not layers:
         raise PlanError(
             given=f"plan.ep={ep} for {type(model).__name__}, which has no experts",
             rule="ep spreads the experts of models.moe.Experts over ranks",
             consequence="it would change nothing",
-            nearest="plan.ep=1, or model.experts",
+            nearest="plan.ep=1, or model.num_experts",
         )
     for path, layer in layers:
         if layer.num_experts % ep:
@@ -109,7 +112,7 @@ def check_experts(model: nn.Module, ep: int) -> None:
                 given=f"plan.ep={ep} for {path} with {layer.num_experts} experts",
                 rule="each rank has equally many experts",
                 consequence="the layer cannot be cut",
-                nearest=f"plan.ep={near}, or model.experts={-(-layer.num_experts // ep) * ep}",
+                nearest=f"plan.ep={near}, or model.num_experts={-(-layer.num_experts // ep) * ep}",
             )
 
 
@@ -129,8 +132,8 @@ def _elsewhere(compute: Compute, group: ProcessGroup) -> Compute:
         order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)  # [R]
         back = torch.empty_like(order)
         back[order] = torch.arange(order.numel(), device=order.device)
-        made = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
-        return _AllToAll.apply(gather_rows(made, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
+        outputs = compute(gather_rows(arrived, order, back), theirs.sum(0))  # [R, D], by expert, then by rank
+        return _AllToAll.apply(gather_rows(outputs, back, order), receive, send, group)  # pyright: ignore[reportReturnType]
 
     return exchanged
 

@@ -30,26 +30,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 from unisono.errors import PlanError, nearest_name
 from unisono.parallel.expert import expert_layers
-from unisono.parallel.global_spec import GlobalParameterSpec
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.shard_notes import grad_reduce_dtypes_of
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters, ShardTable
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 
 
-def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Module], grid: ParallelDims) -> None:
-    """Cut the parameters of ``model``, in place, over the ranks: each block is a unit, the rest of the model another.
-
-    Raises PlanError, before anything is changed, where ``plan.unsharded`` names nothing, or experts that ``ep`` spreads.
-    """
-    plan = grid.plan
-    _check_unsharded(model, plan)
+def apply_fsdp(model: nn.Module, blocks: list[nn.Module], mesh: ParallelDims, table: ShardTable) -> None:
+    """Shard the parameters of ``model``, in place: each block is a unit, the rest of the model another."""
+    plan, spec = mesh.plan, table.spec
     stacks = {parameter for _, experts in expert_layers(model) for parameter in experts.parameters()}
     ranks = {
         parameter: plan.shard_degree_of(
-            whole.first_names[name], whole.parameters[whole.first_names[name]].numel, expert=parameter in stacks
+            spec.first_names[name], spec.parameters[spec.first_names[name]].numel, expert=parameter in stacks
         )
         for name, parameter in model.named_parameters()
     }
@@ -60,35 +54,56 @@ def apply_fsdp(model: nn.Module, whole: GlobalParameterSpec, blocks: list[nn.Mod
         count = ranks[parameter]
         return Shard(1 if parameter in stacks and experts % count and units % count == 0 else 0)
 
-    unit_of = partial(_by_kind, left=left, placed=placed)
-    if plan.ep > 1 and plan.shard_degree > plan.ep:
+    paths = {module: path for path, module in model.named_modules()}
+
+    def reduce_dtype(module: nn.Module, name: str, parameter: nn.Parameter) -> torch.dtype:
+        own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        return table.grad_reduce_dtypes.get(f"{paths[module]}.{name}".lstrip("."), own)
+
+    unit_of = partial(_by_kind, left=left, placed=placed, reduce_dtype=reduce_dtype)
+    if plan.mesh.ep > 1 and plan.mesh.shard_degree > plan.mesh.ep:
         for _, experts in expert_layers(model):
-            unit_of(experts, grid.expert_mesh, reshard=plan.zero == 3)
+            unit_of(experts, mesh.expert_mesh, reshard=plan.fsdp.zero == 3)
     for block in blocks:
-        unit_of(block, grid.fsdp_mesh, reshard=plan.zero == 3)
+        unit_of(block, mesh.fsdp_mesh, reshard=plan.fsdp.zero == 3)
     # the loss reads the head's weight after the forward pass, and the backward pass begins with it: it stays
-    unit_of(model, grid.fsdp_mesh, reshard=False)
+    unit_of(model, mesh.fsdp_mesh, reshard=False)
     units: Any = blocks
-    for number in range(len(blocks) if plan.prefetch_blocks else 0):
-        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.prefetch_blocks])
-        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.prefetch_blocks) : number][::-1])
+    for number in range(len(blocks) if plan.fsdp.prefetch_blocks else 0):
+        units[number].set_modules_to_forward_prefetch(units[number + 1 : number + 1 + plan.fsdp.prefetch_blocks])
+        units[number].set_modules_to_backward_prefetch(units[max(0, number - plan.fsdp.prefetch_blocks) : number][::-1])
     for unit in _units(model):
         unit.set_gradient_divide_factor(1.0)
         # a rank whose samples did not use a parameter sends zeros: else ranks would reduce buffers of different lengths
         unit.set_reduce_scatter_unused_params(True)
         # else the collective is asked to multiply a factor in, which gloo cannot
         unit.set_force_sum_reduction_for_comms(True)
+    _record(model, mesh, table)
 
 
-def _check_unsharded(model: nn.Module, plan: Plan) -> None:
+def _record(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+    """Note in ``table`` which elements of each parameter FSDP2 has left on this rank."""
+    experts = table.split_over("ep")
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        axis, placement = "experts" if table.spec.first_names[name] in experts else "shard", parameter.placements[-1]
+        dim = placement.dim if isinstance(placement, Shard) else 0
+        size = -(-parameter.shape[dim] // mesh.sizes[axis])
+        start = min(mesh.rank_along(axis) * size, parameter.shape[dim])
+        table.narrow(name, "shard", dim, start, parameter.to_local().shape[dim])
+
+
+def check_unsharded(model: nn.Module, plan: Plan) -> None:
+    """Raises PlanError where ``plan.fsdp.ignored_modules`` names nothing, or experts that ``ep`` spreads."""
     paths = [path for path, _ in model.named_modules() if path]
-    spread = [path for path, _ in expert_layers(model)] if plan.ep > 1 else []
-    for pattern in plan.unsharded:
+    spread = [path for path, _ in expert_layers(model)] if plan.mesh.ep > 1 else []
+    for pattern in plan.fsdp.ignored_modules:
         named = match_modules(pattern, paths)
         experts = [path for path in spread if any(path == name or path.startswith(f"{name}.") for name in named)]
         if not named or experts:
             raise PlanError(
-                given=f"unsharded {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
+                given=f"fsdp.ignored_modules {pattern!r}" + (f", which holds {experts[0]}" if experts else ""),
                 rule="it names modules of the model, without experts that ep spreads",
                 consequence="experts would not be where tokens are sent" if experts else "it would change nothing",
                 nearest="modules beside them, or ep=1" if experts else nearest_name(pattern, paths),
@@ -104,6 +119,7 @@ def _by_kind(
     *,
     left: set[nn.Parameter],
     placed: Callable[[nn.Parameter], Shard],
+    reduce_dtype: Callable[[nn.Module, str, nn.Parameter], torch.dtype],
     reshard: bool,
 ) -> None:
     """Make a unit of ``module`` without what is ``left`` whole. FSDP2 wants one dtype in a unit, kept and under way: modules in
@@ -116,8 +132,7 @@ def _by_kind(
         for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in left or isinstance(parameter, DTensor):  # of a unit inside this one
                 continue
-            own = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
-            kinds[inner] = parameter.dtype, grad_reduce_dtypes_of(inner).get(name, own)
+            kinds[inner] = parameter.dtype, reduce_dtype(inner, name, parameter)
             matrices += [kinds[inner]] * (parameter.dim() > 1)
     main = (matrices or list(kinds.values()) or [(torch.float32, torch.float32)])[-1]
     units: list[tuple[Any, Kind]] = [
@@ -137,8 +152,8 @@ def _by_kind(
 
 
 def _policy(kind: Kind) -> MixedPrecisionPolicy:
-    kept, travels = kind
-    return MixedPrecisionPolicy(reduce_dtype=None if travels == kept else travels, cast_forward_inputs=False)
+    stored, reduced = kind
+    return MixedPrecisionPolicy(reduce_dtype=None if reduced == stored else reduced, cast_forward_inputs=False)
 
 
 def reshard(model: nn.Module) -> None:
@@ -159,9 +174,9 @@ class FSDPGradients:
 
     def _set(self, units: Iterable[FSDPModule], *, last: bool) -> None:
         for unit in units:
-            unit.set_requires_gradient_sync(last or self._plan.zero > 1, recurse=False)
+            unit.set_requires_gradient_sync(last or self._plan.fsdp.zero > 1, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
-            unit.set_reshard_after_backward(last or self._plan.zero == 3, recurse=False)
+            unit.set_reshard_after_backward(last or self._plan.fsdp.zero == 3, recurse=False)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """The next backward pass is the step's last, or the last through a ``part`` of the model."""

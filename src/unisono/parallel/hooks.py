@@ -1,7 +1,8 @@
-"""Where cut layers meet the rest of a model: what a module is given, and what it returns."""
+"""Hooks on the input, the forward pass and the output of a module. Only ``wrap_forward`` replaces a forward pass."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 
 def map_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """``module`` gets ``change(x)`` in place of its first argument."""
+    """Pass ``change(x)`` to ``module`` instead of its first argument ``x``."""
 
     def hook(
         _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -23,9 +24,20 @@ def map_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def map_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """``module`` returns ``change(y)`` in place of its output, or of the first one of several."""
+    """Let ``module`` return ``change(y)`` instead of its output ``y``, or of the first output of several."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
     module.register_forward_hook(hook)
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Let ``module`` compute ``wrapper(forward, *args, **kwargs)``, where ``forward`` is its forward pass so far."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(inner, *args, **kwargs)
+
+    module.forward = forward

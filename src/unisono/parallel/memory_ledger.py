@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 
 from unisono.errors import PlanError
 from unisono.optim import state_tensors
-from unisono.parallel.global_spec import GlobalParameterSpec
 from unisono.parallel.pipeline.partition import PipelinePartition
-from unisono.parallel.shard_notes import TensorParallelBlock
+from unisono.parallel.sharding import GlobalParameterSpec, TensorShard
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
 
@@ -56,29 +55,29 @@ class MemoryLedger:
 
     @property
     def parameter_bytes(self) -> int:
-        return sum(each.parameter_bytes for each in self.parameters.values())
+        return sum(parameter.parameter_bytes for parameter in self.parameters.values())
 
     @property
     def gradient_bytes(self) -> int:
-        return sum(each.gradient_bytes for each in self.parameters.values())
+        return sum(parameter.gradient_bytes for parameter in self.parameters.values())
 
     @property
     def state_bytes(self) -> int:
-        return sum(each.state_bytes for each in self.parameters.values())
+        return sum(parameter.state_bytes for parameter in self.parameters.values())
 
     @property
     def numel(self) -> int:
         """Elements of parameters."""
-        return sum(each.numel for each in self.parameters.values())
+        return sum(parameter.numel for parameter in self.parameters.values())
 
 
 def coordinates_of(plan: Plan, rank: int) -> dict[str, int]:
     """Where ``rank`` is along each axis (see ``grid``), without a process group."""
     place: dict[str, int] = {}
     for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        rank, place[axis] = divmod(rank, int(getattr(plan, axis)))
-    place["shard"] = place["dp_shard"] * plan.cp + place["cp"]
-    place["experts"], place["ep"] = divmod(place["shard"], plan.ep)
+        rank, place[axis] = divmod(rank, int(getattr(plan.mesh, axis)))
+    place["shard"] = place["dp_shard"] * plan.mesh.cp + place["cp"]
+    place["experts"], place["ep"] = divmod(place["shard"], plan.mesh.ep)
     return place
 
 
@@ -88,26 +87,28 @@ def build_ledger(
     rank: int,
     *,
     state: Collection[str],
-    blocks: Mapping[str, TensorParallelBlock] | None = None,
+    shards: Mapping[str, TensorShard] | None = None,
     stacks: Collection[str] = (),
     layout: PipelinePartition | None = None,
 ) -> MemoryLedger:
     """What ``rank`` holds of ``whole``.
 
-    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``blocks``: what ``tp`` leaves this rank, by first
+    ``state``: the optimizer's tensors per parameter (``optim.state_names``). ``shards``: what ``tp`` leaves this rank, by first
     name. ``stacks``: names of parameters that are stacks of experts. ``layout``: where the stages of a pipeline begin.
     """
     place = coordinates_of(plan, rank)
-    stages = {stage_index(plan.schedule, plan.pp, place["pp"], chunk) for chunk in range(plan.stages_per_rank)}
+    stages = {
+        stage_index(plan.pipeline.schedule, plan.mesh.pp, place["pp"], chunk) for chunk in range(plan.stages_per_rank)
+    }
     held: dict[str, ParameterMemory] = {}
     for name, entry in whole.parameters.items():
         if layout is not None and stages.isdisjoint(layout.stages_of_parameter[name]):
             continue
-        shape, block, expert = list(entry.shape), (blocks or {}).get(name), name in stacks
+        shape, block, expert = list(entry.shape), (shards or {}).get(name), name in stacks
         if block is not None:
             shape[block.dim] = sum(length for _, length in block.runs)
         if expert:
-            shape[0] //= plan.ep
+            shape[0] //= plan.mesh.ep
         before_rows = math.prod(shape)
         if plan.uses_fsdp:
             line, ranks = "experts" if expert else "shard", plan.shard_degree_of(name, entry.numel, expert=expert)
@@ -116,14 +117,14 @@ def build_ledger(
             shape[dim] = max(0, min(shape[dim] - (place[line] if ranks > 1 else 0) * size, size))
         numel, size = math.prod(shape), entry.dtype.itemsize
         # of what rules make bf16, gradients and moments stay in fp32
-        wide = max(size, 4) if plan.dtypes and entry.dtype == torch.bfloat16 else size
-        moments = [each for each in state if each not in _COUNTERS] if entry.trained else []
+        wide = max(size, 4) if plan.precision.dtype_rules and entry.dtype == torch.bfloat16 else size
+        moments = [moment for moment in state if moment not in _COUNTERS] if entry.trained else []
         counters = len(state) - len(moments) if entry.trained else 0
         held[name] = ParameterMemory(
             shape=tuple(shape),
             dtype=entry.dtype,
             parameter_bytes=numel * size,
-            gradient_bytes=(before_rows if plan.zero == 1 else numel) * wide if entry.trained else 0,
+            gradient_bytes=(before_rows if plan.fsdp.zero == 1 else numel) * wide if entry.trained else 0,
             state_numel=numel * len(moments),
             state_bytes=numel * len(moments) * wide + counters * _COUNTER_BYTES,
         )
@@ -147,7 +148,7 @@ def check_ledger(expected: MemoryLedger, parameters: Mapping[str, nn.Parameter],
         want, piece, state = held[name], parameters[name], states.get(name, [])
         if (tuple(piece.shape), piece.dtype) != (want.shape, want.dtype):
             wrong.append(f"{name} is {list(piece.shape)} {piece.dtype}, and should be {list(want.shape)} {want.dtype}")
-        elif (have := sum(each.nbytes for each in state)) != want.state_bytes:
+        elif (have := sum(state_tensor.nbytes for state_tensor in state)) != want.state_bytes:
             wrong.append(f"the optimizer holds {have} bytes for {name}, and should hold {want.state_bytes}")
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""

@@ -31,9 +31,9 @@ class ParallelDims:
 
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        ranks = torch.arange(plan.world_size).view([int(getattr(plan, axis)) for axis in AXES])
+        ranks = torch.arange(plan.mesh.world_size).view([int(getattr(plan.mesh, axis)) for axis in AXES])
         shard = ranks.flatten(2, 3)  # pp, dp_replicate, shard, tp
-        experts = shard.unflatten(2, (-1, plan.ep))  # pp, dp_replicate, experts, ep, tp
+        experts = shard.unflatten(2, (-1, plan.mesh.ep))  # pp, dp_replicate, experts, ep, tp
         along = {axis: ranks.movedim(dim, -1) for dim, axis in enumerate(AXES)}
         along |= {"data": ranks.movedim((1, 2), (-2, -1)).flatten(-2), "shard": shard.movedim(2, -1)}
         along |= {"ep": experts.movedim(3, -1), "experts": experts.movedim(2, -1)}
@@ -42,7 +42,7 @@ class ParallelDims:
         self._groups: dict[str, ProcessGroup] = {}
         if plan.is_model_sharded:
             # those that sum gradients want a group of one rank too
-            sums = {"dp_replicate", "shard"} | ({"experts"} if plan.ep > 1 else set())
+            sums = {"dp_replicate", "shard"} | ({"experts"} if plan.mesh.ep > 1 else set())
             wanted = [name for name in GROUP_NAMES if self.sizes[name] > 1 or name in sums]
             self._groups = world.groups({name: self._lines[name].tolist() for name in wanted})
         elif world.group is not None:
@@ -62,12 +62,14 @@ class ParallelDims:
     @property
     def data_rank(self) -> int:
         """Which part of a batch this rank computes (with others along cp, tp and pp), of ``plan.data_ranks``."""
-        return self.rank_along("dp_replicate") * self.plan.dp_shard + self.rank_along("dp_shard")
+        return self.rank_along("dp_replicate") * self.plan.mesh.dp_shard + self.rank_along("dp_shard")
 
     @property
     def rng_rank(self) -> int:
         """Whose random numbers this rank draws: ranks along tp compute the same and draw the same, all others their own."""
-        return (self.rank_along("pp") * self.plan.dp_world_size + self.data_rank) * self.plan.cp + self.rank_along("cp")
+        return (
+            self.rank_along("pp") * self.plan.mesh.dp_world_size + self.data_rank
+        ) * self.plan.mesh.cp + self.rank_along("cp")
 
     def group(self, name: str) -> ProcessGroup:
         """The ranks that differ from this one along ``name`` only."""
@@ -85,12 +87,12 @@ class ParallelDims:
 
     def _mesh(self, name: str) -> DeviceMesh:
         line = torch.tensor(self.ranks_along(name))
-        if self.plan.dp_replicate == 1:
-            return DeviceMesh.from_group(self.group(name), self.plan.device, mesh=line, mesh_dim_names=(name,))
+        if self.plan.mesh.dp_replicate == 1:
+            return DeviceMesh.from_group(self.group(name), self.plan.mesh.device, mesh=line, mesh_dim_names=(name,))
         copies = torch.tensor(self.ranks_along("dp_replicate"))
         return DeviceMesh.from_group(
             [self.group("dp_replicate"), self.group(name)],
-            self.plan.device,
+            self.plan.mesh.device,
             mesh=line + (copies - self.world.rank)[:, None],
             mesh_dim_names=("dp_replicate", name),
         )

@@ -1,19 +1,21 @@
-"""Recompute: activations that are dropped in the forward pass and computed again in the backward pass (Chen et al. 2016)."""
+"""Activations that are recomputed in the backward pass (Chen et al. 2016), or wait for it in host memory (Rhu et al. 2016)."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from unisono.errors import PlanError, Problem, nearest_name
 from unisono.parallel.context_transformers import models_of_transformers
+from unisono.parallel.hooks import wrap_forward
 from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
 from unisono.plan.trace import trace
@@ -39,12 +41,12 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
     Raises PlanError: more blocks than there are, an operator that does not exist; and in the first forward pass where an
     operator to keep was not run.
     """
-    if plan.recompute == "none":
+    if plan.recompute.mode == "none":
         return
-    count = plan.recompute_blocks[piece] if plan.recompute_blocks else len(blocks)
+    count = plan.recompute.blocks_per_stage[piece] if plan.recompute.blocks_per_stage else len(blocks)
     if count > len(blocks):
         raise PlanError(
-            given=f"recompute_blocks[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
+            given=f"recompute.blocks_per_stage[{piece}] is {count}, and that piece of the model has {len(blocks)} blocks",
             rule="it counts blocks of the piece, from the first on",
             consequence="less memory would be free than was planned",
             nearest=f"{len(blocks)}",
@@ -57,27 +59,29 @@ def recompute_blocks(plan: Plan, blocks: Sequence[nn.Module], piece: int = 0) ->
 
 
 def recompute_modules(plan: Plan, named: Mapping[str, nn.Module], pieces: Sequence[Sequence[nn.Module]]) -> None:
-    """The same of the modules that ``recompute_modules`` names; see ``find_recomputed_modules``. ``pieces`` of the model are here, each
-    the blocks of a stage in a row, or the whole model alone."""
+    """Have the modules in ``named`` (of ``find_recomputed_modules``) computed again in the backward pass.
+
+    ``pieces`` of the model are here: each is the blocks of a stage in a row, or the whole model alone.
+    """
     policy = _policy_of(plan)
     for module in named.values():
         _recompute(module, policy)
     if policy is None:
         return
     for piece in pieces:
-        inside = {module for each in piece for module in each.modules()}
+        inside = {module for block in piece for module in block.modules()}
         # what no kind of module runs in a piece that has all kinds, none runs anywhere
         if {_kind(name) for name, module in named.items() if module in inside} == set(map(_kind, named)):
             _check_behind(piece[-1], policy)
 
 
 def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """What ``recompute_modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
+    """What ``recompute.modules`` names in the whole model. Raises PlanError with all names that cannot be followed."""
     modules = {name: module for name, module in model.named_modules() if name}
-    found: dict[str, str] = {}
+    pattern_of: dict[str, str] = {}
     problems: dict[str, Problem] = {}  # of modules alike one is enough
-    for pattern in plan.recompute_modules:
-        given = f"recompute_modules {pattern!r}"
+    for pattern in plan.recompute.modules:
+        given = f"recompute.modules {pattern!r}"
         if not (names := match_modules(pattern, modules)):
             problems[pattern] = Problem(
                 given=given,
@@ -96,20 +100,20 @@ def find_recomputed_modules(plan: Plan, model: nn.Module, blocks: Sequence[nn.Mo
                 )
             elif type(modules[name]).forward is nn.Module.forward:  # a ModuleList
                 wrong = _never_called(given, name)
-            elif name in found:
-                wrong = _twice(f"{name}, which {found[name]!r} and {pattern!r} name")
+            elif name in pattern_of:
+                wrong = _twice(f"{name}, which {pattern_of[name]!r} and {pattern!r} name")
             else:
-                found[name] = pattern
+                pattern_of[name] = pattern
                 continue
             problems.setdefault(pattern, wrong)
-    for name, pattern in found.items():
+    for name, pattern in pattern_of.items():
         parts = name.split(".")
         for around in (".".join(parts[:count]) for count in range(1, len(parts))):
-            if around in found:
+            if around in pattern_of:
                 problems.setdefault(pattern, _twice(f"{name}, which {pattern!r} names, inside {around}"))
     if problems:
         raise PlanError(*problems.values())
-    return {name: modules[name] for name in found}
+    return {name: modules[name] for name in pattern_of}
 
 
 def check_called(named: Mapping[str, nn.Module], model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
@@ -117,7 +121,7 @@ def check_called(named: Mapping[str, nn.Module], model: nn.Module, inputs: Mappi
     called = {call.module for call in trace(model, inputs).calls}
     missing = {_kind(name): name for name in named if name not in called}
     if missing:
-        raise PlanError(*(_never_called(f"recompute_modules for {kind!r}", name) for kind, name in missing.items()))
+        raise PlanError(*(_never_called(f"recompute.modules for {kind!r}", name) for kind, name in missing.items()))
 
 
 def _never_called(given: str, name: str) -> Problem:
@@ -132,7 +136,7 @@ def _never_called(given: str, name: str) -> Problem:
 def _twice(given: str) -> Problem:
     return Problem(
         given=given,
-        rule="one pattern of recompute_modules names a module, and none one inside it",
+        rule="one pattern of recompute.modules names a module, and none one inside it",
         consequence="it would be computed again for each of them, or be unclear which counts",
         nearest="the outer or the inner modules, by patterns that do not overlap",
     )
@@ -143,15 +147,15 @@ def _kind(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def check_kv_caches(plan: Plan, model: nn.Module) -> None:
+def check_kv_caches(model: nn.Module, plan: Plan) -> None:
     """Raises PlanError for a model of transformers that keeps keys for later tokens: blocks would add them once more in the
     backward pass, and what recompute drops would be held by the cache."""
-    for each in models_of_transformers(model) if plan.recompute != "none" else []:
+    for decoder in models_of_transformers(model):
         # encoders, such as BERT, have the setting and keep nothing
-        decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in each.modules())
-        if decodes and getattr(each.config, "use_cache", False):
+        decodes = any(getattr(m, "is_causal", False) or getattr(m, "is_decoder", False) for m in decoder.modules())
+        if decodes and getattr(decoder.config, "use_cache", False):
             raise PlanError(
-                given=f"plan.recompute={plan.recompute!r} for {type(each).__name__} with config.use_cache=True",
+                given=f"plan.recompute={plan.recompute.mode!r} for {type(decoder).__name__} with config.use_cache=True",
                 rule="a block that is computed again leaves nothing behind; a cache takes its keys and values each time",
                 consequence="the second pass would see another cache than the first, and nothing be saved of keys and values",
                 nearest="model.config.use_cache=False (a cache is of use in generation only)",
@@ -165,7 +169,7 @@ class _Policy:
         known = {name.partition("::")[2].partition(".")[0] for name in _all_operators() if name.startswith("aten::")}
         problems = [
             Problem(
-                given=f"recompute_keep {name!r}",
+                given=f"recompute.saved_ops {name!r}",
                 rule="it names operators of aten, without overload, such as 'mm', that make a new tensor and draw nothing",
                 consequence="nothing could be kept, or what is drawn again would be other numbers",
                 nearest=nearest_name(name, known - {name}),
@@ -190,10 +194,10 @@ class _Policy:
         name = str(operator.overloadpacket.__name__)
         if name in self._names and (dropout := _dropout_of(operator, args, kwargs)):
             raise PlanError(
-                given=f"recompute_keep {name!r} of attention with dropout {dropout}",
+                given=f"recompute.saved_ops {name!r} of attention with dropout {dropout}",
                 rule="what is kept is not run again, and then draws nothing",
                 consequence="dropout behind it in the block would draw other numbers than in the forward pass",
-                nearest=f"recompute_keep without {name!r}, or attention without dropout",
+                nearest=f"recompute.saved_ops without {name!r}, or attention without dropout",
             )
         self.unused.discard(name)
         return CheckpointPolicy.MUST_SAVE if name in self._names else CheckpointPolicy.PREFER_RECOMPUTE
@@ -202,7 +206,7 @@ class _Policy:
         """After the blocks have run. Raises PlanError for a name that nothing was kept by."""
         if self.unused:
             raise PlanError(
-                given=f"recompute_keep {', '.join(sorted(self.unused))}",
+                given=f"recompute.saved_ops {', '.join(sorted(self.unused))}",
                 rule="it names operators that the recomputed blocks run",
                 consequence="it would keep nothing",
                 nearest="leave it out, or see which operators run with torch.profiler",
@@ -210,7 +214,7 @@ class _Policy:
 
 
 def _policy_of(plan: Plan) -> _Policy | None:
-    return _one_policy(plan.recompute_keep).begin() if plan.recompute == "selective" else None
+    return _one_policy(plan.recompute.saved_ops).begin() if plan.recompute.mode == "selective" else None
 
 
 @functools.cache
@@ -223,7 +227,7 @@ def _dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """``dropout_p`` of a call of attention; 0 of anything else."""
     if "attention" not in operator.overloadpacket.__name__:
         return 0.0
-    names = [each.name for each in operator._schema.arguments]
+    names = [argument.name for argument in operator._schema.arguments]
     return float((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p", 0.0))
 
 
@@ -231,8 +235,8 @@ def _draws(name: str) -> bool:
     """Whether random numbers are skipped when the operator's result is kept. Attention draws only with a dropout of its own,
     which is known when it runs."""
     packet: Any = getattr(torch.ops.aten, name)
-    overloads = [getattr(packet, each) for each in packet.overloads()]
-    return "attention" not in name and any(torch.Tag.nondeterministic_seeded in each.tags for each in overloads)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return "attention" not in name and any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 def _all_operators() -> list[str]:
@@ -241,39 +245,35 @@ def _all_operators() -> list[str]:
 
 
 def _recompute(block: nn.Module, policy: _Policy | None) -> None:
-    """Replace the block's forward by one that keeps only its inputs (and what the policy names)."""
-    inner = block.forward
+    """Have the block keep only its inputs (and what the policy names)."""
     arguments: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if policy is not None:
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     if any(True for _ in block.buffers()):
         arguments["context_fn"] = functools.partial(_contexts, block, arguments.get("context_fn"))
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def recomputing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Nothing is saved in evaluation, so there is nothing to compute again.
         if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        return checkpoint(inner, *args, **arguments, **kwargs)
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **arguments, **kwargs)
 
-    block.forward = forward
+    wrap_forward(block, recomputing)
 
 
 def _check_behind(last: nn.Module, policy: _Policy) -> None:
     """Names that nothing has run are known behind the forward pass of the ``last`` block, or of the model."""
-    forward = last.forward
     if not policy.unused:
         return
 
     # beside the others' forward, not in it: blocks that are alike are compiled once
-    @functools.wraps(forward)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             policy.check()
         return result
 
-    last.forward = checked
+    wrap_forward(last, checked)
 
 
 def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -284,12 +284,46 @@ def _contexts(block: nn.Module, inner: Any) -> tuple[AbstractContextManager[Any]
 @contextmanager
 def _buffers_aside(block: nn.Module, inner: AbstractContextManager[Any]) -> Generator[None]:
     """Run again on copies of the buffers: a batch norm has counted this batch already."""
-    kept = [(module, name, each) for module in block.modules() for name, each in module.named_buffers(recurse=False)]
-    for module, name, buffer in kept:
+    buffers = [
+        (module, name, tensor) for module in block.modules() for name, tensor in module.named_buffers(recurse=False)
+    ]
+    for module, name, buffer in buffers:
         setattr(module, name, buffer.clone())
     try:
         with inner:
             yield
     finally:
-        for module, name, buffer in kept:
+        for module, name, buffer in buffers:
             setattr(module, name, buffer)
+
+
+# --- offload ----------------------------------------------------------------------------------------------------------
+
+
+def offload_activations(blocks: Sequence[nn.Module], *, pinned: bool) -> None:
+    """Copy what the forward passes of ``blocks`` save to the host and back when the backward pass asks for it, in place.
+
+    ``pinned`` memory is copied without a wait. Parameters, which are saved too, stay where they are.
+    """
+    for block in blocks:
+        _offload(block, pinned=pinned)
+
+
+def _offload(block: nn.Module, *, pinned: bool) -> None:
+    def offloading(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # a transposed weight is another tensor on the same memory; a sharded block's weights are there from now on
+        stays = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+        host: Any = save_on_cpu(pin_memory=pinned)
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if tensor.untyped_storage().data_ptr() in stays else host.pack_hook(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            return packed if isinstance(packed, Tensor) else host.unpack_hook(packed)
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(*args, **kwargs)
+
+    wrap_forward(block, offloading)

@@ -1,7 +1,7 @@
-"""Gradients of parameters that several ranks hold alike and to which each of them contributes a part.
+"""Gradients of replicated parameters to which each rank contributes a part, outside of data parallelism.
 
-The gradient synchronisation does not see them. Examples: a key/value head that serves query heads on several ranks; norms
-between layers whose activations are cut along the sequence; beside a sharded state, what a plan leaves whole.
+Examples: a key/value head that serves query heads on several ranks; norms in a sequence-parallel region; parameters that FSDP2
+leaves replicated.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 
 
 class ReplicatedGradients:
-    """``groups``: ranks, and the names of parameters whose pieces' gradients are summed over them, once per step.
+    """Sums gradients over ``groups``: ranks, and the names of the parameters, once per step.
 
-    All ranks of a group pass the same names, and hold equal pieces of them. What is not trained, or has no piece here, is left
-    out.
+    All ranks of a group pass the same names and hold equal shards of them. Parameters that are not trained, or not on this
+    rank, are skipped.
     """
 
     def __init__(self, groups: Sequence[tuple[ProcessGroup, Sequence[str]]], world: World) -> None:
         self._groups, self._world = groups, world
 
     @torch.no_grad()
-    def reduce(self, pieces: ShardedParameters) -> None:
-        """Sum, in place: after the gradients have been summed over data ranks, before anyone reads them."""
+    def reduce(self, sharded: ShardedParameters) -> None:
+        """Sum in place. Called after the reduction over data ranks, before the gradients are read."""
         for group, names in self._groups:
-            gradients = [pieces.parameters[name].grad for name in names if name in pieces.parameters]
+            gradients = [sharded.parameters[name].grad for name in names if name in sharded.parameters]
             by_dtype: dict[torch.dtype, list[Tensor]] = {}
             for gradient in gradients:
                 if gradient is not None:

@@ -1,38 +1,355 @@
-"""A block of a tensor that no rank holds whole."""
+"""How parameters are split over ranks: one description of a shard, and one table of the shards that this rank holds.
+
+A transform that splits parameters replaces each by this rank's part and records in the table where the part lies: tensor
+parallelism first, then expert parallelism, then FSDP2, each of which splits what the one before it left. The optimizer, the
+moving average, the checkpoint and the gradient norm read the table, and need not know which transform split a parameter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from unisono.optim import global_norm
+from unisono.parallel.mesh import ParallelDims
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """This rank's block of a tensor that is spread over ranks: ``tensor`` are the elements of the whole from ``offset`` on.
+    """Where a rank's part of a tensor lies in the global tensor, of ``global_shape``.
 
-    The whole is of ``shape``. Blocks may be cut along any dims, be uneven, and be empty (of a rank behind the end of a
-    short tensor). Of equal blocks on several ranks (replicas) only number 0 is written; those of all ranks together tile
-    the whole.
-
-    Where several matrices lie side by side in one and each is cut, ``tensor`` is made of ``runs`` (offset, length) along ``dim``,
-    one behind the other; without, it is one block.
+    The part begins at ``offset``. Where matrices are fused along ``dim`` and each is split, the part consists of ``runs``
+    (offset, length) along ``dim``, one after the other; without runs it is one block. A tensor may be split along several dims;
+    parts may be uneven, and empty on ranks behind the end of a short tensor. ``replica`` counts the ranks before this one that
+    hold an equal part: the parts with replica 0 tile the global tensor, and a checkpoint has only those.
     """
 
-    tensor: Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
-    replica: int = 0
     dim: int = 0
     runs: tuple[tuple[int, int], ...] = ()
+    replica: int = 0
 
-    def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
-        """The blocks that ``tensor`` is made of: where each lies in it (an index), and its offset in the whole."""
-        if not self.runs:
+    @staticmethod
+    def whole(shape: Sequence[int]) -> TensorShard:
+        """The global tensor itself."""
+        return TensorShard(global_shape=tuple(shape), offset=(0,) * len(shape))
+
+    def select(self, dim: int, runs: Sequence[tuple[int, int]], *, replica: int = 0) -> TensorShard:
+        """The ``runs`` along ``dim`` of a tensor that is not split yet."""
+        return replace(self, offset=self._offset_with(dim, runs[0][0]), dim=dim, runs=tuple(runs), replica=replica)
+
+    def narrow(self, dim: int, start: int, length: int) -> TensorShard:
+        """Of this part, ``length`` elements along ``dim`` from the element ``start`` on."""
+        if not self.runs or dim != self.dim:
+            return replace(self, offset=self._offset_with(dim, self.offset[dim] + start))
+        runs: list[tuple[int, int]] = []
+        for offset, size in self.runs:
+            begin, end = max(start, 0), min(start + length, size)
+            if begin < end:
+                runs.append((offset + begin, end - begin))
+            start -= size
+        runs = runs or [(sum(self.runs[-1]), 0)]
+        return replace(self, offset=self._offset_with(dim, runs[0][0]), runs=tuple(runs))
+
+    def blocks(self) -> Iterator[tuple[tuple[slice, ...], tuple[int, ...]]]:
+        """For each contiguous block of the part: its index in the part, and its offset in the global tensor."""
+        if len(self.runs) < 2:
             yield (), self.offset
+            return
         start = 0
         for offset, length in self.runs:
             index = (*(slice(None) for _ in range(self.dim)), slice(start, start + length))
-            yield index, (*self.offset[: self.dim], offset, *self.offset[self.dim + 1 :])
+            yield index, self._offset_with(self.dim, offset)
             start += length
+
+    def _offset_with(self, dim: int, value: int) -> tuple[int, ...]:
+        return (*self.offset[:dim], value, *self.offset[dim + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSpec:
+    """One parameter of the global model."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GlobalParameterSpec:
+    """The parameters of the global model: what all ranks together must hold.
+
+    ``parameters`` by first name; ``first_names`` from every name, as a parameter that is used twice has several.
+    """
+
+    parameters: dict[str, ParameterSpec]
+    first_names: dict[str, str]
+
+    @staticmethod
+    def from_model(model: nn.Module) -> GlobalParameterSpec:
+        """Of a model that is not split yet; its parameters may be on the meta device."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        return GlobalParameterSpec(
+            parameters={
+                name: ParameterSpec(shape=tuple(p.shape), dtype=p.dtype, trained=p.requires_grad)
+                for name, p in model.named_parameters()
+            },
+            first_names={alias: names[p] for alias, p in model.named_parameters(remove_duplicate=False)},
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters.values())
+
+
+class ShardTable:
+    """Where this rank's parts of the parameters lie, by first name, and how their gradients are reduced.
+
+    ``spec`` describes the global model. ``shards`` holds the parameters that any transform has split; ``tensor_parallel`` those
+    that tensor parallelism has split, as it left them. ``grad_reduce_dtypes`` has, by every name, the dtype in which a gradient
+    is reduced over data ranks where that is not its own.
+    """
+
+    def __init__(self, model: nn.Module, grad_reduce_dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+        self.spec = GlobalParameterSpec.from_model(model)
+        self.grad_reduce_dtypes = dict(grad_reduce_dtypes or {})
+        self.shards: dict[str, TensorShard] = {}
+        self.tensor_parallel: dict[str, TensorShard] = {}
+        self._axes: dict[str, set[str]] = {}
+        self._partial_grads: dict[str, ProcessGroup] = {}
+
+    def select(self, name: str, dim: int, runs: Sequence[tuple[int, int]], *, replica: int = 0) -> None:
+        """Tensor parallelism left this rank ``runs`` of a parameter along ``dim``; ``replica`` ranks before it have the same."""
+        first = self.spec.first_names[name]
+        shard = TensorShard.whole(self.spec.parameters[first].shape).select(dim, runs, replica=replica)
+        self.shards[first] = self.tensor_parallel[first] = shard
+        self._axes.setdefault(first, set()).add("tp")
+
+    def narrow(self, name: str, axis: str, dim: int, start: int, length: int) -> None:
+        """A split over the ranks of ``axis`` (ep or shard) left this rank ``length`` elements along ``dim`` from ``start`` on."""
+        first = self.spec.first_names[name]
+        shard = self.shards.get(first) or TensorShard.whole(self.spec.parameters[first].shape)
+        self.shards[first] = shard.narrow(dim, start, length)
+        self._axes.setdefault(first, set()).add(axis)
+
+    def number_replicas(self, mesh: ParallelDims) -> None:
+        """Number the equal parts on several ranks. Called once, after the last split."""
+        for name, shard in self.shards.items():
+            axes, replica = self._axes[name], 0
+            for axis, splits in (("dp_replicate", set[str]()), ("shard", {"shard", "ep"}), ("tp", {"tp"})):
+                if not axes & splits:
+                    replica = replica * mesh.sizes[axis] + mesh.rank_along(axis)
+            self.shards[name] = replace(shard, replica=replica + shard.replica)
+
+    def split_over(self, axis: str) -> set[str]:
+        """First names of the parameters that ``axis`` (tp, ep or shard) has split."""
+        return {name for name, axes in self._axes.items() if axis in axes}
+
+    def sum_grad(self, name: str, group: ProcessGroup) -> None:
+        """Each rank of ``group`` holds this parameter and computes a part of its gradient: the parts are summed."""
+        self._partial_grads[self.spec.first_names[name]] = group
+
+    @property
+    def replicated_grad_groups(self) -> list[tuple[ProcessGroup, Sequence[str]]]:
+        """Groups of ranks, and the parameters whose gradients are summed over them, in the order of the model."""
+        groups: dict[ProcessGroup, list[str]] = {}
+        for name in self.spec.parameters:
+            if name in self._partial_grads:
+                groups.setdefault(self._partial_grads[name], []).append(name)
+        return list(groups.items())
+
+
+def even_sizes(size: int, count: int) -> list[int]:
+    """Sizes of ``count`` parts of ``size`` that differ by one at most."""
+    return [size // count + (n < size % count) for n in range(count)]
+
+
+class ParameterSharder:
+    """Replaces parameters by this rank's shard along ``tp``, in every module that holds them, and records it in ``table``.
+
+    ``rank`` and ``num_ranks`` are along ``tp``, whose ranks are ``group``.
+    """
+
+    def __init__(self, model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+        self.rank, self.num_ranks, self.group = mesh.rank_along("tp"), mesh.plan.mesh.tp, mesh.group("tp")
+        self._table = table
+        self._paths = {module: path for path, module in model.named_modules()}
+        self._holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                self._holders.setdefault(parameter, []).append((module, name))
+
+    def shard(self, layer: nn.Module, name: str, dim: int, *, parts: int = 0, fused: int = 1) -> None:
+        """Shard ``layer``'s parameter ``name`` along ``dim``, if the layer has it.
+
+        ``parts``: the number of equal parts there are to share out; where it is lower than the number of ranks, ranks next to
+        each other hold the same part. ``fused``: the number of equal matrices side by side, each of which is split.
+        """
+        parameter: nn.Parameter | None = getattr(layer, name, None)
+        if parameter is None or parameter not in self._holders:  # none, or sharded under another name
+            return
+        size = parameter.shape[dim] // fused
+        copies = self.num_ranks // parts if parts and parts < self.num_ranks else 1
+        sizes = even_sizes(size, self.num_ranks // copies)
+        index = self.rank // copies
+        begin = list(accumulate(sizes, initial=0))[index]
+        runs = [(n * size + begin, sizes[index]) for n in range(fused)]
+        local = torch.cat([parameter.detach().narrow(dim, *run) for run in runs], dim)
+        shard = nn.Parameter(local.clone(memory_format=torch.contiguous_format), requires_grad=parameter.requires_grad)
+        for holder, held_as in self._holders.pop(parameter):
+            setattr(holder, held_as, shard)
+        self._table.select(self._name(layer, name), dim, runs, replica=self.rank % copies)
+
+    def is_sharded(self, module: nn.Module, name: str) -> bool:
+        """Whether ``module``'s parameter ``name`` has been sharded."""
+        return self._table.spec.first_names[self._name(module, name)] in self._table.tensor_parallel
+
+    def sum_grad(self, module: nn.Module, name: str, group: ProcessGroup) -> None:
+        """Sum the gradient of ``module``'s parameter ``name`` over ``group``, whose ranks each compute a part of it."""
+        self._table.sum_grad(self._name(module, name), group)
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        return f"{self._paths[module]}.{name}".lstrip(".")
+
+
+class ShardedParameters:
+    """This rank's shards of the parameters as plain tensors that share the model's memory.
+
+    ``parameters``: by first name, the model's own parameter where it is not a DTensor, else its local tensor. The optimizer,
+    the moving average and the checkpoint work on these, so that an update is the same arithmetic as on one process.
+    ``duplicated`` names the parameters that an earlier pipeline stage has too. ``replicated_grad_groups``: ranks, and the names
+    of parameters that FSDP2 does not shard, whose gradients are still to be summed over them.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelDims, table: ShardTable, duplicated: Collection[str] = ()
+    ) -> None:
+        self._mesh, self._table = mesh, table
+        plan, first_names = mesh.plan, table.spec.first_names
+        # a stage may have only a later name of a parameter that is used twice
+        self._live = {first_names[name]: parameter for name, parameter in model.named_parameters()}
+        self.parameters = {name: _local_parameter(parameter) for name, parameter in self._live.items()}
+        for parameter in self.parameters.values():
+            # small gradients accumulate, and moments are made of them: more digits than a bf16 parameter has
+            if plan.precision.dtype_rules and parameter.dtype == torch.bfloat16:
+                parameter.grad_dtype = torch.float32
+        self.grad_reduce_dtypes = {
+            first_names[name]: dtype
+            for name, dtype in table.grad_reduce_dtypes.items()
+            if first_names[name] in self.parameters
+        }
+        self._tp_shards = {
+            self.parameters[name]: shard for name, shard in table.tensor_parallel.items() if name in self.parameters
+        }
+        replicated = [name for name, live in self._live.items() if plan.uses_fsdp and not isinstance(live, DTensor)]
+        experts = table.split_over(
+            "ep"
+        )  # each rank of the shard axis has others, so only replicas of the state hold the same
+        equal = [name for name in replicated if name not in experts]
+        groups = [
+            (mesh.group(axis), names) for axis, names in (("shard", equal), ("dp_replicate", replicated)) if names
+        ]
+        self.replicated_grad_groups: list[tuple[ProcessGroup, list[str]]] = [
+            (group, names) for group, names in groups if group.size() > 1
+        ]
+        first_of_shard = not plan.uses_fsdp or mesh.rank_along("shard") == 0
+        self._counted_before = {self.parameters[name] for name in ([] if first_of_shard else equal)}
+        self._duplicated = {self.parameters[name] for name in duplicated if name in self.parameters}
+        self._duplicated |= self._counted_before
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any parameter is split."""
+        return self._mesh.plan.uses_fsdp or bool(self._tp_shards)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of the global model."""
+        return self._table.spec.num_parameters
+
+    def shard_of(self, name: str, tensor: Tensor) -> TensorShard | None:
+        """Where ``tensor`` lies: the parameter ``name`` here, or anything of its shape. None where it is not split."""
+        if tensor.shape != self.parameters[name].shape:
+            return None
+        return self._table.shards.get(name)
+
+    def global_norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Norm [] of the gradient of the global model; ``gradients`` are this rank's, in order of the trained parameters."""
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        pairs = [(p, g) for p, g in zip(trained, gradients, strict=True) if p not in self._duplicated]
+        if not self.is_sharded and self._mesh.plan.mesh.pp == 1:
+            return global_norm([g for _, g in pairs])
+        shards = self._tp_shards
+        split = global_norm([g for p, g in pairs if p in shards and not shards[p].replica]).square()
+        rest = global_norm([g for p, g in pairs if p not in shards]).square()
+        of_stage = self._mesh.sum(self._mesh.sum(split, "tp") + rest, "shard")
+        return self._mesh.sum(of_stage, "pp").sqrt()
+
+    def sum_over_shards(self, parameters: Sequence[nn.Parameter], values: Tensor) -> Tensor:
+        """``values`` [n], one of each local parameter, summed over the shards of the same global parameters."""
+        shards = self._tp_shards
+        if shards:
+            split = torch.tensor([p in shards for p in parameters], device=values.device)
+            counted = torch.tensor([p in shards and not shards[p].replica for p in parameters])
+            total = self._mesh.sum(torch.where(counted.to(values.device), values, 0), "tp")
+            values = torch.where(split, total, values)
+        if self._counted_before:
+            again = torch.tensor([p in self._counted_before for p in parameters], device=values.device)
+            values = torch.where(again, 0, values)
+        return self._mesh.sum(values, "shard")
+
+    def sum_over_data_ranks(self, values: Tensor) -> Tensor:
+        """``values`` computed from this rank's tokens, summed over all tokens of the step, in place."""
+        values = self._mesh.sum(self._mesh.sum(values, "dp_replicate"), "shard")
+        return self._mesh.sum(values, "tp") if self._mesh.plan.tensor_parallel.sequence_parallel else values
+
+    def max_over_shards(self, values: Tensor) -> Tensor:
+        """The largest of ``values`` [n] over all ranks that hold shards; NaN where one has it."""
+        return self._mesh.max(self._mesh.max(values, "tp"), "shard")
+
+    def global_norms(self, parameters: Sequence[nn.Parameter], norms: Tensor) -> Tensor:
+        """Norms [n] of global parameters, or of anything of their shapes, from ``norms`` [n] of this rank's shards."""
+        return self.sum_over_shards(parameters, norms.square()).sqrt()
+
+    def gather_stages(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """``values`` by parameter name, with those of the other stages of a pipeline, in the model's order."""
+        if self._mesh.plan.mesh.pp == 1:
+            return dict(values)
+        merged = {name: value for stage in self._mesh.world.gather_json(values) for name, value in stage.items()}
+        return {name: merged[name] for name in self._table.spec.parameters if name in merged}
+
+    def collect_grads(self) -> None:
+        """Set every local parameter's gradient: that of the model's parameter, or zeros where no sample used it."""
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                continue
+            gradient = self._live[name].grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.to_local()
+            dtype = parameter.grad_dtype or parameter.dtype
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype) if gradient is None else gradient.to(dtype)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in (*self._live.values(), *self.parameters.values()):
+            parameter.grad = None
+
+
+def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)

@@ -1,28 +1,39 @@
-"""Applies a plan to a module in place: layout, recompute, compile. Parameter names do not change."""
+"""Applies a plan to a model in place, as an ordered list of transforms. Parameter names do not change.
+
+A transform sees the model that the transforms before it in ``TRANSFORMS`` left; comments there say why each has its place.
+To add one (quantisation-aware training, LoRA, a tap of activations), write its two functions and add an entry.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from unisono.errors import PlanError
+from unisono.errors import PlanError, Problem
 from unisono.parallel.batch_norm import apply_sync_batch_norm, batch_norms, check_batch_norm
 from unisono.parallel.context import ContextParallel
-from unisono.parallel.expert import apply_expert_parallel, expert_layers, sum_balance_counts
-from unisono.parallel.fp8 import use_fp8
-from unisono.parallel.fsdp import apply_fsdp
-from unisono.parallel.global_spec import GlobalParameterSpec
+from unisono.parallel.expert import apply_expert_parallel, check_experts, expert_layers, sum_balance_counts
+from unisono.parallel.fsdp import apply_fsdp, check_unsharded
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.offload import offload_activations
 from unisono.parallel.pipeline.partition import PipelinePartition
 from unisono.parallel.pipeline.stages import PipelineStages
-from unisono.parallel.precision import convert_parameters, set_compute_dtypes
-from unisono.parallel.recompute import check_kv_caches, find_recomputed_modules, recompute_blocks, recompute_modules
-from unisono.parallel.tensor.dtensor_placements import apply_placements
+from unisono.parallel.precision import apply_fp8, check_dtype_rules, check_fp8, convert_parameters, set_compute_dtypes
+from unisono.parallel.recompute import (
+    check_kv_caches,
+    find_recomputed_modules,
+    offload_activations,
+    recompute_blocks,
+    recompute_modules,
+)
+from unisono.parallel.sharding import ShardTable
+from unisono.parallel.tensor.dtensor_placements import apply_placements, resolve_placements
 from unisono.parallel.tensor.tensor_parallel import apply_tensor_parallel
+from unisono.parallel.tensor.tp_validation import resolve_rules
 from unisono.plan.pipeline_schedule import stage_index
 from unisono.plan.plan import Plan
 
@@ -42,100 +53,245 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-class ParallelModel(NamedTuple):
-    """The model as the plan wants it, what it was before, and in a pipeline the stages of it that are here."""
+@dataclass(kw_only=True, slots=True)
+class ParallelModel:
+    """A model while a plan is applied to it, and afterwards.
+
+    ``blocks`` are its repeated blocks that are here, ``table`` says where its parameters lie, ``stages`` are those of a pipeline
+    that are here. ``recomputed`` and ``compute_dtypes``, by module, are resolved on the whole model for later transforms.
+    """
 
     model: nn.Module
-    global_spec: GlobalParameterSpec
-    stages: PipelineStages | None
+    plan: Plan
+    blocks: list[nn.Module]
+    table: ShardTable
+    context: ContextParallel | None = None
+    partition: PipelinePartition | None = None
+    stages: PipelineStages | None = None
+    recomputed: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
+    compute_dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+
+
+class Transform(NamedTuple):
+    """One change of a model that a plan may ask for.
+
+    ``validate(model, plan)`` raises PlanError with what keeps a whole model from it; ``apply(state, mesh)`` makes it.
+    """
+
+    name: str
+    is_active: Callable[[Plan], bool]
+    validate: Callable[[nn.Module, Plan], object]
+    apply: Callable[[ParallelModel, Any], None]
+
+    def check(self, model: nn.Module, plan: Plan) -> tuple[Problem, ...]:
+        """What keeps ``model``, not transformed yet, from this transform."""
+        try:
+            self.validate(model, plan)
+        except PlanError as error:
+            return error.problems
+        return ()
+
+
+def check_transforms(model: nn.Module, plan: Plan) -> list[Problem]:
+    """Everything that keeps ``model`` from the transforms that ``plan`` asks for."""
+    active = [transform for transform in TRANSFORMS if transform.is_active(plan)]
+    return [problem for transform in active for problem in transform.check(model, plan)]
 
 
 def parallelize(
     plan: Plan,
     model: nn.Module,
-    grid: ParallelDims | None = None,
+    mesh: ParallelDims | None = None,
     context: ContextParallel | None = None,
-    layout: PipelinePartition | None = None,
+    partition: PipelinePartition | None = None,
+    transforms: Sequence[Transform] | None = None,
 ) -> ParallelModel:
-    """Arrange ``model`` as the plan says, in place. Raises PlanError where a choice would act on nothing.
+    """Apply to ``model``, in place, those of ``transforms`` (``TRANSFORMS``) that ``plan`` asks for.
 
-    Of several ranks all call it, with equal models and the ``grid`` they are in, with a ``context`` of that model where they
-    share sequences, and with its ``layout`` where they are stages of a pipeline.
+    All ranks of several call it, with equal models and the ``mesh`` they are in, with a ``context`` of that model where they
+    share sequences, and with its ``partition`` where they are stages of a pipeline. Raises PlanError with all that keeps
+    ``model`` from the transforms, before anything is changed.
     """
-    if plan.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    blocks = repeated_blocks(model)
-    for choice, acts, near in (
-        ("recompute", plan.recompute != "none" and not plan.recompute_modules, "'none'"),
-        ("offload", plan.offload, "False"),
-        ("compile", plan.compile == "regional", "'model'"),
-        ("cp", context is not None, "1"),
-    ):
-        if acts and not blocks:
-            raise PlanError(
-                given=f"plan.{choice}={getattr(plan, choice)!r} for {type(model).__name__}",
-                rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
-                consequence="it would change nothing",
-                nearest=f"plan.{choice}={near}, or keep the blocks in a ModuleList",
-            )
-    if plan.compile != "off" and any(expert_layers(model)):
+    active = [transform for transform in transforms or TRANSFORMS if transform.is_active(plan)]
+    problems = [problem for transform in active for problem in transform.check(model, plan)]
+    if problems:
+        raise PlanError(*problems)
+    state = ParallelModel(
+        model=model,
+        plan=plan,
+        blocks=repeated_blocks(model),
+        table=ShardTable(model),
+        context=context,
+        partition=partition,
+    )
+    for transform in active:
+        transform.apply(state, mesh)
+    if mesh is not None:
+        state.table.number_replicas(mesh)
+    return state
+
+
+def _lay_out_channels_last(state: ParallelModel, _mesh: ParallelDims | None) -> None:
+    state.model = state.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+
+def _convert_parameters(state: ParallelModel, _mesh: ParallelDims | None) -> None:
+    state.compute_dtypes, reduce_dtypes = convert_parameters(state.model, state.plan)
+    state.table = ShardTable(state.model, reduce_dtypes)  # of the global model in its own dtypes
+
+
+def _sync_batch_norm(state: ParallelModel, mesh: ParallelDims) -> None:
+    if batch_norms(state.model):
+        apply_sync_batch_norm(state.model, mesh.group("data"))
+
+
+def _select_recomputed(state: ParallelModel, _mesh: ParallelDims | None) -> None:
+    state.recomputed = find_recomputed_modules(state.plan, state.model, state.blocks)
+
+
+def _join_attention(state: ParallelModel, _mesh: ParallelDims | None) -> None:
+    assert state.context is not None
+    inside = {inner for block in state.blocks for inner in block.modules()} - set(state.blocks)
+    state.context.wrap_blocks(state.blocks, [module for module in state.recomputed.values() if module in inside])
+
+
+def _split_stages(state: ParallelModel, mesh: ParallelDims) -> None:
+    plan = state.plan
+    assert state.partition is not None
+    stage_ids = [
+        stage_index(plan.pipeline.schedule, plan.mesh.pp, mesh.rank_along("pp"), n) for n in range(plan.stages_per_rank)
+    ]
+    state.stages = PipelineStages(state.model, state.partition, stage_ids)
+    state.blocks = state.stages.blocks
+
+
+def _recompute(state: ParallelModel, _mesh: ParallelDims | None) -> None:
+    stages = state.stages
+    if state.plan.recompute.modules:
+        pieces = [stages.blocks_of(stage) for stage in stages.stage_ids] if stages is not None else [[state.model]]
+        recompute_modules(state.plan, state.recomputed, pieces)
+    elif stages is not None:
+        for stage in stages.stage_ids:
+            recompute_blocks(state.plan, stages.blocks_of(stage), stage)
+    else:
+        recompute_blocks(state.plan, state.blocks)
+
+
+def _check_recompute(model: nn.Module, plan: Plan) -> None:
+    if not plan.recompute.modules:
+        _check_blocks(f"recompute={plan.recompute.mode!r}", "recompute='none'", model)
+    check_kv_caches(model, plan)
+    find_recomputed_modules(plan, model, repeated_blocks(model))
+
+
+def _compile(state: ParallelModel, _mesh: ParallelDims | None) -> None:
+    plan, arguments = state.plan, dict[str, Any](dynamic=False)
+    if plan.mesh.device != "cpu":
+        arguments["mode"] = "max-autotune" if plan.backend.autotune else "reduce-overhead"  # both use device graphs
+    for module in state.blocks if plan.backend.compile == "regional" else [state.model]:
+        module.compile(**arguments)
+
+
+def _check_compile(model: nn.Module, plan: Plan) -> None:
+    if plan.backend.compile == "regional":
+        _check_blocks("compile='regional'", "compile='model'", model)
+    if any(expert_layers(model)):
         raise PlanError(
-            given=f"plan.compile={plan.compile!r} for {type(model).__name__} with experts",
+            given=f"plan.compile={plan.backend.compile!r} for {type(model).__name__} with experts",
             rule="how many tokens an expert gets is known only when they are there; compiled graphs have fixed shapes",
             consequence="the graph would break in every block",
-            nearest="compile='off', or model.experts=0",
+            nearest="compile='off', or model.num_experts=0",
         )
-    check_kv_caches(plan, model)
-    named = find_recomputed_modules(plan, model, blocks)
-    use_fp8(plan, blocks)
-    check_batch_norm(model, plan)
-    computes = convert_parameters(plan, model)
-    whole = GlobalParameterSpec.from_model(model)
-    stages = None
-    if grid is not None:
-        if plan.dp_world_size > 1 and batch_norms(model):
-            apply_sync_batch_norm(model, grid.group("data"))
-        if plan.placements:
-            apply_placements(model, grid)
-        elif plan.tp > 1:
-            apply_tensor_parallel(model, grid)
-        if plan.ep > 1:
-            apply_expert_parallel(model, grid)
-        if plan.cp > 1 or plan.sequence_parallel:
-            sum_balance_counts(model, grid)
-    set_compute_dtypes(model, computes, plan.device)
-    if context is not None:
-        inside = {inner for block in blocks for inner in block.modules()} - set(blocks)
-        context.wrap_blocks(blocks, [module for module in named.values() if module in inside])
-    if layout is not None:
-        assert grid is not None
-        stages = PipelineStages(
-            model,
-            layout,
-            [stage_index(plan.schedule, plan.pp, grid.rank_along("pp"), n) for n in range(plan.stages_per_rank)],
-        )
-        blocks = stages.blocks
-    pieces = {each: stages.blocks_of(each) for each in stages.stage_ids} if stages else {0: blocks}
-    if plan.recompute_modules:
-        recompute_modules(plan, named, list(pieces.values()) if stages else [[model]])
-    else:
-        for piece, members in pieces.items():
-            recompute_blocks(plan, members, piece)
-    if plan.offload:
-        offload_activations(blocks, pinned=True)
-    if plan.compile == "regional":
-        for block in blocks:
-            block.compile(**_compile_arguments(plan))
-    elif plan.compile == "model":
-        model.compile(**_compile_arguments(plan))
-    if plan.uses_fsdp:
-        assert grid is not None
-        apply_fsdp(model, whole, blocks, grid)
-    return ParallelModel(model, whole, stages)
 
 
-def _compile_arguments(plan: Plan) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"dynamic": False}
-    if plan.device != "cpu":
-        arguments["mode"] = "max-autotune" if plan.autotune else "reduce-overhead"  # both use device graphs
-    return arguments
+def _check_blocks(choice: str, near: str, model: nn.Module) -> None:
+    if not repeated_blocks(model):
+        raise PlanError(
+            given=f"plan.{choice} for {type(model).__name__}",
+            rule="it acts on repeated blocks: a ModuleList or Sequential with two or more members of one class",
+            consequence="it would change nothing",
+            nearest=f"plan.{near}, or keep the blocks in a ModuleList",
+        )
+
+
+def _nothing(_model: nn.Module, _plan: Plan) -> None:
+    """Any model can be transformed."""
+
+
+TRANSFORMS: tuple[Transform, ...] = (
+    Transform("channels_last", lambda plan: plan.backend.channels_last, _nothing, _lay_out_channels_last),
+    # names of modules are resolved while the model is whole
+    Transform("select_recomputed", lambda plan: bool(plan.recompute.modules), _nothing, _select_recomputed),
+    # these replace layers and parameters, so that what is sharded is what is trained
+    Transform(
+        "fp8",
+        lambda plan: plan.precision.compute == "fp8",
+        lambda model, plan: check_fp8(plan, repeated_blocks(model)),
+        lambda state, _mesh: apply_fp8(state.blocks),
+    ),
+    Transform(
+        "parameter_dtypes", lambda plan: bool(plan.precision.dtype_rules), check_dtype_rules, _convert_parameters
+    ),
+    Transform(
+        "sync_batch_norm",
+        lambda plan: plan.mesh.dp_world_size > 1,
+        check_batch_norm,
+        _sync_batch_norm,
+    ),
+    # rules name layers of the whole model; of experts, tensor parallelism takes hidden units and expert parallelism what is left
+    Transform(
+        "placements",
+        lambda plan: bool(plan.tensor_parallel.placements),
+        resolve_placements,
+        lambda state, mesh: apply_placements(state.model, mesh, state.table),
+    ),
+    Transform(
+        "tensor_parallel",
+        lambda plan: plan.mesh.tp > 1 and not plan.tensor_parallel.placements,
+        resolve_rules,
+        lambda state, mesh: apply_tensor_parallel(state.model, mesh, state.table),
+    ),
+    Transform(
+        "expert_parallel",
+        lambda plan: plan.mesh.ep > 1,
+        check_experts,
+        lambda state, mesh: apply_expert_parallel(state.model, mesh, state.table),
+    ),
+    Transform(
+        "balance_counts",
+        lambda plan: plan.mesh.cp > 1 or plan.tensor_parallel.sequence_parallel,
+        _nothing,
+        lambda state, mesh: sum_balance_counts(state.model, mesh),
+    ),
+    # around what the layers compute now, collectives included
+    Transform(
+        "compute_dtypes",
+        lambda plan: bool(plan.precision.dtype_rules),
+        _nothing,
+        lambda state, _mesh: set_compute_dtypes(state.model, state.compute_dtypes, state.plan.mesh.device),
+    ),
+    # inside recompute, which runs attention again
+    Transform(
+        "context_parallel",
+        lambda plan: plan.mesh.cp > 1,
+        lambda model, plan: _check_blocks(f"cp={plan.mesh.cp}", "cp=1", model),
+        _join_attention,
+    ),
+    Transform("pipeline", lambda plan: plan.mesh.pp > 1, _nothing, _split_stages),
+    Transform("recompute", lambda plan: plan.recompute.mode != "none", _check_recompute, _recompute),
+    # outside recompute: only what a recomputed block keeps waits on the host
+    Transform(
+        "offload",
+        lambda plan: plan.recompute.offload,
+        lambda model, _plan: _check_blocks("offload=True", "offload=False", model),
+        lambda state, _mesh: offload_activations(state.blocks, pinned=True),
+    ),
+    Transform("compile", lambda plan: plan.backend.compile != "off", _check_compile, _compile),
+    # last: FSDP2 splits what is left, and gathers it around everything above
+    Transform(
+        "fsdp",
+        lambda plan: plan.uses_fsdp,
+        check_unsharded,
+        lambda state, mesh: apply_fsdp(state.model, state.blocks, mesh, state.table),
+    ),
+)

@@ -59,14 +59,18 @@ class PlanOptions:
     staleness: int | None = option(
         None, "Steps a rank may be ahead of the slowest (dist_async); none = no bound, 0 = wait for all.", ge=0
     )
-    damping: bool = option(False, "Divide the learning rate of a late gradient by 1 + its lateness (dist_async).")
+    staleness_lr_decay: bool = option(
+        False, "Divide the learning rate of a late gradient by 1 + its lateness (dist_async)."
+    )
     local_steps: int = option(16, "Steps of each rank between two averages (dist_local).", ge=1)
     outer_lr: float = option(
         0.7, "Step along the mean change of a round; 1 with outer_momentum 0 = plain mean (dist_local).", gt=0
     )
     outer_momentum: float = option(0.9, "Nesterov momentum of that step (dist_local).", ge=0, lt=1)
-    fragments: int = option(1, "Parts of the model that are averaged at different steps of a round (dist_local).", ge=1)
-    overlap_steps: int = option(0, "Steps an average may be under way before it is applied (dist_local).", ge=0)
+    num_fragments: int = option(
+        1, "Parts of the model that are averaged at different steps of a round (dist_local).", ge=1
+    )
+    outer_delay_steps: int = option(0, "Steps an average may be under way before it is applied (dist_local).", ge=0)
     tf32: bool = option(False, "Allow TF32 matrix products where the device has them.")
     autotune: bool = option(
         False, "Let convolution and compile kernels be chosen by timing (not reproducible across runs)."

@@ -1,8 +1,8 @@
-"""The plan: one frozen record that everyone reads and nobody re-derives (design §3.3).
+"""The plan of a run: one frozen record of what a step computes and where, resolved once and read by everything else.
 
-Ranks are numbered row-major over the mesh axes (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``), so that the ``tp`` ranks
-that share one layer are neighbours. ``ep`` is no axis of its own: it looks at the ``dp_shard`` x ``cp`` ranks again, for
-experts. A plan is printable, comparable and saved with every checkpoint.
+Ranks are numbered row-major over the mesh axes (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``), so the ``tp`` ranks of
+one layer are neighbours. ``ep`` is no axis of its own: it regroups the ``dp_shard`` x ``cp`` ranks for experts. A plan is
+printable, comparable and saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -10,31 +10,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from unisono.config.renames import announce, migrate_plan
 from unisono.errors import PlanError, Problem, nearest_name
-from unisono.plan.dtype_rules import DtypeRule
-from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
-from unisono.plan.rules import ParameterPlacement, Rule, match_modules
+from unisono.plan.options import Compile, Recompute, Schedule, Sync, Zero
+from unisono.plan.rules import DtypeRule, ParameterPlacement, Rule, match_modules
 from unisono.storage.files import write_atomically
 
 _MAX_FILE_BYTES = 1 << 20
-VERSION = 2
-# of gradients summed by one all-reduce, where a plan does not say
+VERSION = 3
+# default size of the gradients summed by one all-reduce
 BUCKET_BYTES = 4 * 2**20
-# pieces of the model per pipeline rank, where a plan does not say more
+# the pin of a plan that was read from a strategy file as a whole
+FROM_FILE = "file"
+# default number of pipeline stages per rank
 STAGES_PER_RANK: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Everything that decides what a step computes and where."""
+class MeshPlan:
+    """Device type, and number of ranks along each mesh axis."""
 
-    version: int = VERSION
     device: str
     pp: int
     dp_replicate: int
@@ -42,44 +44,6 @@ class Plan:
     cp: int
     tp: int
     ep: int
-    zero: Zero
-    shard_threshold_numel: int
-    unsharded: tuple[str, ...]
-    prefetch_blocks: int
-    bucket_bytes: int
-    sequence_parallel: bool
-    schedule: Schedule
-    splits: tuple[int, ...]
-    weights: tuple[float, ...]
-    rules: tuple[Rule, ...]
-    placements: tuple[ParameterPlacement, ...]
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    precision: Literal["fp32", "bf16", "fp16", "fp8"]
-    dtypes: tuple[DtypeRule, ...]
-    recompute: Recompute
-    recompute_modules: tuple[str, ...]
-    recompute_blocks: tuple[int, ...]
-    recompute_keep: tuple[str, ...]
-    offload: bool
-    compile: Compile
-    sync: Sync
-    compression: str
-    staleness: int | None
-    damping: bool
-    local_steps: int
-    outer_lr: float
-    outer_momentum: float
-    fragments: int
-    overlap_steps: int
-    gradients: Literal["mean", "sum"]
-    tf32: bool
-    autotune: bool
-    channels_last: bool
-    # who decided: fields that a user set, and how the rest came about; two plans that compute the same are equal
-    pins: tuple[str, ...] = field(default=(), compare=False)
-    provenance: str = field(default="", compare=False)
 
     @property
     def world_size(self) -> int:
@@ -88,77 +52,199 @@ class Plan:
 
     @property
     def dp_world_size(self) -> int:
-        """How many different parts of a batch are computed at the same time."""
+        """Number of different parts of a batch that are computed at the same time."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def shard_degree(self) -> int:
-        """How many ranks share one copy of the state: those of ``cp`` compute parts of the same samples and share it too."""
+        """Number of ranks that share one copy of the state. ``cp`` ranks compute parts of the same samples and share it too."""
         return self.dp_shard * self.cp
 
-    @property
-    def uses_fsdp(self) -> bool:
-        """Whether ranks gather parameters from each other."""
-        return self.shard_degree > 1
 
-    def shard_degree_of(self, name: str, numel: int, *, expert: bool = False) -> int:
-        """Over how many ranks the parameter ``name``, of ``numel`` elements in the whole model, is cut as part of the state.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPlan:
+    """Samples per step over all ranks, samples per forward pass on one rank, and forward passes per step on one rank."""
 
-        ``expert``: of a stack of experts, which ``ep`` spreads first. Others stay whole on each rank where they are below the
-        threshold or in a module that ``unsharded`` names.
-        """
-        if expert and self.ep > 1:
-            return self.shard_degree // self.ep
-        parts = name.split(".")[:-1]
-        around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        whole = numel < self.shard_threshold_numel or any(match_modules(pattern, around) for pattern in self.unsharded)
-        return 1 if whole else self.shard_degree
+    global_batch: int
+    micro_batch: int
+    accumulation: int
 
-    @property
-    def is_model_sharded(self) -> bool:
-        """Whether no rank holds the whole model."""
-        return self.uses_fsdp or self.tp > 1 or self.pp > 1
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionPlan:
+    """Dtype of matrix products, and what differs by module."""
+
+    compute: Literal["fp32", "bf16", "fp16", "fp8"]
+    dtype_rules: tuple[DtypeRule, ...]
 
     @property
     def uses_loss_scale(self) -> bool:
         """Whether anything computes in fp16, whose small gradients need a loss scale."""
-        return self.precision == "fp16" or any(rule.compute == "fp16" for rule in self.dtypes)
+        return self.compute == "fp16" or any(rule.compute == "fp16" for rule in self.dtype_rules)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecomputePlan:
+    """Activations that are recomputed or offloaded: in the blocks, or in the ``modules`` named by pattern.
+
+    ``blocks_per_stage`` counts the recomputed blocks of each pipeline stage, from the first on; empty means all blocks.
+    ``saved_ops`` are the operators whose results selective recompute keeps; empty means the built-in list.
+    """
+
+    mode: Recompute
+    modules: tuple[str, ...]
+    blocks_per_stage: tuple[int, ...]
+    saved_ops: tuple[str, ...]
+    offload: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FSDPPlan:
+    """How the state is sharded over ``dp_shard`` x ``cp`` ranks. Parameters below the threshold, and those of
+    ``ignored_modules`` (patterns), are replicated."""
+
+    zero: Zero
+    shard_threshold_numel: int
+    ignored_modules: tuple[str, ...]
+    prefetch_blocks: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelinePlan:
+    """Schedule, and number of blocks of each stage; where that is empty, stages are balanced by ``block_costs``.
+
+    ``block_costs``: first what comes before the blocks, then each block, last what follows them; empty means counted FLOPs.
+    """
+
+    schedule: Schedule
+    layers_per_stage: tuple[int, ...]
+    block_costs: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncPlan:
+    """How gradients or parameters are synchronised between data ranks; see ``PlanOptions`` for the fields."""
+
+    kind: Sync
+    compression: str
+    bucket_bytes: int
+    reduction: Literal["mean", "sum"]
+    staleness: int | None
+    staleness_lr_decay: bool
+    local_steps: int
+    outer_lr: float
+    outer_momentum: float
+    num_fragments: int
+    outer_delay_steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorParallelPlan:
+    """Which layers are sharded over ``tp``, and how; empty ``rules`` means built-in or inferred ones."""
+
+    sequence_parallel: bool
+    rules: tuple[Rule, ...]
+    placements: tuple[ParameterPlacement, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendPlan:
+    """Compiler and kernels."""
+
+    compile: Compile
+    tf32: bool
+    autotune: bool
+    channels_last: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that decides what a step computes and where."""
+
+    version: int = VERSION
+    mesh: MeshPlan
+    batch: BatchPlan
+    precision: PrecisionPlan
+    recompute: RecomputePlan
+    fsdp: FSDPPlan
+    pipeline: PipelinePlan
+    sync: SyncPlan
+    tensor_parallel: TensorParallelPlan
+    backend: BackendPlan
+    # options a user set, and how the rest was derived; two plans that compute the same are equal
+    pins: tuple[str, ...] = field(default=(), compare=False)
+    provenance: str = field(default="", compare=False)
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether ranks gather parameters from each other."""
+        return self.mesh.shard_degree > 1
+
+    @property
+    def is_model_sharded(self) -> bool:
+        """Whether no rank holds the whole model."""
+        return self.uses_fsdp or self.mesh.tp > 1 or self.mesh.pp > 1
 
     @property
     def stages_per_rank(self) -> int:
-        """How many pieces of the model one pipeline rank runs, one after the other."""
-        return len(self.splits) // self.pp if self.splits else STAGES_PER_RANK[self.schedule]
+        """Number of pipeline stages that one rank runs, one after the other."""
+        layers = self.pipeline.layers_per_stage
+        return len(layers) // self.mesh.pp if layers else STAGES_PER_RANK[self.pipeline.schedule]
+
+    def shard_degree_of(self, name: str, numel: int, *, expert: bool = False) -> int:
+        """Number of ranks that the parameter ``name``, of ``numel`` elements in the whole model, is sharded over by FSDP.
+
+        ``expert``: it belongs to a stack of experts, which ``ep`` distributes first.
+        """
+        if expert and self.mesh.ep > 1:
+            return self.mesh.shard_degree // self.mesh.ep
+        parts = name.split(".")[:-1]
+        parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        ignored = any(match_modules(pattern, parents) for pattern in self.fsdp.ignored_modules)
+        return 1 if ignored or numel < self.fsdp.shard_threshold_numel else self.mesh.shard_degree
+
+    def updated(self, **groups: Mapping[str, Any]) -> Plan:
+        """A copy with fields of groups replaced: ``plan.updated(mesh={"tp": 2}, batch={"micro_batch": 1})``."""
+        return replace(self, **{name: replace(getattr(self, name), **values) for name, values in groups.items()})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data in field order."""
+        """Plain data, by group, in field order."""
         return msgspec.json.decode(msgspec.json.encode(self))
 
     def decisions(self) -> dict[str, Any]:
-        """The same without pins and provenance: what decides the computation."""
-        return {name: value for name, value in self.to_json().items() if name not in ("pins", "provenance")}
+        """Plain data by dotted name, without pins and provenance: what decides the computation."""
+        return {name: value for name, value in _flat(self.to_json()).items() if name not in ("pins", "provenance")}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """The inverse of ``to_json``. Raises PlanError with all unknown, missing and ill-typed fields at once."""
-        types = get_type_hints(Plan)
-        rule = f"a plan has the fields {', '.join(each.name for each in fields(Plan))}, all of them"
+        """The inverse of ``to_json``; a plan of version 2 is migrated. Raises PlanError with all unknown, missing and
+        ill-typed fields at once."""
+        types = _field_types()
+        given = _flat(migrate_plan(data).values)
+        rule = f"a plan has the fields {', '.join(types)}, all of them"
         problems = [
-            _not_loaded(f"there is no field {name!r}", rule, nearest_name(name, types)) for name in data.keys() - types
+            _not_loaded(f"there is no field {name!r}", rule, nearest_name(_in_group(name, types), [*types, *_GROUPS]))
+            for name in given.keys() - types
         ]
-        problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in types.keys() - data.keys()]
+        problems += [_not_loaded(f"{name!r} is missing", rule, f'"{name}": …') for name in types.keys() - given.keys()]
+        groups: dict[str, dict[str, Any]] = {}
         values: dict[str, Any] = {}
-        for name in types.keys() & data.keys():
+        for name in types.keys() & given.keys():
+            group, _, short = name.rpartition(".")
             try:
-                values[name] = msgspec.convert(data[name], types[name])
+                value = msgspec.convert(given[name], types[name])
             except msgspec.ValidationError as error:
-                given = f"{name} = {data[name]!r}: {error}"
-                problems.append(_not_loaded(given, "a field holds a value of its type", _values(types[name])))
+                fault = f"{name} = {given[name]!r}: {error}"
+                problems.append(_not_loaded(fault, "a field holds a value of its type", _accepted(types[name])))
+                continue
+            (groups.setdefault(group, {}) if group else values)[short] = value
         if values.get("version", VERSION) != VERSION:
             near = f"a plan of version {VERSION}, or another unisono"
             problems.append(_not_loaded(f"version {values['version']}", f"this unisono reads version {VERSION}", near))
         if problems:
             raise PlanError(*sorted(problems, key=lambda problem: problem.given))
-        return Plan(**values)
+        types_of_groups = get_type_hints(Plan)
+        return Plan(**values, **{name: types_of_groups[name](**members) for name, members in groups.items()})
 
     def save(self, path: Path) -> None:
         """Write the strategy file: JSON, a line per field, always in the same order."""
@@ -166,21 +252,11 @@ class Plan:
 
     @staticmethod
     def load(path: Path) -> Plan:
-        """A strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
+        """Read a strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
+        data = migrate_plan(read_strategy_file(path))
+        announce(str(path), data.renamed)
         try:
-            with path.open("rb") as file:
-                data: Any = json.loads(file.read(_MAX_FILE_BYTES))
-            if not isinstance(data, dict):
-                raise ValueError("it holds no object")
-        except (OSError, ValueError) as error:
-            raise PlanError(
-                given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
-                rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
-                consequence="there is no plan",
-                nearest="the plan.json that a run keeps in its folder",
-            ) from error
-        try:
-            return Plan.from_json(cast("dict[str, Any]", data))
+            return Plan.from_json(data.values)
         except PlanError as error:
             raise PlanError(
                 *(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)
@@ -192,46 +268,97 @@ class Plan:
         return hashlib.sha256(msgspec.json.encode(self.decisions(), order="sorted")).hexdigest()[:12]
 
     def diff(self, other: Plan) -> dict[str, tuple[Any, Any]]:
-        """Decisions that differ: name → (mine, theirs)."""
+        """Decisions that differ: dotted name → (mine, theirs)."""
         mine, theirs = self.decisions(), other.decisions()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     def describe(self) -> str:
         """One line for people."""
-        shards = f", {self.pp} stages ({self.schedule})" if self.pp > 1 else ""
-        shards += f", state cut over {self.shard_degree} (zero {self.zero})" if self.uses_fsdp else ""
-        shards += f", sequences over {self.cp}" if self.cp > 1 else ""
-        shards += f", layers over {self.tp}" if self.tp > 1 else ""
-        shards += f", experts over {self.ep}" if self.ep > 1 else ""
+        mesh, batch = self.mesh, self.batch
+        shards = f", {mesh.pp} stages ({self.pipeline.schedule})" if mesh.pp > 1 else ""
+        shards += f", state cut over {mesh.shard_degree} (zero {self.fsdp.zero})" if self.uses_fsdp else ""
+        shards += f", sequences over {mesh.cp}" if mesh.cp > 1 else ""
+        shards += f", layers over {mesh.tp}" if mesh.tp > 1 else ""
+        shards += f", experts over {mesh.ep}" if mesh.ep > 1 else ""
         return (
-            f"{self.world_size} x {self.device}{shards}, {self.precision}, batch {self.global_batch} = {self.dp_world_size} ranks"
-            f" x {self.accumulation} x {self.micro_batch}, sync {self.sync}{self._sent()}, recompute {self.recompute},"
-            f" compile {self.compile}"
+            f"{mesh.world_size} x {mesh.device}{shards}, {self.precision.compute}, batch {batch.global_batch} ="
+            f" {mesh.dp_world_size} ranks x {batch.accumulation} x {batch.micro_batch}, sync {self.sync.kind}"
+            f"{self._sync_details()}, recompute {self.recompute.mode}, compile {self.backend.compile}"
         )
 
-    def _sent(self) -> str:
-        """What is said of the synchronisation beside its kind."""
-        told = "" if self.compression == "none" else f" ({self.compression})"
-        if self.sync == "dist_async":
-            told += "" if self.staleness is None else f" (at most {self.staleness} ahead)"
-        if self.sync == "dist_local":
-            told += f" (every {self.local_steps} steps)"
-        return told
+    def _sync_details(self) -> str:
+        sync = self.sync
+        details = "" if sync.compression == "none" else f" ({sync.compression})"
+        if sync.kind == "dist_async":
+            details += "" if sync.staleness is None else f" (at most {sync.staleness} ahead)"
+        if sync.kind == "dist_local":
+            details += f" (every {sync.local_steps} steps)"
+        return details
 
 
-def precision_reason(asked: Plan | PlanOptions, plan: Plan) -> str:
-    """Where the plan's precision comes from, in a few words."""
-    if isinstance(asked, Plan) or asked.file or asked.precision != "auto":
-        return f"{plan.precision} as asked"
-    return "bf16 is native here" if plan.precision == "bf16" else f"no native bf16 on this {plan.device}"
+def read_strategy_file(path: Path) -> dict[str, Any]:
+    """The JSON object of a strategy file, not checked further. Raises PlanError."""
+    try:
+        with path.open("rb") as file:
+            data: Any = json.loads(file.read(_MAX_FILE_BYTES))
+        if not isinstance(data, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            Problem(
+                given=f"strategy file {path}: {error.strerror if isinstance(error, OSError) else error}",
+                rule=f"a strategy file is a JSON object of at most {_MAX_FILE_BYTES >> 20} MiB",
+                consequence="there is no plan",
+                nearest="the plan.json that a run keeps in its folder",
+            )
+        ) from error
+    return cast("dict[str, Any]", data)
+
+
+def precision_reason(plan: Plan) -> str:
+    """Why the plan computes in its precision, in a few words."""
+    if not {"precision", FROM_FILE}.isdisjoint(plan.pins):
+        return f"{plan.precision.compute} as asked"
+    if plan.precision.compute == "bf16":
+        return "bf16 is native here"
+    return f"no native bf16 on this {plan.mesh.device}"
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    """Dotted name → type of each field, in order."""
+    types: dict[str, Any] = {}
+    for name, kind in get_type_hints(Plan).items():
+        members = get_type_hints(kind) if is_dataclass(kind) else None
+        types |= {name: kind} if members is None else {f"{name}.{member}": hint for member, hint in members.items()}
+    return types
+
+
+_GROUPS = frozenset(f.name for f in fields(Plan)) - {"version", "pins", "provenance"}
+
+
+def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Groups as dotted names; what is no object is left as it is, for its type to be judged."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        if name in _GROUPS and isinstance(value, Mapping):
+            flat |= {f"{name}.{member}": item for member, item in cast("Mapping[str, Any]", value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _in_group(name: str, types: Mapping[str, Any]) -> str:
+    """``tp`` → ``mesh.tp``, where there is such a field."""
+    return next((dotted for dotted in types if dotted.endswith(f".{name}")), name)
 
 
 def _not_loaded(given: str, rule: str, nearest: str) -> Problem:
     return Problem(given=given, rule=rule, consequence="the plan was not loaded", nearest=nearest)
 
 
-def _values(kind: Any) -> str:
-    """What a field of this type takes, for people."""
+def _accepted(kind: Any) -> str:
+    """The values of a field of this type, for people."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     return "a list, as docs/plans.md has it" if get_origin(kind) is tuple else f"a value of type {kind.__name__}"

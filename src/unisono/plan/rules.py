@@ -19,7 +19,13 @@ from msgspec import Struct
 
 
 class ColwiseRowwise(
-    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="rule", tag="pair"
+    Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="rule",
+    tag="colwise_rowwise",
 ):
     """``column`` layers of ``module`` are cut by output features, ``row`` by input features.
 
@@ -32,30 +38,30 @@ class ColwiseRowwise(
     """
 
     module: str
-    column: tuple[str, ...] = ()
-    row: str
-    units: str = ""
-    shared: tuple[str, ...] = ()
-    shared_units: str = ""
-    fused: tuple[str, ...] = ()
-    divided: tuple[str, ...] = ()
-    ratio: str = ""
-    enter: str = ""
+    colwise: tuple[str, ...] = ()
+    rowwise: str
+    num_heads_attr: str = ""
+    kv_colwise: tuple[str, ...] = ()
+    num_kv_heads_attr: str = ""
+    fused_colwise: tuple[str, ...] = ()
+    size_attrs: tuple[str, ...] = ()
+    kv_group_size_attr: str = ""
+    input_module: str = ""
 
     @property
     def layers(self) -> tuple[str, ...]:
         """All that are cut."""
-        return (*self.column, *self.shared, *self.fused, self.row)
+        return (*self.colwise, *self.kv_colwise, *self.fused_colwise, self.rowwise)
 
     @property
     def local_attrs(self) -> tuple[str, ...]:
         """The attributes that are divided."""
-        return tuple(name for name in (self.units, self.shared_units, *self.divided) if name)
+        return tuple(name for name in (self.num_heads_attr, self.num_kv_heads_attr, *self.size_attrs) if name)
 
     @property
     def input_modules(self) -> tuple[str, ...]:
         """The submodules whose inputs the columns read."""
-        return self.layers[:-1] if self.enter == "*" else (self.enter,)
+        return self.layers[:-1] if self.input_module == "*" else (self.input_module,)
 
 
 class ExpertRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="rule", tag="experts"):
@@ -104,13 +110,27 @@ class ParameterPlacement(Struct, frozen=True, kw_only=True, forbid_unknown_field
     outputs: Dims | None = None
 
 
+class DtypeRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Holds for the modules that ``module`` names (patterns as in ``rules``) and all in them; of a module and one in it that are
+    both named, the inner one's rule counts there. "" leaves a field as it is.
+
+    ``parameters``: how they are kept. Norms stay in fp32 unless named themselves. Gradients of bf16 parameters pile up, and
+    moments are kept, in fp32. ``compute``: the products inside. ``gradients``: how they travel when ranks sum them.
+    """
+
+    module: str
+    parameters: Literal["", "fp32", "bf16"] = ""
+    compute: Literal["", "fp32", "bf16", "fp16"] = ""
+    gradients: Literal["", "fp32", "bf16"] = ""
+
+
 _GPT_ATTENTION = ColwiseRowwise(
     module="blocks.*.attention",
-    column=("q",),
-    shared=("k", "v"),
-    row="out",
-    units="heads",
-    shared_units="kv_heads",
+    colwise=("q",),
+    kv_colwise=("k", "v"),
+    rowwise="out",
+    num_heads_attr="heads",
+    num_kv_heads_attr="kv_heads",
 )
 _GPT_REST = (EmbeddingRule(module="embedding"), OutputRule(module="head"), SequenceRule(modules=("blocks.*", "norm")))
 
@@ -118,26 +138,26 @@ _GPT_REST = (EmbeddingRule(module="embedding"), OutputRule(module="head"), Seque
 BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "unisono gpt": (
         _GPT_ATTENTION,
-        ColwiseRowwise(module="blocks.*.ffn", column=("gate", "up"), row="down"),
+        ColwiseRowwise(module="blocks.*.ffn", colwise=("gate", "up"), rowwise="down"),
         *_GPT_REST,
     ),
     "unisono gpt with experts": (_GPT_ATTENTION, ExpertRule(module="blocks.*.ffn.experts"), *_GPT_REST),
     "unisono bert": (
-        ColwiseRowwise(module="blocks.*.attention", column=("q", "k", "v"), row="out", units="heads"),
-        ColwiseRowwise(module="blocks.*.ffn", column=("up",), row="down"),
+        ColwiseRowwise(module="blocks.*.attention", colwise=("q", "k", "v"), rowwise="out", num_heads_attr="heads"),
+        ColwiseRowwise(module="blocks.*.ffn", colwise=("up",), rowwise="down"),
         SequenceRule(modules=("blocks.*",)),
     ),
     "llama": (
         ColwiseRowwise(
             module="**.layers.*.self_attn",
-            column=("q_proj",),
-            shared=("k_proj", "v_proj"),
-            row="o_proj",
-            units="config.num_attention_heads",
-            shared_units="config.num_key_value_heads",
-            ratio="num_key_value_groups",
+            colwise=("q_proj",),
+            kv_colwise=("k_proj", "v_proj"),
+            rowwise="o_proj",
+            num_heads_attr="config.num_attention_heads",
+            num_kv_heads_attr="config.num_key_value_heads",
+            kv_group_size_attr="num_key_value_groups",
         ),
-        ColwiseRowwise(module="**.layers.*.mlp", column=("gate_proj", "up_proj"), row="down_proj"),
+        ColwiseRowwise(module="**.layers.*.mlp", colwise=("gate_proj", "up_proj"), rowwise="down_proj"),
         EmbeddingRule(module="**.embed_tokens"),
         OutputRule(module="**.lm_head"),
         SequenceRule(modules=("**.layers.*", "**.norm")),
@@ -145,13 +165,13 @@ BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "gpt2": (
         ColwiseRowwise(
             module="**.h.*.attn",
-            fused=("c_attn",),
-            row="c_proj",
-            units="num_heads",
-            divided=("split_size",),
-            enter="c_attn",
+            fused_colwise=("c_attn",),
+            rowwise="c_proj",
+            num_heads_attr="num_heads",
+            size_attrs=("split_size",),
+            input_module="c_attn",
         ),
-        ColwiseRowwise(module="**.h.*.mlp", column=("c_fc",), row="c_proj", enter="c_fc"),
+        ColwiseRowwise(module="**.h.*.mlp", colwise=("c_fc",), rowwise="c_proj", input_module="c_fc"),
         EmbeddingRule(module="**.wte"),
         OutputRule(module="**.lm_head"),
         SequenceRule(modules=("**.h.*", "**.ln_f")),
@@ -159,14 +179,17 @@ BUILT_IN_RULES: Mapping[str, tuple[Rule, ...]] = {
     "bert": (
         ColwiseRowwise(
             module="**.encoder.layer.*.attention",
-            column=("self.query", "self.key", "self.value"),
-            row="output.dense",
-            units="self.num_attention_heads",
-            divided=("self.all_head_size",),
-            enter="self",
+            colwise=("self.query", "self.key", "self.value"),
+            rowwise="output.dense",
+            num_heads_attr="self.num_attention_heads",
+            size_attrs=("self.all_head_size",),
+            input_module="self",
         ),
         ColwiseRowwise(
-            module="**.encoder.layer.*", column=("intermediate.dense",), row="output.dense", enter="intermediate"
+            module="**.encoder.layer.*",
+            colwise=("intermediate.dense",),
+            rowwise="output.dense",
+            input_module="intermediate",
         ),
         EmbeddingRule(module="**.embeddings.word_embeddings"),
         OutputRule(module="**.cls.predictions.decoder"),

@@ -72,11 +72,11 @@ def build_rule(group: LayerGroup, model: nn.Module, inputs: Mapping[str, Tensor]
     fewer = {name for name in group.columns if heads and units[name] < heads}
     plain = ColwiseRowwise(
         module=path,
-        column=relative(set(group.columns) - fewer - group.fused),
-        shared=relative(fewer),
-        fused=relative(group.fused),
-        row=group.row[len(path) + 1 :],
-        enter=enter,
+        colwise=relative(set(group.columns) - fewer - group.fused),
+        kv_colwise=relative(fewer),
+        fused_colwise=relative(group.fused),
+        rowwise=group.row[len(path) + 1 :],
+        input_module=enter,
     )
     few = shared.pop() if shared else 0
     widths = [_width(model, name, group) for name in group.columns]
@@ -106,7 +106,7 @@ def pairs_with_extra_parameters(rules: Iterable[Rule], model: nn.Module) -> list
     found: list[tuple[ColwiseRowwise, nn.Module]] = []
     for pair, module in pairs:
         layers = {id(p) for name in pair.layers for p in module.get_submodule(name).parameters()}
-        entered = () if pair.enter == "*" else module.get_submodule(pair.enter).parameters()
+        entered = () if pair.input_module == "*" else module.get_submodule(pair.input_module).parameters()
         if any(id(parameter) not in layers for parameter in entered):
             found.append((pair, module))
     return found
@@ -117,7 +117,7 @@ def runs_with_shards(rules: Iterable[Rule], count: int, model: nn.Module, inputs
     all heads together (OLMo 2), other than one of single heads (Qwen3), does not fit to some of them."""
     with ExitStack() as parts:
         for pair, module in pairs_with_extra_parameters(rules, model):
-            few = attrgetter(pair.shared_units)(module) if pair.shared_units else 0
+            few = attrgetter(pair.num_kv_heads_attr)(module) if pair.num_kv_heads_attr else 0
             parts.enter_context(_as_one_of(count, few, pair, module))
         try:
             trace(model, inputs)
@@ -210,7 +210,9 @@ def _fillings(
                 continue
             free = [name for name in dict.fromkeys(numbers) if name not in (one, other, ratio)]
             for divided in itertools.combinations(free, length):
-                yield replace(plain, units=one, shared_units=other, ratio=ratio, divided=divided)
+                yield replace(
+                    plain, num_heads_attr=one, num_kv_heads_attr=other, kv_group_size_attr=ratio, size_attrs=divided
+                )
 
 
 def _belongs(name: str) -> bool:
@@ -293,18 +295,18 @@ def _as_one_of(count: int, few: int, pair: ColwiseRowwise, module: nn.Module) ->
             change(layer, name, nn.Parameter(empty, requires_grad=whole.requires_grad))
 
     try:
-        for name in (*pair.column, *pair.fused, *pair.shared):
+        for name in (*pair.colwise, *pair.fused_colwise, *pair.kv_colwise):
             layer: Any = module.get_submodule(name)
-            parts = min(count, few) if name in pair.shared else count
+            parts = min(count, few) if name in pair.kv_colwise else count
             for own in ("weight", "bias"):
                 narrow(layer, own, 0, parts)
             change(layer, "out_features", layer.out_features // parts)
-        last: Any = module.get_submodule(pair.row)
+        last: Any = module.get_submodule(pair.rowwise)
         narrow(last, "weight", 1, count)
         change(last, "in_features", last.in_features // count)
         local = {name: max(1, attrgetter(name)(module) // count) for name in pair.local_attrs}
-        if pair.ratio:
-            local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+        if pair.kv_group_size_attr:
+            local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
         for name, value in local.items():
             path, _, attribute = name.rpartition(".")
             if path != "config":

@@ -1,4 +1,4 @@
-"""What keeps a number of ranks from carrying out a plan, all of it at once. What a model adds to it, ``parallel`` says."""
+"""Validate a plan against the world size: report all problems at once. What a model adds to them, ``parallel`` checks."""
 
 from __future__ import annotations
 
@@ -6,240 +6,251 @@ import math
 from collections.abc import Iterator
 
 from unisono.errors import PlanError, Problem
+from unisono.plan.options import PlanOptions
 from unisono.plan.plan import BUCKET_BYTES, STAGES_PER_RANK, Plan
 from unisono.plan.rules import ParameterPlacement
-from unisono.plan.validate_sync import sync_problems
 
-COUNTS = (
-    "pp",
-    "dp_replicate",
-    "dp_shard",
-    "cp",
-    "tp",
-    "ep",
-    "global_batch",
-    "micro_batch",
-    "accumulation",
-)
+_COUNTS = {
+    "mesh": ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"),
+    "batch": ("global_batch", "micro_batch", "accumulation"),
+}
+# settings that only one kind of synchronisation reads
+_KIND_SETTINGS = {
+    "dist_async": ("staleness", "staleness_lr_decay"),
+    "dist_local": ("local_steps", "outer_lr", "outer_momentum", "num_fragments", "outer_delay_steps"),
+}
 
 
-def validate_plan(plan: Plan, world: int) -> None:
-    """Raises PlanError with everything that keeps ``world`` ranks from carrying out the plan."""
+def validate_plan(plan: Plan, world_size: int) -> None:
+    """Raises PlanError with everything that keeps ``world_size`` ranks from carrying out the plan."""
     problems = list(_counts(plan)) or [
-        *_mesh(plan, world),
-        *_batch(plan, world),
-        *_weights(plan),
+        *_mesh(plan, world_size),
+        *_batch(plan, world_size),
+        *_block_costs(plan),
         *_pipeline(plan),
         *_recompute(plan),
         *_state(plan),
-        *_choices(plan, world),
+        *_compile(plan),
+        *_offload(plan),
+        *_choices(plan),
         *_placements(plan),
-        *sync_problems(plan, world),
+        *_sync(plan, world_size),
     ]
     if problems:
         raise PlanError(*problems)
 
 
+def _inert(given: str, rule: str, nearest: str) -> Problem:
+    """A setting that would act on nothing is an error everywhere."""
+    return Problem(given=given, rule=rule, consequence="it would change nothing", nearest=nearest)
+
+
 def _counts(plan: Plan) -> Iterator[Problem]:
-    for name in COUNTS:
-        if getattr(plan, name) < 1:
-            yield Problem(
-                given=f"{name} {getattr(plan, name)}",
-                rule=f"{', '.join(COUNTS)} are at least 1",
-                consequence="no rank would compute anything",
-                nearest=f"{name}=1",
-            )
+    for group, names in _COUNTS.items():
+        for name in names:
+            count: int = getattr(getattr(plan, group), name)
+            if count < 1:
+                yield Problem(
+                    given=f"{name} {count}",
+                    rule=f"{', '.join(name for names in _COUNTS.values() for name in names)} are at least 1",
+                    consequence="no rank would compute anything",
+                    nearest=f"{name}=1",
+                )
 
 
-def _mesh(plan: Plan, world: int) -> Iterator[Problem]:
-    axes = {"pp": plan.pp, "dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "cp": plan.cp, "tp": plan.tp}
-    if plan.world_size != world:
+def _mesh(plan: Plan, world_size: int) -> Iterator[Problem]:
+    mesh = plan.mesh
+    axes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp}
+    if mesh.world_size != world_size:
         near: dict[str, int] = {}
-        left = world
+        left = world_size
         for name in ("tp", "cp", "pp", "dp_shard"):
             near[name] = largest_divisor(left, axes[name])
             left //= near[name]
         near["dp_replicate"] = left
-        said = [name for name in axes if axes[name] > 1 or name.startswith("dp_")]
+        given = [name for name in axes if axes[name] > 1 or name.startswith("dp_")]
         changed = [name for name in axes if near[name] > 1 or name.startswith("dp_") or axes[name] > 1]
         yield Problem(
-            given=f"{' x '.join(f'{name} {axes[name]}' for name in said)} on {world} ranks",
+            given=f"{' x '.join(f'{name} {axes[name]}' for name in given)} on {world_size} ranks",
             rule="the product of the mesh axes is the number of ranks",
-            consequence=f"the plan is for {plan.world_size} ranks",
-            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, or launch.processes={plan.world_size}",
+            consequence=f"the plan is for {mesh.world_size} ranks",
+            nearest=f"{', '.join(f'{name}={near[name]}' for name in changed)}, "
+            f"or launch.num_processes={mesh.world_size}",
         )
-    if plan.shard_degree % plan.ep:
+    if mesh.shard_degree % mesh.ep:
         yield Problem(
-            given=f"ep {plan.ep} with dp_shard {plan.dp_shard} x cp {plan.cp}",
-            rule="experts are spread over ranks that share one copy of the state: ep divides dp_shard x cp",
-            consequence="experts would have no place",
-            nearest=f"ep={largest_divisor(plan.shard_degree, plan.ep)}, or dp_shard={plan.ep}",
+            given=f"ep {mesh.ep} with dp_shard {mesh.dp_shard} x cp {mesh.cp}",
+            rule="experts are distributed over ranks that share one copy of the state: ep divides dp_shard x cp",
+            consequence="some experts would be on no rank",
+            nearest=f"ep={largest_divisor(mesh.shard_degree, mesh.ep)}, or dp_shard={mesh.ep}",
         )
 
 
-def _batch(plan: Plan, world: int) -> Iterator[Problem]:
-    ranks = plan.dp_world_size if plan.world_size == world else max(1, world // (plan.pp * plan.cp * plan.tp))
-    if plan.global_batch < ranks:
+def _batch(plan: Plan, world_size: int) -> Iterator[Problem]:
+    mesh, batch = plan.mesh, plan.batch
+    ranks = mesh.dp_world_size
+    if mesh.world_size != world_size:
+        ranks = max(1, world_size // (mesh.pp * mesh.cp * mesh.tp))
+    if batch.global_batch < ranks:
         yield Problem(
-            given=f"global_batch {plan.global_batch} on {ranks} ranks",
+            given=f"global_batch {batch.global_batch} on {ranks} ranks",
             rule="every rank gets at least one sample of each step",
-            consequence=f"{ranks - plan.global_batch} ranks would never see data",
-            nearest=f"plan.global_batch={ranks}, or launch.processes={plan.global_batch}",
+            consequence=f"{ranks - batch.global_batch} ranks would never see data",
+            nearest=f"plan.global_batch={ranks}, or launch.num_processes={batch.global_batch}",
         )
-    elif plan.uses_fsdp and plan.global_batch % ranks:
+    elif plan.uses_fsdp and batch.global_batch % ranks:
         yield Problem(
-            given=f"dp_shard {plan.dp_shard} with global_batch {plan.global_batch} on {ranks} ranks",
+            given=f"dp_shard {mesh.dp_shard} with global_batch {batch.global_batch} on {ranks} ranks",
             rule="ranks that share one copy of the state run the same passes: global_batch is a multiple of the ranks",
             consequence="a rank that is done would keep the others waiting for its part of the parameters",
-            nearest=f"plan.global_batch={plan.global_batch // ranks * ranks}",
+            nearest=f"plan.global_batch={batch.global_batch // ranks * ranks}",
         )
-    share = -(-plan.global_batch // ranks)
-    if plan.micro_batch > share:
+    share = -(-batch.global_batch // ranks)
+    if batch.micro_batch > share:
         yield Problem(
-            given=f"micro_batch {plan.micro_batch} with global_batch {plan.global_batch} on {ranks} ranks",
+            given=f"micro_batch {batch.micro_batch} with global_batch {batch.global_batch} on {ranks} ranks",
             rule="a micro-batch is part of a rank's share of the step",
             consequence=f"the share is only {share} samples",
-            nearest=f"plan.micro_batch={share}, or plan.global_batch={plan.micro_batch * ranks}",
+            nearest=f"plan.micro_batch={share}, or plan.global_batch={batch.micro_batch * ranks}",
         )
-    elif plan.accumulation != -(-share // plan.micro_batch):
+    elif batch.accumulation != -(-share // batch.micro_batch):
         yield Problem(
-            given=f"accumulation {plan.accumulation} of micro_batch {plan.micro_batch} for a share of {share} samples",
+            given=f"accumulation {batch.accumulation} of micro_batch {batch.micro_batch} for a share of {share} samples",
             rule="accumulation is the number of micro-batches in a rank's share of the step",
             consequence="the plan would not say what is computed",
-            nearest=f"accumulation={-(-share // plan.micro_batch)}",
+            nearest=f"accumulation={-(-share // batch.micro_batch)}",
         )
 
 
-def _weights(plan: Plan) -> Iterator[Problem]:
-    """What blocks cost, in place of what is counted."""
-    given = f"weights {list(plan.weights)}"
-    if plan.weights and (plan.pp == 1 or plan.splits):
+def _block_costs(plan: Plan) -> Iterator[Problem]:
+    costs, layers = plan.pipeline.block_costs, plan.pipeline.layers_per_stage
+    given = f"block_costs {list(costs)}"
+    if costs and (plan.mesh.pp == 1 or layers):
         yield Problem(
-            given=f"{given} with splits {list(plan.splits)}" if plan.splits else f"{given} with pp 1",
-            rule="the splits of a pipeline are derived from weights where they are not given themselves",
+            given=f"{given} with layers_per_stage {list(layers)}" if layers else f"{given} with pp 1",
+            rule="pipeline stages are balanced by block_costs where layers_per_stage is empty",
             consequence="they would change nothing",
-            nearest="splits or weights" if plan.splits else "no weights, or pp above 1",
+            nearest="layers_per_stage or block_costs" if layers else "no block_costs, or pp above 1",
         )
-    if plan.weights and (not all(0 <= each < math.inf for each in plan.weights) or not any(plan.weights)):
+    if costs and (not all(0 <= cost < math.inf for cost in costs) or not any(costs)):
         yield Problem(
             given=given,
-            rule="weights are what parts of the model cost beside each other: finite, 0 or more, and not all 0",
-            consequence="no piece would be the heaviest",
-            nearest="weights 1 for each block, and 0 before and behind them",
+            rule="block_costs are relative costs of the parts of a model: finite, 0 or more, and not all 0",
+            consequence="no stage would be the heaviest",
+            nearest="a cost of 1 for each block, and 0 for what comes before and after them",
         )
 
 
 def _pipeline(plan: Plan) -> Iterator[Problem]:
-    """Rules of the schedules; see ``schedule`` for what they run."""
-    if plan.splits and (plan.pp == 1 or len(plan.splits) % plan.pp):
+    """Rules of the schedules; ``pipeline_schedule`` has their orders."""
+    pp, batch = plan.mesh.pp, plan.batch
+    schedule, layers = plan.pipeline.schedule, plan.pipeline.layers_per_stage
+    default_stages = pp * STAGES_PER_RANK[schedule]
+    if layers and (pp == 1 or len(layers) % pp):
         yield Problem(
-            given=f"splits {list(plan.splits)} with pp {plan.pp}",
-            rule="splits has one number of blocks for each piece of the model, equally many pieces per rank",
-            consequence="there is one piece, the whole model" if plan.pp == 1 else "a rank would have no piece",
-            nearest="no splits, or pp above 1"
-            if plan.pp == 1
-            else f"{plan.pp * STAGES_PER_RANK[plan.schedule]} numbers, or none (they are chosen by weight)",
+            given=f"layers_per_stage {list(layers)} with pp {pp}",
+            rule="layers_per_stage has the number of blocks of each pipeline stage, and each rank as many stages",
+            consequence="there is one stage, the whole model" if pp == 1 else "a rank would have no stage",
+            nearest="no layers_per_stage, or pp above 1"
+            if pp == 1
+            else f"{default_stages} numbers, or none (stages are balanced by cost)",
         )
         return
-    if any(blocks < 1 for blocks in plan.splits):
+    if any(blocks < 1 for blocks in layers):
         yield Problem(
-            given=f"splits {list(plan.splits)}",
-            rule="every piece of the model has at least one block",
+            given=f"layers_per_stage {list(layers)}",
+            rule="every stage has at least one block",
             consequence="a stage would only pass data on",
             nearest="move a block from a neighbour",
         )
-    if plan.pp == 1:
+    if pp == 1:
         return
-    one = STAGES_PER_RANK[plan.schedule] == 1
-    if (plan.stages_per_rank == 1) != one or (plan.schedule == "zbv" and plan.stages_per_rank != 2):
+    single = STAGES_PER_RANK[schedule] == 1
+    if (plan.stages_per_rank == 1) != single or (schedule == "zbv" and plan.stages_per_rank != 2):
         yield Problem(
-            given=f"schedule {plan.schedule!r} with {plan.stages_per_rank} pieces of the model per rank",
-            rule="gpipe and 1f1b run one piece per rank, zbv two, interleaved two or more",
+            given=f"schedule {schedule!r} with {plan.stages_per_rank} stages per rank",
+            rule="gpipe and 1f1b run one stage per rank, zbv two, interleaved two or more",
             consequence="there is no such order of passes",
-            nearest=f"{plan.pp * STAGES_PER_RANK[plan.schedule]} splits, or schedule={'interleaved' if one else '1f1b'!r}",
+            nearest=f"{default_stages} numbers in layers_per_stage, "
+            f"or schedule={'interleaved' if single else '1f1b'!r}",
         )
-    least = plan.pp if plan.schedule != "gpipe" else 1
-    if plan.accumulation < least:
+    least = pp if schedule != "gpipe" else 1
+    if batch.accumulation < least:
         yield Problem(
-            given=f"accumulation {plan.accumulation} with pp {plan.pp}, schedule {plan.schedule!r}",
-            rule=f"the schedule keeps {least} micro-batches under way at once",
+            given=f"accumulation {batch.accumulation} with pp {pp}, schedule {schedule!r}",
+            rule=f"the schedule keeps {least} micro-batches in flight at once",
             consequence="some ranks would never have work",
-            nearest=f"micro_batch={max(1, plan.micro_batch * plan.accumulation // least)}, or "
-            f"global_batch={least * plan.micro_batch * plan.dp_world_size} with micro_batch={plan.micro_batch}, "
-            "or schedule='gpipe'",
+            nearest=f"micro_batch={max(1, batch.micro_batch * batch.accumulation // least)}, or "
+            f"global_batch={least * batch.micro_batch * plan.mesh.dp_world_size} with "
+            f"micro_batch={batch.micro_batch}, or schedule='gpipe'",
         )
-    elif plan.schedule == "interleaved" and plan.accumulation % plan.pp:
+    elif schedule == "interleaved" and batch.accumulation % pp:
         yield Problem(
-            given=f"accumulation {plan.accumulation} with pp {plan.pp}, schedule 'interleaved'",
+            given=f"accumulation {batch.accumulation} with pp {pp}, schedule 'interleaved'",
             rule="interleaved stages take micro-batches in groups of pp",
-            consequence="the last group would not be whole",
-            nearest=f"accumulation {plan.accumulation // plan.pp * plan.pp}, by global_batch or micro_batch",
+            consequence="the last group would be incomplete",
+            nearest=f"accumulation {batch.accumulation // pp * pp}, by global_batch or micro_batch",
         )
-    if plan.global_batch % plan.dp_world_size:
+    if batch.global_batch % plan.mesh.dp_world_size:
         yield Problem(
-            given=f"pp {plan.pp} with global_batch {plan.global_batch} on {plan.dp_world_size} data ranks",
+            given=f"pp {pp} with global_batch {batch.global_batch} on {plan.mesh.dp_world_size} data ranks",
             rule="all pipelines run the same number of micro-batches: global_batch is a multiple of the data ranks",
             consequence="the schedules would not fit together",
-            nearest=f"plan.global_batch={max(1, plan.global_batch // plan.dp_world_size) * plan.dp_world_size}",
+            nearest=f"plan.global_batch={_equal_shares(plan)}",
         )
 
 
 def _recompute(plan: Plan) -> Iterator[Problem]:
-    """``recompute_blocks`` has the number of recomputed blocks, from the first on, of each piece of the model;
-    ``recompute_modules`` names modules that are recomputed in place of blocks."""
-    modules = f"recompute_modules {list(plan.recompute_modules)}"
-    if plan.recompute_modules and plan.recompute == "none":
-        yield Problem(
-            given=f"{modules} with recompute 'none'",
-            rule="it names the modules that recompute, each by the same rule",
-            consequence="it would change nothing",
-            nearest="recompute='full', or no recompute_modules",
+    mode, blocks = plan.recompute.mode, list(plan.recompute.blocks_per_stage)
+    modules = f"recompute.modules {list(plan.recompute.modules)}"
+    if plan.recompute.modules and mode == "none":
+        yield _inert(
+            f"{modules} with recompute 'none'",
+            "it names the modules that are recomputed",
+            "recompute='full', or no recompute.modules",
         )
-    if plan.recompute_modules and plan.recompute_blocks:
+    if plan.recompute.modules and blocks:
         yield Problem(
-            given=f"{modules} with recompute_blocks {list(plan.recompute_blocks)}",
-            rule="what is recomputed is named, or counted in blocks",
+            given=f"{modules} with recompute.blocks_per_stage {blocks}",
+            rule="recomputed modules are named, or counted in blocks",
             consequence="it would be unclear which of the two counts",
-            nearest="names of blocks among recompute_modules, or no recompute_modules",
+            nearest="names of blocks in recompute.modules, or no recompute.modules",
         )
-    pieces = plan.pp * plan.stages_per_rank if plan.pp > 1 else 1
-    blocks = list(plan.recompute_blocks)
-    if plan.recompute == "none" and blocks:
-        yield Problem(
-            given=f"recompute_blocks {blocks} with recompute 'none'",
-            rule="it says how many blocks recompute, each by the same rule",
-            consequence="it would change nothing",
-            nearest="recompute='full', or no recompute_blocks",
+    stages = plan.mesh.pp * plan.stages_per_rank if plan.mesh.pp > 1 else 1
+    if mode == "none" and blocks:
+        yield _inert(
+            f"recompute.blocks_per_stage {blocks} with recompute 'none'",
+            "it is the number of blocks that are recomputed",
+            "recompute='full', or no recompute.blocks_per_stage",
         )
-    elif blocks and (len(blocks) != pieces or min(blocks) < 0 or not any(blocks)):
+    elif blocks and (len(blocks) != stages or min(blocks) < 0 or not any(blocks)):
         yield Problem(
-            given=f"recompute_blocks {blocks} for {pieces} {'piece' if pieces == 1 else 'pieces'} of the model",
-            rule="one number of blocks, 0 or more, for each piece, and not all 0",
+            given=f"recompute.blocks_per_stage {blocks} for {stages} {'stage' if stages == 1 else 'stages'}",
+            rule="one number of blocks, 0 or more, for each stage, and not all 0",
             consequence="it would be unclear what is recomputed, or nothing would be",
-            nearest=f"{[1] * pieces}, or none: then all blocks are recomputed",
+            nearest=f"{[1] * stages}, or none: then all blocks are recomputed",
         )
-    if plan.recompute_keep and plan.recompute != "selective":
-        yield Problem(
-            given=f"recompute_keep {list(plan.recompute_keep)} with recompute {plan.recompute!r}",
-            rule="it names operators whose results selective recompute keeps",
-            consequence="it would change nothing",
-            nearest="recompute='selective', or no recompute_keep",
+    if plan.recompute.saved_ops and mode != "selective":
+        yield _inert(
+            f"recompute.saved_ops {list(plan.recompute.saved_ops)} with recompute {mode!r}",
+            "it names the operators whose results selective recompute keeps",
+            "recompute='selective', or no recompute.saved_ops",
         )
 
 
 def _offload(plan: Plan) -> Iterator[Problem]:
-    if not plan.offload:
+    if not plan.recompute.offload:
         return
-    if plan.device == "cpu":
+    if plan.mesh.device == "cpu":
         yield Problem(
             given="offload on the device 'cpu'",
             rule="it moves activations from an accelerator to the host",
             consequence="they would be copied to where they are",
             nearest="offload=False, and recompute to save memory",
         )
-    if plan.recompute != "none" or plan.compile != "off":
+    if plan.recompute.mode != "none" or plan.backend.compile != "off":
         yield Problem(
-            given=f"offload with recompute {plan.recompute!r}, compile {plan.compile!r}",
+            given=f"offload with recompute {plan.recompute.mode!r}, compile {plan.backend.compile!r}",
             rule="it moves what a block keeps; recomputed blocks keep next to nothing, compiled graphs choose for themselves",
             consequence="little or nothing would be moved",
             nearest="offload=False, or recompute='none' and compile='off'",
@@ -247,71 +258,67 @@ def _offload(plan: Plan) -> Iterator[Problem]:
 
 
 def _state(plan: Plan) -> Iterator[Problem]:
-    """How the state is cut and summed."""
+    """How the state is sharded and gradients are bucketed."""
+    mesh = f"dp_shard {plan.mesh.dp_shard} x cp {plan.mesh.cp}"
     for name in ("shard_threshold_numel", "prefetch_blocks"):
-        number: int = getattr(plan, name)
+        number: int = getattr(plan.fsdp, name)
         if number < 0 or (number and not plan.uses_fsdp):
-            yield Problem(
-                given=f"{name} {number} with dp_shard {plan.dp_shard} x cp {plan.cp}",
-                rule="it is 0 or more, and says something of a state that ranks share",
-                consequence="it would change nothing",
-                nearest=f"{name}=0, or dp_shard=2",
-            )
-    if plan.unsharded and not plan.uses_fsdp:
-        yield Problem(
-            given=f"unsharded {list(plan.unsharded)} with dp_shard {plan.dp_shard} x cp {plan.cp}",
-            rule="it names modules that stay whole beside a state that ranks share",
-            consequence="it would change nothing",
-            nearest="unsharded=[], or dp_shard=2",
+            rule = "it is 0 or more, and acts on a state that ranks share"
+            yield _inert(f"{name} {number} with {mesh}", rule, f"{name}=0, or dp_shard=2")
+    if plan.fsdp.ignored_modules and not plan.uses_fsdp:
+        yield _inert(
+            f"fsdp.ignored_modules {list(plan.fsdp.ignored_modules)} with {mesh}",
+            "it names modules that are replicated where ranks share the state",
+            "fsdp.ignored_modules=[], or dp_shard=2",
         )
-    if plan.bucket_bytes < 1:
+    if plan.sync.bucket_bytes < 1:
         yield Problem(
-            given=f"bucket_bytes {plan.bucket_bytes}",
-            rule="so many bytes of gradients, at least 1, are summed by one all-reduce (a larger gradient by one of its own)",
+            given=f"bucket_bytes {plan.sync.bucket_bytes}",
+            rule="one all-reduce sums this many bytes of gradients, at least 1 (a larger gradient has one of its own)",
             consequence="nothing could be sent",
             nearest=f"bucket_bytes={BUCKET_BYTES}",
         )
 
 
-def _choices(plan: Plan, world: int) -> Iterator[Problem]:
-    for axis, what in (
-        ("tp", "sums inside a layer"),
-        ("cp", "gathering keys and values"),
-        ("pp", "passing between stages"),
-    ):
-        size: int = getattr(plan, axis)
-        if size > 1 and plan.compile != "off":
+def _compile(plan: Plan) -> Iterator[Problem]:
+    if plan.backend.compile == "off":
+        return
+    break_each = "the graph would break at each of them"
+    reasons = {
+        "tp": ("sums inside a layer between ranks", break_each),
+        "cp": ("gathering keys and values between ranks", break_each),
+        "pp": ("passing between stages between ranks", break_each),
+        "ep": ("sending tokens to experts on other ranks", "the graph would break in every block"),
+    }
+    for axis, (operation, consequence) in reasons.items():
+        size: int = getattr(plan.mesh, axis)
+        if size > 1:
             yield Problem(
-                given=f"{axis} {size} with compile {plan.compile!r}",
-                rule=f"{what} between ranks cannot be traced by the compiler",
-                consequence="the graph would break at each of them",
+                given=f"{axis} {size} with compile {plan.backend.compile!r}",
+                rule=f"{operation} cannot be traced by the compiler",
+                consequence=consequence,
                 nearest="compile='off'",
             )
-    if plan.ep > 1 and plan.compile != "off":
-        yield Problem(
-            given=f"ep {plan.ep} with compile {plan.compile!r}",
-            rule="sending tokens to experts on other ranks cannot be traced by the compiler",
-            consequence="the graph would break in every block",
-            nearest="compile='off'",
+
+
+def _choices(plan: Plan) -> Iterator[Problem]:
+    zbv = plan.pipeline.schedule == "zbv" and plan.mesh.pp > 1
+    if plan.tensor_parallel.sequence_parallel and plan.mesh.tp == 1:
+        yield _inert(
+            "sequence_parallel with tp 1",
+            "it shards the activations between layers that tp shards",
+            "sequence_parallel=False, or cp to share sequences",
         )
-    if plan.sequence_parallel and plan.tp == 1:
+    if plan.precision.compute == "fp8" and (plan.mesh.tp > 1 or zbv):
         yield Problem(
-            given="sequence_parallel with tp 1",
-            rule="it cuts what lies between layers that tp cuts",
-            consequence="it would change nothing",
-            nearest="sequence_parallel=False, or cp to share sequences",
-        )
-    yield from _offload(plan)
-    if plan.precision == "fp8" and (plan.tp > 1 or (plan.schedule == "zbv" and plan.pp > 1)):
-        yield Problem(
-            given=f"precision 'fp8' with tp {plan.tp}, schedule {plan.schedule!r}",
-            rule="layers that tp cuts, and those whose weight gradients zbv puts off, make their products in another way",
+            given=f"precision 'fp8' with tp {plan.mesh.tp}, schedule {plan.pipeline.schedule!r}",
+            rule="layers that tp shards, and layers whose weight gradients zbv delays, have no fp8 products",
             consequence="they would not compute in fp8",
             nearest="precision='bf16', or dp_shard in place of tp and schedule='interleaved'",
         )
-    if plan.schedule == "zbv" and plan.pp > 1 and plan.uses_fsdp:
+    if zbv and plan.uses_fsdp:
         yield Problem(
-            given=f"schedule 'zbv' with dp_shard {plan.dp_shard} x cp {plan.cp}",
+            given=f"schedule 'zbv' with dp_shard {plan.mesh.dp_shard} x cp {plan.mesh.cp}",
             rule="zbv computes weight gradients after a block's backward pass, and sharded states reduce them at its end",
             consequence="gradients would be missing",
             nearest="schedule='interleaved', or dp_replicate in place of dp_shard",
@@ -319,46 +326,180 @@ def _choices(plan: Plan, world: int) -> Iterator[Problem]:
 
 
 def _placements(plan: Plan) -> Iterator[Problem]:
-    """What cannot be beside placements, and why."""
-    if not plan.placements:
+    """What cannot be combined with placements, and why."""
+    mesh, parallel = plan.mesh, plan.tensor_parallel
+    if not parallel.placements:
         return
-    reasons = {
-        "dp_shard": (plan.dp_shard > 1, "FSDP2 would cut each parameter again, along dims that DTensor has cut"),
-        "cp": (plan.cp > 1, "attention over shared sequences runs on plain tensors, not on DTensors"),
-        "pp": (plan.pp > 1, "stages pass on plain tensors, and each has some of the modules only"),
-        "ep": (plan.ep > 1, "tokens are sent to experts as plain tensors"),
-        "sequence_parallel": (plan.sequence_parallel, "DTensor decides how activations lie"),
-        "rules": (bool(plan.rules), "a layer is cut by rules or by placements"),
+    reasons: dict[str, tuple[int, str]] = {
+        "dp_shard": (mesh.dp_shard, "FSDP2 would shard each parameter again, along dims that DTensor has sharded"),
+        "cp": (mesh.cp, "attention over shared sequences runs on plain tensors, not on DTensors"),
+        "pp": (mesh.pp, "stages pass on plain tensors, and each has some of the modules only"),
+        "ep": (mesh.ep, "tokens are sent to experts as plain tensors"),
     }
-    for name, (there, why) in reasons.items():
-        if there:
+    conflicts = {name: (str(size), reason) for name, (size, reason) in reasons.items() if size > 1}
+    if parallel.sequence_parallel:
+        conflicts["sequence_parallel"] = ("True", "DTensor decides how activations are sharded")
+    for name, (value, reason) in conflicts.items():
+        yield Problem(
+            given=f"placements with {name} {value}",
+            rule=reason,
+            consequence="the model could not be sharded both ways",
+            nearest=f"no {name}, or tensor_parallel.rules in place of placements",
+        )
+    if parallel.rules:
+        yield Problem(
+            given=f"placements with rules {len(parallel.rules)}",
+            rule="a layer is sharded by rules or by placements",
+            consequence="the model could not be sharded both ways",
+            nearest="one of the two",
+        )
+    for placement in parallel.placements:
+        redistributes = bool(placement.inputs) or placement.outputs is not None
+        if bool(placement.parameter) == redistributes or bool(placement.parameter) != bool(placement.dims):
             yield Problem(
-                given=f"placements with {name} {getattr(plan, name) if name != 'rules' else len(plan.rules)}",
-                rule=why,
-                consequence="the model could not be laid out both ways",
-                nearest=f"no {name}, or plan.rules in place of placements" if name != "rules" else "one of the two",
-            )
-    for each in plan.placements:
-        moves = bool(each.inputs) or each.outputs is not None
-        if bool(each.parameter) == moves or bool(each.parameter) != bool(each.dims):
-            yield Problem(
-                given=f"a placement in {each.module or 'the model'!r} with {_set(each)}",
+                given=f"a placement in {placement.module or 'the model'!r} with {_fields_set(placement)}",
                 rule="a placement has parameter and dims, or inputs and outputs (one of them at least)",
-                consequence="it would be unclear what lies how",
+                consequence="it would be unclear which tensors are placed",
                 nearest='{"module": …, "parameter": …, "dims": […]}, and another for inputs and outputs',
             )
-    if plan.tp == 1:
+    if mesh.tp == 1:
         yield Problem(
             given="placements with plan.tp=1",
-            rule="they spread parameters over the ranks of tp",
+            rule="they shard parameters over the ranks of tp",
             consequence="they would act on nothing",
             nearest="plan.tp=2, or no placements",
         )
 
 
-def _set(placement: ParameterPlacement) -> str:
+def _fields_set(placement: ParameterPlacement) -> str:
     names = [name for name in ("parameter", "dims", "inputs", "outputs") if getattr(placement, name)]
     return ", ".join(names) or "nothing else"
+
+
+# ---------------------------------------------------------------------------------------------- synchronisation
+
+
+def _sync(plan: Plan, world_size: int) -> Iterator[Problem]:
+    sync = plan.sync
+    if sync.kind == "local" and world_size > 1:
+        yield Problem(
+            given=f"sync 'local' on {world_size} ranks",
+            rule="the local store sums inside one process only",
+            consequence="ranks would train different models",
+            nearest="plan.sync='dist_sync' (or leave it at 'auto')",
+        )
+    yield from _inert_sync(plan)
+    if sync.kind in _KIND_SETTINGS:
+        yield from _divergent_ranks(plan)
+    if sync.compression != "none":
+        yield from _compression(plan)
+        yield from _codec_of_kind(plan)
+    if sync.kind == "dist_local":
+        yield from round_problems(sync.local_steps, sync.num_fragments, sync.outer_delay_steps)
+
+
+def _inert_sync(plan: Plan) -> Iterator[Problem]:
+    defaults = PlanOptions()
+    for kind, names in _KIND_SETTINGS.items():
+        for name in names:
+            value = getattr(plan.sync, name)
+            if plan.sync.kind != kind and value != getattr(defaults, name):
+                given, nearest = f"{name} {value} with sync {plan.sync.kind!r}", f"leave it out, or plan.sync={kind!r}"
+                yield _inert(given, f"{name} is read by {kind}", nearest)
+
+
+def _divergent_ranks(plan: Plan) -> Iterator[Problem]:
+    """Ranks whose parameters diverge between synchronisations cannot share a model, a sequence or a state."""
+    kind = plan.sync.kind
+    axes = {name: getattr(plan.mesh, name) for name in ("pp", "dp_shard", "cp", "tp") if getattr(plan.mesh, name) > 1}
+    if axes:
+        yield Problem(
+            given=f"sync {kind!r} with {', '.join(f'{name} {size}' for name, size in axes.items())}",
+            rule="ranks that update without each other hold the whole model: dp_replicate is the only axis above 1",
+            consequence="some would wait in a collective for ranks that are elsewhere",
+            nearest=f"plan.sync='dist_sync', or {', '.join(f'{name}=1' for name in axes)}",
+        )
+    if plan.batch.global_batch % plan.mesh.dp_world_size:
+        yield Problem(
+            given=f"sync {kind!r} with global_batch {plan.batch.global_batch} on {plan.mesh.dp_world_size} ranks",
+            rule="each rank's gradient has the same weight, so all have equally many samples",
+            consequence="samples of smaller shares would weigh more",
+            nearest=f"plan.global_batch={_equal_shares(plan)}",
+        )
+    if kind == "dist_local" and plan.precision.uses_loss_scale:
+        yield Problem(
+            given="sync 'dist_local' with fp16",
+            rule="a loss scale is agreed on in every step, and these ranks agree once a round",
+            consequence="ranks would scale, and skip steps, differently",
+            nearest="plan.precision='bf16', or plan.sync='dist_sync'",
+        )
+
+
+def _compression(plan: Plan) -> Iterator[Problem]:
+    codec, reason = plan.sync.compression, ""
+    if plan.uses_fsdp:
+        reason = "FSDP2 reduces the gradients of sharded states itself"
+    elif plan.tensor_parallel.placements:
+        reason = "DTensor reduces the gradients of placed parameters itself"
+    elif plan.mesh.dp_replicate == 1:
+        reason = "no gradient is sent from rank to rank"
+    if plan.precision.uses_loss_scale:
+        yield Problem(
+            given=f"compression {codec!r} with fp16",
+            rule="a codec's residual is in units of the gradients, which a loss scale changes from step to step",
+            consequence="the residual would be added back too large or too small",
+            nearest="plan.precision='bf16', or plan.compression='none'",
+        )
+    if reason:
+        yield Problem(
+            given=f"compression {codec!r} with dp_replicate {plan.mesh.dp_replicate}, dp_shard {plan.mesh.dp_shard}",
+            rule=f"compression acts on what the store sends, and here {reason}",
+            consequence="it would act on nothing",
+            nearest="plan.compression='none', or dp_replicate in place of dp_shard",
+        )
+
+
+def _codec_of_kind(plan: Plan) -> Iterator[Problem]:
+    kind, codec = plan.sync.kind, plan.sync.compression
+    name = codec.partition(":")[0]
+    if kind in _KIND_SETTINGS and name == "powersgd":
+        yield Problem(
+            given=f"compression {codec!r} with sync {kind!r}",
+            rule="PowerSGD sums the factors of single gradients over all ranks at once",
+            consequence="there would be nothing to sum them with",
+            nearest="plan.compression='int8' or 'topk:0.01', or plan.sync='dist_sync'",
+        )
+    if kind == "dist_async" and name == "auto":
+        yield Problem(
+            given="compression 'auto' with sync 'dist_async'",
+            rule="auto measures an all-reduce among the ranks, and asynchronous ones make none",
+            consequence="there is nothing to decide by",
+            nearest="plan.compression='int8', or 'none' (`unisono kvstore bench` compares them)",
+        )
+
+
+def round_problems(local_steps: int, num_fragments: int, outer_delay_steps: int) -> Iterator[Problem]:
+    """What keeps rounds of ``local_steps`` from being averaged in fragments, each of which is applied after the delay."""
+    if not 1 <= num_fragments <= max(local_steps, 1):
+        yield Problem(
+            given=f"num_fragments {num_fragments} with local_steps {local_steps}",
+            rule="each fragment is averaged at a step of its own within a round: 1 <= num_fragments <= local_steps",
+            consequence="two fragments would be averaged at one step, or none",
+            nearest=f"num_fragments={max(1, min(num_fragments, local_steps))}, or local_steps={max(1, num_fragments)}",
+        )
+    if not 0 <= outer_delay_steps < max(local_steps, 1):
+        yield Problem(
+            given=f"outer_delay_steps {outer_delay_steps} with local_steps {local_steps}",
+            rule="an average is applied before the next one of its fragment starts: 0 <= outer_delay_steps < local_steps",
+            consequence="two averages of one parameter would be in flight",
+            nearest=f"outer_delay_steps={max(0, min(outer_delay_steps, local_steps - 1))}",
+        )
+
+
+def _equal_shares(plan: Plan) -> int:
+    """The nearest global batch that gives all data ranks the same number of samples."""
+    ranks = plan.mesh.dp_world_size
+    return max(1, plan.batch.global_batch // ranks) * ranks
 
 
 def largest_divisor(number: int, limit: int) -> int:

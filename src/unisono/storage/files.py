@@ -1,7 +1,8 @@
-"""Files that are whole or not there, after a crash too."""
+"""Files that are complete or absent, also after a crash."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Generator
@@ -9,22 +10,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import xxhash
+
+_READ_BYTES = 1 << 20
+
 
 def sync_folder(folder: Path) -> None:
     """Make renames inside ``folder`` durable."""
-    handle = os.open(folder, os.O_RDONLY)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        os.fsync(fd)
+    except OSError as error:
+        # some network file systems have no fsync of directories; they write names through anyway
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
-        os.close(handle)
+        os.close(fd)
 
 
 @contextmanager
-def new_file(path: Path) -> Generator[IO[Any]]:
-    """A binary file under a temporary name, which becomes ``path`` when the block ends normally: fsync, then rename."""
+def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
+    """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
+
+    ``mode`` are the permissions of the new file, before the umask.
+    """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -34,8 +47,34 @@ def new_file(path: Path) -> Generator[IO[Any]]:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, *parts: Any) -> None:
-    """Write the parts (bytes-like) so that ``path`` holds its old content or all of the new one."""
-    with new_file(path) as file:
+def write_atomically(path: Path, *parts: Any, mode: int = 0o666) -> None:
+    """Write the parts (bytes-like) so that ``path`` holds either its old content or all of the new."""
+    with new_file(path, mode=mode) as file:
         for part in parts:
             file.write(part)
+
+
+def create_file(path: Path, data: bytes) -> None:
+    """Write and sync a new file that only its owner can read. Raises FileExistsError, also for a link."""
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(fd)
+
+
+def file_digest(path: Path) -> str:
+    """The xxh3-128 digest of a file's bytes, as 32 hexadecimal digits. Raises OSError for a link."""
+    digest = xxhash.xxh3_128()
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(fd, "rb", buffering=0) as file:
+        block = bytearray(_READ_BYTES)
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
+
+
+def os_reason(error: OSError) -> str:
+    """The system's reason without the path, such as ``ENOSPC, No space left on device``."""
+    name = errno.errorcode.get(error.errno, str(error.errno)) if error.errno else type(error).__name__
+    return f"{name}, {error.strerror or error}"

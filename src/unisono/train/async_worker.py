@@ -1,26 +1,23 @@
-"""A worker of ``dist_async``: it computes what it is dealt, gradients go to servers, values come back (docs/adr/0010).
+"""A worker of ``dist_async`` and the servers that hold its parameters (docs/adr/0010).
 
-    begin    bring the checkpoint, or the model as built, to the servers
-    unit     one rank's share of a step: forward, backward, push, pull
-    save     all units before a step are done: what the servers hold is that step, to be evaluated and saved
-
-The trainer runs as it does in one process: its plan is that of one worker, its optimizer has the servers make the step.
+It trains as one process does: its plan is that of one worker, and its optimizer has the servers make the update.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import JobSpec
-from unisono.errors import ConfigError, LaunchError
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.errors import ConfigError
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
@@ -29,33 +26,22 @@ from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import read_tls
 from unisono.observe.events import EventLog
 from unisono.observe.meters import StepTimers
-from unisono.optim import OptimOptions
-from unisono.optim.groups import Role
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import PeerTraffic
 from unisono.train.gradient_sync import compression_reason
 from unisono.train.options import is_due
+from unisono.train.parameter_servers import server_addresses
 from unisono.train.state import TrainState
 
 _EVENT_EVERY_SHARDS = 100
 _BYTE_FIELDS = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
 
 
-def worker_plan(plan: Plan) -> Plan:
-    """What one worker of an asynchronous plan computes by itself: a unit. Other plans stay what they are."""
-    if plan.sync != "dist_async":
-        return plan
-    share = plan.global_batch // plan.dp_replicate
-    return replace(
-        plan, dp_replicate=1, global_batch=share, sync="local", compression="none", staleness=None, damping=False
-    )
-
-
 class RemoteOptimizer:
-    """Stands where an optimizer stands: ``step`` has the servers make it, once for the ``unit`` at hand.
+    """Used in place of an optimizer: ``step`` pushes gradients to the servers, which update, once per ``batch_shard``.
 
-    ``local`` has the parameter groups; its state is empty but while a checkpoint is saved or loaded. New values come with the
-    answer to a push, or with ``late_pull`` when they are asked for.
+    ``local`` has the parameter groups; its state is empty except while a checkpoint is saved or loaded. New values come with the
+    answer to a push, or with ``late_pull`` when ``pull`` is called.
     """
 
     def __init__(
@@ -74,14 +60,14 @@ class RemoteOptimizer:
         self._servers, self._late_pull, self._timers = servers, late_pull, timers
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
         self._sent = {name: _empty_host_like(p) for name, p in self._trained.items()}
-        # straight into the parameters where they are plain host memory
-        self._got = {
+        # pulls write straight into parameters that are contiguous host memory
+        self._pulled = {
             name: p.detach() if _is_host_memory(p) else _empty_host_like(p) for name, p in self._trained.items()
         }
 
     @torch.no_grad()
     def step(self) -> None:
-        """Push gradients, divided by ``grad_scale``, and take over what came of them; nothing where ``found_inf`` is set."""
+        """Push gradients, divided by ``grad_scale``, and load the new values; do nothing where ``found_inf`` is set."""
         if self.found_inf is not None and bool(self.found_inf):
             return
         for name, parameter in self._trained.items():
@@ -90,30 +76,57 @@ class RemoteOptimizer:
         lr = float(self.param_groups[0]["lr"])
         with self._timers.phase("comm_exposed"):
             if self._late_pull:
-                self._servers.push(self._sent, lr=lr, unit=self.batch_shard).wait()
+                self._servers.push(self._sent, lr=lr, batch_shard=self.batch_shard).wait()
             else:
-                self._servers.pushpull(self._sent, self._got, lr=lr, unit=self.batch_shard).wait()
+                self._servers.pushpull(self._sent, self._pulled, lr=lr, batch_shard=self.batch_shard).wait()
         if not self._late_pull:
-            self._take()
+            self._copy_pulled()
         self._servers.commit()
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Take over the values of now."""
+        """Load the current values."""
         with self._timers.phase("comm_exposed"):
-            self._servers.pull(self._got).wait()
-        self._take()
+            self._servers.pull(self._pulled).wait()
+        self._copy_pulled()
 
-    def _take(self) -> None:
+    def _copy_pulled(self) -> None:
         for name, parameter in self._trained.items():
             if not _is_host_memory(parameter):
-                parameter.copy_(self._got[name])
+                parameter.copy_(self._pulled[name])
+
+
+def async_run_spec(
+    plan: Plan,
+    job: JobSpec,
+    state: TrainState,
+    *,
+    optimizer: str,
+    steps: int,
+    save_every: int,
+    labels: Mapping[str, str],
+) -> RunSpec:
+    """What all workers must agree on with the servers; there is a save every ``save_every`` of ``steps`` steps."""
+    workers = plan.mesh.dp_replicate
+    return RunSpec(
+        table={name: (tuple(value.shape), value.dtype) for name, value in _model_tensors(state).items()},
+        num_servers=len(job.server_addresses),
+        uncut_keys=tuple(state.sharded.parameters) if optimizer in LAYERWISE_OPTIMIZERS else (),
+        staleness=plan.sync.staleness,
+        num_batch_shards=steps * workers,
+        batch_shards_per_step=workers,
+        batch_shards_per_save=save_every * workers,
+        codec=plan.sync.compression,
+        labels={"run": job.run_id, **labels},
+    )
 
 
 class AsyncWorker:
-    """What the servers deal this worker, and what they keep for it; the run's ``Memory`` of what a codec holds back.
+    """This worker's side of a ``dist_async`` run: claims work from the servers, and keeps parameters and state there.
 
-    Raises LaunchError where there are no servers, CommError when they cannot be reached or know another run.
+    It puts a ``RemoteOptimizer`` into ``state``, and itself as the ``SyncState`` of what a codec holds back. ``run_spec`` and
+    ``optimizer_spec`` are the same for all workers. Raises LaunchError where there are no servers, CommError when they cannot be
+    reached or serve another run.
     """
 
     params_diverge = False
@@ -123,236 +136,219 @@ class AsyncWorker:
         plan: Plan,
         job: JobSpec,
         state: TrainState,
-        local: torch.optim.Optimizer,
         *,
-        options: OptimOptions,
-        roles: Mapping[str, Role],
-        steps: int,
-        save_every: int,
-        about: Mapping[str, str],
+        run_spec: RunSpec,
+        optimizer_spec: ServerOptimizerSpec,
         events: EventLog,
         timers: StepTimers,
     ) -> None:
-        self._events, self._units = events, 0
-        self._plan, self._state = plan, state
-        # each update's rate comes with its push; clipping is done here
-        self._recipe = ServerOptimizerSpec(
-            options=replace(options, clip_norm=0.0), roles=dict(roles), staleness_lr_decay=plan.damping
-        )
-        held = state.local_state()
-        self._values = {path[6:]: cast(Tensor, each) for path, each in held.items() if path.startswith("model/")}
-        self._parameters = state.sharded.parameters
-        workers = plan.dp_replicate
-        agreed = RunSpec(
-            table={name: (tuple(value.shape), value.dtype) for name, value in self._values.items()},
-            num_servers=len(job.server_addresses),
-            uncut_keys=tuple(self._parameters) if options.kind in LAYERWISE_OPTIMIZERS else (),
-            staleness=plan.staleness,
-            num_batch_shards=steps * workers,
-            batch_shards_per_step=workers,
-            batch_shards_per_save=save_every * workers,
-            codec=plan.compression,
-            labels={"run": job.run_id, **about},
-        )
+        self._plan, self._state, self._events = plan, state, events
+        self._optimizer_spec = optimizer_spec
+        self._values, self._parameters = _model_tensors(state), state.sharded.parameters
         self._addresses = job.server_addresses
+        codec = plan.sync.compression
         self._servers = ServerClient(
-            _server_addresses(job),
-            read_secret(os.environ),
-            agreed,
+            ServerConfig(
+                addresses=server_addresses(job),
+                secret=read_secret(os.environ),
+                tls=read_tls(os.environ),
+                worker_restart_count=job.restart_count,
+            ),
+            run_spec,
             worker=job.rank,
-            incarnation=job.restart_count,
-            codec=None if plan.compression == "none" else server_codec(plan.compression),
-            tls=read_tls(os.environ),
-            say=lambda text: events.emit("servers", message=text),
+            codec=None if codec == "none" else server_codec(codec),
+            report=lambda text: events.emit("servers", message=text),
         )
-        if (codec := plan.compression) != "none":
-            events.emit("compression", asked=codec, codec=codec, why=compression_reason(codec, options.kind))
-        # under a bound, values are as new as what was dealt
-        self._bounded = plan.staleness is not None
+        if codec != "none":
+            why = compression_reason(codec, optimizer_spec.options.kind)
+            events.emit("compression", asked=codec, codec=codec, why=why)
+        # with a bound on staleness, values are pulled when a shard begins, not when its gradients are pushed
+        self._bounded = plan.sync.staleness is not None
         self._optimizer = RemoteOptimizer(
-            local, self._servers, self._parameters, late_pull=self._bounded, timers=timers
+            state.optimizer, self._servers, self._parameters, late_pull=self._bounded, timers=timers
         )
-        state.optimizer = cast(torch.optim.Optimizer, self._optimizer)
-        self.drop_optimizer_state()
-        self._kept: WorkItem | None = None
-        self._weight = 0.0
+        self._optimizer.state.clear()  # the servers have it
+        state.optimizer, state.sync_state = cast(torch.optim.Optimizer, self._optimizer), self
+        self._num_shards = 0
+        self._unused_claim: WorkItem | None = None
+        self._weight_total = 0.0
         self._asked_to_stop = False
-        self._saved_at = -1
-        self.work_item = WorkItem("wait")  # what ended the last stretch of units: save, end or stopped
-        self.is_final_save = False  # whether that is the run's last save
+        self._saved_step = -1
+        self.work_item = WorkItem("wait")  # what the last batches ended with: save, end or stopped
+        self.is_final_save = False
 
     # --- the start of a run ----------------------------------------------------------------------------------------
 
-    def claim_start(self) -> bool:
-        """Whether it is this worker that brings in what the run starts from; else waits until another has."""
-        self._kept = self._claimed()
-        if self._kept.kind != "begin":
-            return False
-        self._kept = None
-        return True
+    def start(self, restore: Callable[[], bool]) -> None:
+        """Take the servers' values; or, if this worker is the one to bring them, publish the model, after ``restore()`` if that
+        finds a checkpoint."""
+        first = self._claim_other_than_wait()
+        if first.kind == "begin":
+            self._publish(resumed=restore())
+        else:
+            self._unused_claim = first
+            self.pull_model()
 
-    def publish(self, state: TrainState, *, resumed: bool) -> None:
-        """Give the servers the model as it is here, and of a run that goes on the optimizer's state; work begins at its step."""
+    def _publish(self, *, resumed: bool) -> None:
+        state = self._state
         self._servers.init(self._values)
-        self._servers.set_optimizer(self._recipe)
+        self._servers.set_optimizer(self._optimizer_spec)
         if resumed:
-            moments = {
-                path: cast(Tensor, each) for path, each in state.local_state().items() if path.startswith("optim/")
-            }
+            moments = {path: t for path, t in state.local_state().items() if path.startswith("optim/")}
             self._servers.load_state({**self._values, **moments})
-        self.drop_optimizer_state()
+        self._optimizer.state.clear()
         self._servers.snapshot()
-        self._servers.mark_done(WorkItem("begin", state.step * self._plan.dp_replicate), float(state.weight_total))
+        self._servers.mark_done(WorkItem("begin", state.step * self._plan.mesh.dp_replicate), float(state.weight_total))
 
-    # --- its course ------------------------------------------------------------------------------------------------
+    # --- batch shards and saves ------------------------------------------------------------------------------------
 
     def batches(self, loader: Loader) -> Generator[StepBatch]:
-        """The units that this worker is dealt, up to a save that falls to it or the end (then ``work`` says which)."""
+        """The batch shards that this worker claims, up to a save or the end of the run, which is then ``work_item``."""
         return loader.iterate_claimed(self._claim)
 
     def start_shard(self, batch: StepBatch) -> None:
-        """Its gradients are the next to be pushed."""
+        """Prepare for the shard whose gradients are pushed next."""
         self._state.step, self._optimizer.batch_shard = batch.step, batch.batch_shard
         if self._bounded:
             self._optimizer.pull()
 
-    def finish_shard(self, unit: int, weight: float) -> None:
-        """Its gradients are applied, or it did not count."""
-        self._servers.mark_done(WorkItem("unit", unit), weight)
-        self._units += 1
-        if is_due(_EVENT_EVERY_SHARDS, self._units) and (told := self._servers.compression_stats()):
+    def finish_shard(self, batch_shard: int, weight: float) -> None:
+        """Tell the servers that its gradients were pushed, or that the guard refused it."""
+        self._servers.mark_done(WorkItem("unit", batch_shard), weight)
+        self._num_shards += 1
+        if is_due(_EVENT_EVERY_SHARDS, self._num_shards) and (stats := self._servers.compression_stats()):
             self._events.emit(
                 "compressed",
                 step=self._state.step,
-                **{name: sum(each.get(name, 0) for each in told.values()) for name in _BYTE_FIELDS},
-                residual_norms={name: each["residual"] for name, each in told.items() if "residual" in each},
+                **{name: sum(key.get(name, 0) for key in stats.values()) for name in _BYTE_FIELDS},
+                residual_norms={name: key["residual"] for name, key in stats.items() if "residual" in key},
             )
 
     def peer_traffic(self) -> list[PeerTraffic]:
-        """One to each server; ``apart`` says why nothing goes through memory, empty where it does."""
+        """Traffic with each server; the fact ``apart`` is the reason why no shared memory is used, or empty."""
         return [
             PeerTraffic(
                 peer=peer,
-                sent_bytes=each.sent_bytes + each.shared_sent_bytes,
-                received_bytes=each.received_bytes + each.shared_received_bytes,
+                sent_bytes=traffic.sent_bytes + traffic.shared_sent_bytes,
+                received_bytes=traffic.received_bytes + traffic.shared_received_bytes,
                 facts={
-                    "apart": each.no_shared_memory_reason,
-                    "reconnects": each.num_reconnects,
+                    "apart": traffic.no_shared_memory_reason,
+                    "reconnects": traffic.num_reconnects,
                 },
             )
-            for peer, each in zip(self._addresses, self._servers.traffic(), strict=True)
+            for peer, traffic in zip(self._addresses, self._servers.traffic(), strict=True)
         ]
 
     def ask_to_stop(self, *, finished: bool = False) -> None:
-        """All workers end at the next step that nobody has begun."""
+        """Have all workers end at the next step that nobody has begun; ``finished``: with nothing left to do."""
         if not self._asked_to_stop:
             self._servers.stop(finished=finished)
         self._asked_to_stop = True
 
     @torch.no_grad()
     def pull_model(self) -> None:
-        """Take over all values of now, those that are not trained too, exactly, and the step that the servers stand at."""
-        got = {name: _empty_host_like(value) for name, value in self._values.items()}
-        self._servers.pull(got, exact=True).wait()
+        """Copy the servers' parameters and buffers into the model, exactly; at a save or the end, take their step too."""
+        pulled = {name: _empty_host_like(value) for name, value in self._values.items()}
+        self._servers.pull(pulled, exact=True).wait()
         for name, value in self._values.items():
-            value.copy_(got[name])
+            value.copy_(pulled[name])
         if self.work_item.kind != "wait":
             self._state.step = self.step
-            self._state.weight_total.fill_(self._weight)
+            self._state.weight_total.fill_(self._weight_total)
 
     @property
     def step(self) -> int:
-        """Where the servers stand, at a save or the end."""
-        return self.work_item.number // self._plan.dp_replicate
+        """The step that the servers stand at, at a save or the end."""
+        return self.work_item.number // self._plan.mesh.dp_replicate
 
     def finish_save(self) -> None:
-        """What was to be done at this step is done."""
-        self._saved_at = self.step
+        """Tell the servers that evaluation and save of this step are done."""
+        self._saved_step = self.step
         self._servers.mark_done(self.work_item)
 
     @property
     def owns_save(self) -> bool:
-        """Whether the save at which the run stands is this worker's."""
-        return self._saved_at == self.step and self.work_item.kind != "wait"
+        """Whether this worker did the save that the run stands at."""
+        return self._saved_step == self.step and self.work_item.kind != "wait"
+
+    def _claim(self, wait: bool) -> int | None:
+        """The next batch shard for the loader; None for other work, and for none at once without ``wait``."""
+        if self._bounded and not wait:
+            return None  # other workers wait for a shard that is claimed ahead
+        if self._unused_claim is not None:
+            item, self._unused_claim = self._unused_claim, None
+        else:
+            item = self._claim_other_than_wait() if wait else self._ask(wait=False)
+        if item.kind == "unit":
+            return item.number
+        if item.kind != "wait":
+            self.work_item = item
+        return None
+
+    def _claim_other_than_wait(self) -> WorkItem:
+        while (item := self._ask(wait=True)).kind == "wait":
+            pass
+        return item
+
+    def _ask(self, *, wait: bool) -> WorkItem:
+        claim = self._servers.claim(wait=wait)
+        self._weight_total, self.is_final_save = claim.weight, claim.is_last
+        return claim.item
 
     # --- state -----------------------------------------------------------------------------------------------------
 
-    def fetch_optimizer_state(self) -> None:
-        """Have the optimizer's state here, until ``drop``."""
+    @contextmanager
+    def optimizer_state(self) -> Generator[None]:
+        """Inside, the optimizer has its state, which the servers send."""
         for path, tensor in self._servers.state().items():
             if path.startswith("optim/"):
                 _, name, key = path.split("/", 2)
                 self._optimizer.state[self._parameters[key]][name] = tensor
-
-    def drop_optimizer_state(self) -> None:
-        """Let the optimizer's state go: the servers have it."""
-        self._optimizer.state.clear()
+        try:
+            yield
+        finally:
+            self._optimizer.state.clear()
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """Pushes settle themselves: one that did not count was not made."""
+        """See ``SyncState``: a push that did not count was not made."""
 
     def global_state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """See ``SyncState``: the servers' state is in the model and the optimizer when it is saved."""
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """What the codec holds back of this worker's gradients."""
+        """See ``SyncState``: what the codec holds back of this worker's gradients."""
         return self._servers.residuals()
 
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
-        """Workers come and go: what one held back is not another's, and starts at zero."""
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """See ``SyncState``: residuals start at zero, because ranks do not stay with workers."""
+
+    def consensus_parameters(self) -> AbstractContextManager[None]:
+        """See ``SyncState``: at a save the model has the servers' values."""
+        return nullcontext()
 
     def close(self) -> None:
-        """Leave; what this worker was dealt and has not done is dealt to others."""
+        """Leave the servers, which hand this worker's unfinished shards to others."""
         self._servers.close()
 
-    # --- claims ----------------------------------------------------------------------------------------------------
 
-    def _claim(self, wait: bool) -> int | None:
-        if self._bounded and not wait:
-            return None  # what is taken ahead, others wait for
-        work, self._kept = self._kept or (self._claimed() if wait else self._ask(wait=False)), None
-        if work.kind == "unit":
-            return work.number
-        if work.kind != "wait":
-            self.work_item = work
-        return None
-
-    def _claimed(self) -> WorkItem:
-        while (work := self._ask(wait=True)).kind == "wait":
-            pass
-        return work
-
-    def _ask(self, *, wait: bool) -> WorkItem:
-        claimed = self._servers.claim(wait=wait)
-        self._weight, self.is_final_save = claimed.weight, claimed.is_last
-        return claimed.item
+def _model_tensors(state: TrainState) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {
+        path.removeprefix("model/"): tensor for path, tensor in state.local_state().items() if path.startswith("model/")
+    }
 
 
-def check_async_data(data: Any) -> None:
-    """Raises ConfigError for what cannot be dealt."""
-    if not isinstance(data, Loader):
+def require_random_access(loader: Loader | StreamLoader) -> Loader:
+    """Return ``loader``. Raises ConfigError for a stream, whose batch shards cannot be read in any order."""
+    if isinstance(loader, StreamLoader):
         raise ConfigError(
-            given=f"plan.sync 'dist_async' with a stream ({type(data).__name__})",
+            given=f"plan.sync 'dist_async' with a stream ({type(loader).__name__})",
             rule="shares of steps are dealt to whoever is free, so any sample can be read at any time",
             consequence="a worker could not read the share it was dealt",
             nearest="a data set with a length, or plan.sync='dist_sync'",
         )
-
-
-def _server_addresses(job: JobSpec) -> list[tuple[str, int]]:
-    if not job.server_addresses:
-        raise LaunchError(
-            given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
-            rule="asynchronous workers meet at servers",
-            consequence="there is nobody to push gradients to, so nothing was started",
-            nearest="unisono train (it starts launch.servers of them), or unisono launch --servers 1 -- unisono train",
-        )
-    found: list[tuple[str, int]] = []
-    for text in job.server_addresses:
-        host, _, port = text.rpartition(":")
-        found.append((host, int(port)))
-    return found
+    return loader
 
 
 def _is_host_memory(tensor: Tensor) -> bool:

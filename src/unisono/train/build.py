@@ -24,10 +24,10 @@ from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
 from unisono.models.options import ModelOptions
 from unisono.observe.events import EventLog
+from unisono.plan.plan import Plan
 from unisono.train.config import RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
-from unisono.train.setup import resolve_plan
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
@@ -36,7 +36,7 @@ TOKEN_METRICS = ("bits_per_byte", "accuracy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What a run reads: both data sets, and for text what tokenized it."""
+    """The data sets of a run, and for text the tokenized corpus."""
 
     train: Dataset
     held_out: Dataset
@@ -49,15 +49,15 @@ class RunData:
 
 
 def build_data(config: RunConfig) -> RunData:
-    """The data sets of ``parts.data``. Raises DataError or ConfigError."""
-    if config.parts.data == TOKENS:
+    """The data sets of ``components.data``. Raises DataError or ConfigError."""
+    if config.components.data == TOKENS:
         prepared = prepare_corpus(config.data)
         seq_len, boundaries = config.data.seq_len, config.data.boundaries
         # The held-out part is always read as a stream, so that runs of either packing are measured alike.
         if config.data.packing == "best_fit":
             train: Dataset = PackedWindows(prepared.train, seq_len=seq_len, boundaries=boundaries, name="train")
         else:
-            stride = 1 if config.data.packing == "offsets" else seq_len
+            stride = 1 if config.data.packing == "sliding" else seq_len
             train = TokenWindows(prepared.train, seq_len=seq_len, stride=stride, boundaries=boundaries, name="train")
         return RunData(
             train=train,
@@ -71,7 +71,7 @@ def build_data(config: RunConfig) -> RunData:
     if len(pair) != 2 or not all(isinstance(each, Dataset | Sized) for each in pair):
         kinds = ", ".join(type(each).__name__ for each in pair)
         raise ConfigError(
-            given=f"parts.data returned {f'({kinds})' if pair else type(made).__name__}",
+            given=f"components.data returned {f'({kinds})' if pair else type(made).__name__}",
             rule="it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
             consequence="there is nothing to train on",
             nearest="return train, held_out",
@@ -80,19 +80,19 @@ def build_data(config: RunConfig) -> RunData:
 
 
 def find_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """What the text of this configuration is tokenized by; None for data of the user's own. Reads no corpus."""
-    return load_tokenizer(config.data.tokenizer) if config.parts.data == TOKENS else None
+    """The tokenizer of the configuration's text; None for the user's own data. Reads no corpus."""
+    return load_tokenizer(config.data.tokenizer) if config.components.data == TOKENS else None
 
 
 def build_model(config: RunConfig, tokenizer: Tokenizer | None) -> nn.Module:
-    """The model of ``parts.model``, initialised from ``run.seed`` alone, on the CPU."""
+    """The model of ``components.model``, initialised from ``run.seed`` alone, on the CPU."""
     cast(Any, torch).manual_seed(config.run.seed)
-    if config.parts.model == "gpt":
+    if config.components.model == "gpt":
         return GPT(model_options(config, tokenizer))
     model: Any = _find_component("model", config, {"gpt": None})(config)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            given=f"parts.model returned {type(model).__name__}",
+            given=f"components.model returned {type(model).__name__}",
             rule="it returns a torch.nn.Module",
             consequence="there is nothing to train",
             nearest="return the module itself, not its class or its weights",
@@ -120,18 +120,21 @@ def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOption
 def build_trainer(
     config: RunConfig,
     data: RunData,
+    plan: Plan,
     *,
     world: World,
     events: EventLog,
     provenance: Mapping[str, Any],
 ) -> Trainer:
-    """The trainer of this configuration; before it is entered nothing is started, and no model built that the plan spreads."""
-    _, plan = resolve_plan(config.plan, world.job)
+    """The trainer of this configuration and of the plan resolved from it.
+
+    Nothing is started before it is entered, and a model that the plan shards is built then.
+    """
     build = partial(build_model, config, data.tokenizer)
     return Trainer(
         build if plan.is_model_sharded else build(),
         data.train,
-        config.plan,
+        plan,
         objective=find_objective(config),
         optimizer=config.optim,
         schedule=config.schedule,
@@ -142,7 +145,7 @@ def build_trainer(
         resume=config.run.resume,
         eval_data=data.held_out,
         metrics=build_metrics(config),
-        transform=_find_component("transform", config, {}) if config.parts.transform else None,
+        transform=_find_component("transform", config, {}) if config.components.transform else None,
         loader=config.loader,
         flops_per_token=lambda model: gpt_flops_per_token(model, config.data.seq_len) if isinstance(model, GPT) else 0,
         world=world,
@@ -157,23 +160,23 @@ def gpt_flops_per_token(model: GPT, seq_len: int) -> int:
     tied = options.vocab_size * options.dim if options.tied else 0
     return transformer_flops_per_token(
         matmul_params=matmul_params(model) - inactive_parameters(model) + tied,
-        layers=options.layers,
+        layers=options.num_layers,
         attention_dim=options.dim,
         seq_len=seq_len,
     )
 
 
 def find_objective(config: RunConfig) -> Objective:
-    """The objective of ``parts.objective``."""
+    """The objective of ``components.objective``."""
     return _find_component("objective", config, OBJECTIVES)
 
 
 def build_metrics(config: RunConfig) -> dict[str, Metric]:
-    """Name → metric: built-in ones, entry points (``() -> Metric``), and those of ``parts.own_metrics``."""
+    """Name → metric: built-in ones, entry points (``() -> Metric``), and those of ``components.own_metrics``."""
     metrics: dict[str, Metric] = {}
-    for name in config.parts.metrics or (TOKEN_METRICS if config.parts.data == TOKENS else ()):
-        metrics[name] = find_metric(name) or _resolve("metrics", "parts.metrics", name, METRICS)()
-    if config.parts.own_metrics:
+    for name in config.components.metrics or (TOKEN_METRICS if config.components.data == TOKENS else ()):
+        metrics[name] = find_metric(name) or _resolve("metrics", "components.metrics", name, METRICS)()
+    if config.components.own_metrics:
         metrics |= _find_component("own_metrics", config, {})(config)
     return metrics
 
@@ -189,7 +192,7 @@ _GROUPS = {
 
 
 def _find_component(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:
-    return _resolve(_GROUPS[name], f"parts.{name}", getattr(config.parts, name), built_in)
+    return _resolve(_GROUPS[name], f"components.{name}", getattr(config.components, name), built_in)
 
 
 def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> Any:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.config import option
+from unisono.config.renames import OPTION_VALUES, OPTIONS, OptionRenames
 from unisono.data.options import DataOptions, LoaderOptions
 from unisono.errors import Problem
 from unisono.launch.options import LaunchOptions
@@ -15,7 +16,7 @@ from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
 from unisono.plan.options import PlanOptions
-from unisono.train.options import RunOptions, SampleOptions, TrainOptions
+from unisono.train.options import RunOptions, TrainOptions
 
 Component = str | Callable[..., Any]
 
@@ -49,7 +50,7 @@ class RunConfig:
     """One run, whole. ``unisono config explain KEY`` tells about each field."""
 
     run: RunOptions = field(default_factory=RunOptions)
-    parts: Components = field(default_factory=Components)
+    components: Components = field(default_factory=Components)
     model: ModelOptions = field(default_factory=ModelOptions)
     data: DataOptions = field(default_factory=DataOptions)
     loader: LoaderOptions = field(default_factory=LoaderOptions)
@@ -60,7 +61,8 @@ class RunConfig:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
     launch: LaunchOptions = field(default_factory=LaunchOptions)
-    sample: SampleOptions = field(default_factory=SampleOptions)
+
+    RENAMES: ClassVar = OptionRenames(keys=OPTIONS, values=OPTION_VALUES)
 
     def problems(self) -> Iterator[tuple[str, Problem]]:
         """Rules that tie sections together."""

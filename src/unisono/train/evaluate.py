@@ -1,8 +1,9 @@
-"""Evaluation: one pass over held-out samples, exact under any number of ranks and any uneven share."""
+"""Evaluation: one pass over held-out samples, exact for any number of ranks and any uneven split."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -10,12 +11,17 @@ import torch
 from torch import Tensor
 
 from unisono.data.dataset import Dataset
+from unisono.data.loading.device_prefetch import to_device
 from unisono.data.loading.loader import eval_batches, rank_range
+from unisono.observe.events import EventLog
+from unisono.observe.meters import RateMeter
 from unisono.parallel.fsdp import reshard
 from unisono.plan.plan import Plan
-from unisono.train.forward_backward import ForwardBackward
 from unisono.train.metrics import LOSS, Metric
-from unisono.train.objectives import Objective
+from unisono.train.objectives import Batch, Objective
+from unisono.train.options import TrainOptions
+from unisono.train.state import TrainState
+from unisono.train.step import ForwardBackward
 
 
 def evaluate(
@@ -28,7 +34,7 @@ def evaluate(
     data_rank: int,
     limit: int,
 ) -> dict[str, float]:
-    """``loss`` and each metric over the first ``limit`` samples (0 = all). Every rank takes its share, and gets the result."""
+    """Return ``loss`` and each metric over the first ``limit`` samples (0 = all), the same on every rank. A collective."""
     all_metrics = {"loss": LOSS, **metrics}
     total = torch.zeros(sum(m.size for m in all_metrics.values()), dtype=torch.float64, device=device)
     model, plan = passes.model, passes.plan
@@ -37,21 +43,19 @@ def evaluate(
     try:
         with torch.no_grad():
             samples = min(limit or len(data), len(data))
-            waiting = _passes(data, plan, data_rank, samples)
+            batches = _rank_batches(data, plan, data_rank, samples)
             # a pipeline is filled with several at a time
-            while group := list(islice(waiting, 2 * plan.pp if plan.pp > 1 else 1)):
-                counts = [each for _, each in group]
+            while group := list(islice(batches, 2 * plan.mesh.pp if plan.mesh.pp > 1 else 1)):
+                counts = [counted for _, counted in group]
 
-                def add(
-                    number: int, outputs: Any, batch: Mapping[str, Tensor], counts: Sequence[bool] = counts
-                ) -> None:
+                def add(number: int, outputs: Any, batch: Batch, counts: Sequence[bool] = counts) -> None:
                     loss_sum, weight = objective(outputs, batch)
                     if counts[number]:
                         sums = [metric.sums(outputs, batch, loss_sum, weight) for metric in all_metrics.values()]
                         total.add_(torch.cat(sums))
 
-                passes.evaluate([_copied(host, device) for host, _ in group], add)
-        passes.world.all_reduce(total).div_(plan.tp)  # ranks that share a layer saw the same samples
+                passes.evaluate([to_device(batch, device) for batch, _ in group], add)
+        passes.world.all_reduce(total).div_(plan.mesh.tp)  # tensor-parallel ranks saw the same samples
     finally:
         reshard(model)
         model.train(was_training)
@@ -59,15 +63,68 @@ def evaluate(
     return {name: metric.value([next(values) for _ in range(metric.size)]) for name, metric in all_metrics.items()}
 
 
-def _copied(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+def _rank_batches(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    """This rank's batches, and whether they count.
 
-
-def _passes(data: Dataset, plan: Plan, rank: int, samples: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """This rank's batches, and True; where ranks hold parts of one model, one more of any sample, and False, for a rank with
-    fewer batches: the others need its part once more."""
-    ranks = plan.dp_world_size
-    yield from ((batch, True) for batch in eval_batches(data, plan.micro_batch, rank, ranks, samples))
-    own, longest = (-(-len(rank_range(samples, each, ranks)) // plan.micro_batch) for each in (rank, 0))
-    if plan.uses_fsdp and own < longest:
+    Under FSDP all ranks make equally many passes, so a rank with fewer batches adds one that does not count.
+    """
+    ranks = plan.mesh.dp_world_size
+    yield from ((batch, True) for batch in eval_batches(data, plan.batch.micro_batch, rank, ranks, samples))
+    num_batches, longest = (-(-len(rank_range(samples, r, ranks)) // plan.batch.micro_batch) for r in (rank, 0))
+    if plan.uses_fsdp and num_batches < longest:
         yield next(eval_batches(data, 1, 0, 1, 1)), False
+
+
+@dataclass(kw_only=True, slots=True)
+class Evaluator:
+    """Evaluates a run's model, reports the values, and decides about early stopping on the held-out set."""
+
+    passes: ForwardBackward
+    objective: Objective
+    metrics: Mapping[str, Metric]
+    held_out: Dataset | None
+    options: TrainOptions
+    state: TrainState
+    device: torch.device
+    data_rank: int
+    rates: RateMeter
+    events: EventLog
+    values: dict[str, float] = field(default_factory=dict[str, float])
+    evaluated_step: int = -1
+    stopped_early: bool = False
+
+    def run(self, data: Dataset | None = None) -> dict[str, float]:
+        """Loss and metrics on ``data`` (None: the held-out set), with averaged weights where there are any. A collective."""
+        chosen = self.held_out if data is None else data
+        if chosen is None:
+            raise ValueError("evaluate() needs a data set: none was given here or as eval_data")
+        with self.rates.paused(), self.state.averaged_weights():
+            values = evaluate(
+                self.passes,
+                chosen,
+                objective=self.objective,
+                metrics=self.metrics,
+                device=self.device,
+                data_rank=self.data_rank,
+                limit=self.options.num_eval_samples,
+            )
+        self.events.emit("eval", step=self.state.step, **{f"eval/{name}": value for name, value in values.items()})
+        if data is None:
+            self.values, self.evaluated_step = values, self.state.step
+            self._count_without_gain(values["loss"])
+        return values
+
+    @property
+    def current_loss(self) -> float | None:
+        """Held-out loss of the model as it is; None where this step was not evaluated."""
+        return self.values.get("loss") if self.evaluated_step == self.state.step else None
+
+    def _count_without_gain(self, loss: float) -> None:
+        state, patience = self.state, self.options.early_stop_patience
+        if state.best_loss is None or loss < state.best_loss:
+            state.best_loss, state.evaluations_without_gain = loss, 0
+            return
+        state.evaluations_without_gain += 1
+        if patience and state.evaluations_without_gain >= patience:
+            self.stopped_early = True
+            self.events.emit("early_stop", step=state.step, best_loss=state.best_loss, loss=loss, patience=patience)

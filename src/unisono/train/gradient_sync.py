@@ -1,14 +1,10 @@
-"""How the ranks of a plan are kept in step: who sums gradients, and what is remembered from step to step."""
+"""Gradient synchronisation by plan.sync, and the state that it keeps from step to step."""
 
 from __future__ import annotations
 
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,14 +15,12 @@ from unisono.errors import ConfigError
 from unisono.kvstore import GradientSync, KVStore, LocalSGD, LocalSGDConfig, create_kvstore
 from unisono.kvstore.allreduce.buckets import BucketedAllReduce, transport_name
 from unisono.kvstore.backends.local import LocalGradientSync
-from unisono.kvstore.compression import COARSE_CODEC_WITH_ADAM, Codec, auto_codec, find_codec
-from unisono.kvstore.server.child_servers import child_servers
-from unisono.kvstore.wire.tls import TLS_VARIABLE, read_tls
-from unisono.launch.options import LaunchOptions, tls_folder
+from unisono.kvstore.compression import Codec, auto_codec, find_codec
+from unisono.kvstore.compression.registry import COARSE_CODEC_WITH_ADAM
 from unisono.observe.events import EventLog
 from unisono.parallel.fsdp import FSDPGradients
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import DTensorGradients
 from unisono.plan.plan import Plan
 from unisono.train.comm_stats import CommStats, PeerTraffic, ReportsTraffic
@@ -38,10 +32,10 @@ _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 
 def check_sync_options(plan: Plan, options: TrainOptions) -> None:
-    """Raises ConfigError for what ranks that are apart cannot do."""
-    if options.ema_decay and plan.sync in ("dist_async", "dist_local"):
+    """Raise ConfigError for options that need equal parameters on all ranks in every step, where the plan lets them diverge."""
+    if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
-            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync!r}",
+            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
             nearest="train.ema_decay=0, or plan.sync='dist_sync'",
@@ -49,89 +43,31 @@ def check_sync_options(plan: Plan, options: TrainOptions) -> None:
 
 
 def open_store(plan: Plan, world: World) -> KVStore:
-    """The store of the plan's kind; of asynchronous workers each has one of its own, beside the servers."""
-    if plan.sync == "dist_async":
+    """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
+    if plan.sync.kind == "dist_async":
         return create_kvstore("local", world)
-    if plan.sync == "dist_local":
-        return create_kvstore(plan.sync, world, rounds=local_sgd_config(plan))
-    return create_kvstore(plan.sync, world)
-
-
-@contextmanager
-def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path) -> Generator[JobSpec]:
-    """``job`` with the addresses of parameter servers. Where its launcher started none (torchrun, mpirun, srun, one process) and
-    the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
-    snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
-    nothing, or its folder is no good."""
-    if plan.sync != "dist_async":
-        if launch.tls:
-            raise _unused_tls_error(plan, launch)
-        yield job
-        return
-    with _tls_variable(launch) as tls:
-        if job.server_addresses:
-            yield job
-            return
-        # all meet once, to tell each other addresses and a secret; from then on they do without each other
-        world = join_world(job, device_type="cpu", timeout_s=launch.timeout_s)
-        try:
-            folder = run_dir.absolute() / "servers"
-            if world.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            more = {
-                "UNISONO_REPLICAS": str(launch.replicas),
-                "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
-                "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
-            }
-            count = job.servers or launch.servers
-            with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
-                world.close()
-                file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
-                os.pwrite(file, secret, 0)
-                os.environ["UNISONO_SECRET_FD"] = str(file)  # whoever reads it closes it
-                yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
-        finally:
-            world.close()
-            os.environ.pop("UNISONO_SECRET_FD", None)
-
-
-@contextmanager
-def _tls_variable(launch: LaunchOptions) -> Generator[str]:
-    """Inside, UNISONO_TLS is the folder of the setting or of this process's launcher, if there is one; tried here, before
-    anything is started."""
-    folder = tls_folder(launch, os.environ)
-    with ExitStack() as stack:
-        if folder and not os.environ.get(TLS_VARIABLE):
-            os.environ[TLS_VARIABLE] = folder
-            stack.callback(os.environ.pop, TLS_VARIABLE, None)
-        read_tls(os.environ)
-        yield folder
-
-
-def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
-    return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync!r}",
-        rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
-        consequence="it would act on nothing, and nothing was started",
-        nearest="plan.sync='dist_async', or a private network and no launch.tls",
-    )
+    if plan.sync.kind == "dist_local":
+        return create_kvstore(plan.sync.kind, world, local_sgd=local_sgd_config(plan))
+    return create_kvstore(plan.sync.kind, world)
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
-    """The ranks that keep step with this one: all of the job, or, asynchronously, none (docs/adr/0010)."""
+    """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
     return (
-        World.alone(job) if plan.sync == "dist_async" else join_world(job, device_type=device_type, timeout_s=timeout_s)
+        World.alone(job)
+        if plan.sync.kind == "dist_async"
+        else join_world(job, device_type=device_type, timeout_s=timeout_s)
     )
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
-    """When ``dist_local`` averages."""
+    """Settings of ``dist_local``: when and how ranks average their parameters."""
     return LocalSGDConfig(
-        local_steps=plan.local_steps,
-        outer_lr=plan.outer_lr,
-        outer_momentum=plan.outer_momentum,
-        num_fragments=plan.fragments,
-        outer_delay_steps=plan.overlap_steps,
+        local_steps=plan.sync.local_steps,
+        outer_lr=plan.sync.outer_lr,
+        outer_momentum=plan.sync.outer_momentum,
+        num_fragments=plan.sync.num_fragments,
+        outer_delay_steps=plan.sync.outer_delay_steps,
     )
 
 
@@ -139,113 +75,121 @@ def build_gradient_sync(
     plan: Plan,
     store: KVStore,
     model: nn.Module,
-    pieces: ShardedParameters,
-    grid: ParallelDims,
+    sharded: ShardedParameters,
+    dims: ParallelDims,
     *,
     optimizer: str,
     step: Callable[[], int],
     events: EventLog,
 ) -> tuple[GradientSync, SyncState | None]:
-    """What sums the gradients of ``pieces``, and what it has to remember. ``step()``: finished steps of the run."""
-    device = next(iter(pieces.parameters.values())).device
+    """Create what sums the gradients of ``sharded`` over data ranks, and the state it keeps, if any.
+
+    ``optimizer`` is its kind; ``step()`` returns the number of finished steps.
+    """
+    device = next(iter(sharded.parameters.values())).device
     if plan.uses_fsdp:
-        return FSDPGradients(model, pieces, grid), None
-    if plan.placements:
-        return DTensorGradients(model, pieces, grid), None
-    codec = _choose_codec(plan, grid, device, optimizer, events)
-    if plan.sync == "dist_local":
-        found = None if codec == "none" else cast(Codec, find_codec(codec))  # the plan has no factors here
-        rounds = LocalSGDSync(plan, pieces.parameters, grid.world, step, found)
-        return rounds, rounds
-    group = grid.group("dp_replicate") if plan.is_model_sharded else None
+        return FSDPGradients(model, sharded, dims), None
+    if plan.tensor_parallel.placements:
+        return DTensorGradients(model, sharded, dims), None
+    codec = _choose_codec(plan, dims, device, optimizer, events)
+    if plan.sync.kind == "dist_local":
+        # the plan allows no low-rank codec here
+        delta_codec = None if codec == "none" else cast(Codec, find_codec(codec))
+        local_sgd = LocalSGDSync(plan, sharded.parameters, dims.world, step, delta_codec)
+        return local_sgd, local_sgd
+    group = dims.group("dp_replicate") if plan.is_model_sharded else None
     if codec != "none":
         store.set_compression(codec)
-    travels = pieces.grad_reduce_dtypes if codec == "none" else None
-    sync = store.gradients(pieces.parameters, group, travels, plan.bucket_bytes)
+    reduce_dtypes = sharded.grad_reduce_dtypes if codec == "none" else None
+    sync = store.gradients(sharded.parameters, group, reduce_dtypes, plan.sync.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
     events.emit("gradients", path=sync.path)
     return sync, CompressionState(sync, events) if codec != "none" else None
 
 
-def _choose_codec(plan: Plan, grid: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
-    """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
-    chosen = plan.compression
+def _choose_codec(plan: Plan, dims: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
+    """Return the codec of gradients, measuring which one pays for ``auto``, and emit the choice with its reason."""
+    chosen = plan.sync.compression
     if chosen == "none":
         return chosen
     why = compression_reason(chosen, optimizer)
     if chosen == "auto":
-        choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.is_model_sharded else None)
+        choice = auto_codec(dims.world, device, group=dims.group("dp_replicate") if plan.is_model_sharded else None)
         chosen, why = choice.codec or "none", choice.reason
-    events.emit("compression", asked=plan.compression, codec=chosen, why=why)
+    events.emit("compression", asked=plan.sync.compression, codec=chosen, why=why)
     return chosen
 
 
 def compression_reason(codec: str, optimizer: str) -> str:
-    """What the event of a codec that was asked for says: that, or what is doubtful about it with this optimizer."""
+    """The reason given for a codec that the user chose; it warns of a coarse codec with an adaptive optimizer."""
     return COARSE_CODEC_WITH_ADAM if codec.startswith(_COARSE) and optimizer in _ADAPTIVE else "as asked"
 
 
 @dataclass(frozen=True, slots=True)
 class CompressionState:
-    """What a codec holds back of this rank's gradients."""
+    """The part of this rank's gradients that a codec has not sent yet (error feedback), and factors of low-rank codecs."""
 
     sync: BucketedAllReduce
     events: EventLog
     params_diverge: bool = False
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """A step that did not count leaves no trace. Now and then an event tells bytes and what is held back."""
+        """Keep the residuals of this step if it counted. Every hundred steps emit bytes and residual norms."""
         self.sync.commit(good)
         if is_due(_EVENT_EVERY_STEPS, step):
-            told = self.sync.stats()
+            stats = self.sync.stats()
             self.events.emit(
                 "compressed",
                 step=step,
-                bytes_in=sum(each["bytes_in"] for each in told.values()),
-                bytes_out=sum(each["bytes_out"] for each in told.values()),
-                residual_norms={name: each["residual"] for name, each in told.items()},
+                bytes_in=sum(key["bytes_in"] for key in stats.values()),
+                bytes_out=sum(key["bytes_out"] for key in stats.values()),
+                residual_norms={name: key["residual"] for name, key in stats.items()},
             )
 
     def global_state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """See ``SyncState``: there is none."""
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Residuals and factors."""
+        """See ``SyncState``: residuals and factors."""
         return self.sync.state_dict()
 
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
-        """With other ranks or from a run without a codec, what was held back starts at zero."""
-        if own:
-            self.sync.load_state_dict(own)
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """See ``SyncState``: residuals start at zero for a new rank, or after a run without a codec."""
+        if tensors:
+            self.sync.load_state_dict(tensors)
+
+    def consensus_parameters(self) -> AbstractContextManager[None]:
+        """See ``SyncState``: parameters do not diverge."""
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class _AllReduceTraffic:
-    """What ``sync`` counts, for the one link to all other ranks."""
+    """Traffic of ``sync`` with all other ranks, as one peer."""
 
     sync: BucketedAllReduce
 
     def peer_traffic(self) -> list[PeerTraffic]:
-        """See ``Counts``."""
+        """See ``ReportsTraffic``."""
         sync = self.sync
         return [PeerTraffic(peer=sync.path, sent_bytes=sync.sent_bytes, received_bytes=sync.received_bytes)]
 
 
-def build_comm_stats(events: EventLog, keeps: GradientSync | ReportsTraffic) -> CommStats | None:
-    """The events of what ``keeps`` this rank in step; None where torch sends the gradients, or nothing is sent."""
-    if isinstance(keeps, BucketedAllReduce):
-        if keeps.num_workers == 1:
+def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic) -> CommStats | None:
+    """The statistics of ``sync``; None where torch sends the gradients, or nothing is sent."""
+    if isinstance(sync, BucketedAllReduce):
+        if sync.num_workers == 1:
             return None
-        keeps = _AllReduceTraffic(keeps)
-    return CommStats(events, keeps.peer_traffic) if isinstance(keeps, ReportsTraffic) else None
+        sync = _AllReduceTraffic(sync)
+    return CommStats(events, sync.peer_traffic) if isinstance(sync, ReportsTraffic) else None
 
 
 class LocalSGDSync:
-    """``dist_local``: every rank makes steps of its own, and what they come to is averaged (see ``kvstore.periodic``).
+    """``dist_local``: every rank makes steps of its own, and parameters are averaged now and then (``kvstore.LocalSGD``).
 
-    Loss, norm and clip are then this rank's. Ranks agree to stop where a round of averages begins.
+    Loss, gradient norm and clipping are per rank. A rank that was asked to stop tells the others when they next average.
     """
 
     params_diverge = True
@@ -270,26 +214,26 @@ class LocalSGDSync:
         self.close = self._gradients.close
 
     def wait(self, totals: Tensor) -> None:
-        """This rank's own totals; the last one, requests to stop, summed over ranks where they meet, else 0."""
+        """Leave ``totals`` this rank's own, except requests to stop, the last: their sum where ranks average next, else 0."""
         self._gradients.wait(totals)
-        asked = totals[-1:].clone()
+        stop_requests = totals[-1:].clone()
         totals[-1] = 0
         if self._rounds.due_fragments(self._step()):
-            totals[-1:] = self._world.all_reduce(asked)
+            totals[-1:] = self._world.all_reduce(stop_requests)
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """Average what is due behind ``step``, also where this rank's own step did not count."""
+        """Average the fragments that are due after ``step``, also if this rank's own step did not count."""
         self._rounds.after_step(step - 1)
 
     def peer_traffic(self) -> list[PeerTraffic]:
-        """One, to all other ranks."""
+        """See ``ReportsTraffic``: all other ranks are one peer."""
         sent_bytes, received_bytes = self._rounds.sent_bytes, self._rounds.received_bytes
         return [
             PeerTraffic(peer=transport_name(self._world.group), sent_bytes=sent_bytes, received_bytes=received_bytes)
         ]
 
     def global_state(self) -> dict[str, Tensor]:
-        """What ranks agree on, in place of their own parameters, and the outer momentum."""
+        """See ``SyncState``: the averaged parameters, in place of this rank's, and the outer momentum."""
         outer = self._rounds.outer_state()
         names = self._parameters
         return {f"model/{name}": outer[name] for name in names} | {
@@ -297,25 +241,25 @@ class LocalSGDSync:
         }
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Averages under way, and what a codec holds back."""
+        """See ``SyncState``: averages in flight, and residuals of a codec."""
         return self._rounds.in_flight_state()
 
     @torch.no_grad()
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
-        """Without what this rank had, it starts where all agree, with the optimizer state of whichever rank saved it."""
-        if own is not None:
-            self._rounds.load_in_flight_state(own)
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """See ``SyncState``: a new rank starts from the averaged parameters, with the optimizer state that one rank saved."""
+        if tensors is not None:
+            self._rounds.load_in_flight_state(tensors)
         else:
             outer = self._rounds.outer_state()
             for name, parameter in self._parameters.items():
                 parameter.copy_(outer[name])
 
     @contextmanager
-    def swapped_in(self) -> Generator[None]:
-        """Inside, the model's parameters are those that all ranks agree on."""
+    def consensus_parameters(self) -> Generator[None]:
+        """Inside, the model has the averaged parameters."""
         outer = self._rounds.outer_state()
         with torch.no_grad():
-            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+            local = {name: p.detach().clone() for name, p in self._parameters.items()}
             for name, p in self._parameters.items():
                 p.copy_(outer[name])
         try:
@@ -323,4 +267,4 @@ class LocalSGDSync:
         finally:
             with torch.no_grad():
                 for name, p in self._parameters.items():
-                    p.copy_(kept[name])
+                    p.copy_(local[name])

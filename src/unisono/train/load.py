@@ -85,7 +85,7 @@ def tensor_reader(model: nn.Module, snapshot: CheckpointReader) -> Callable[[str
     def read(name: str, out: Tensor) -> None:
         saved = f"ema/{name}" if f"ema/{name}" in names else f"model/{name}"
         if (snapshot.spec(saved).dtype, out.dtype) == (torch.bfloat16, torch.float32):
-            out.copy_(snapshot.tensor(saved))  # by plan.dtypes; every bf16 number is one of fp32
+            out.copy_(snapshot.tensor(saved))  # by precision.dtype_rules; every bf16 number is one of fp32
         else:
             snapshot.read_into(saved, out)
 

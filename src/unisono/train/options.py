@@ -44,7 +44,7 @@ class TrainOptions:
 
     steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
     eval_every: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
-    eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
+    num_eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
     early_stop_patience: int = option(0, "Evaluations without a better loss before the run ends; 0 = never.", ge=0)
     ema_decay: float = option(
         0.0, "Decay of the moving average of weights used in evaluation and export; 0 = off.", ge=0.0, lt=1.0
@@ -57,11 +57,3 @@ class TrainOptions:
         4096.0, "First loss scale under fp16; multiplies the loss summed over a step / global_batch.", gt=0.0
     )
     gradient_stats_every: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOptions:
-    """The text a language model writes when the run ends."""
-
-    prompt: str = option("def ", "What the sample begins with.")
-    tokens: int = option(200, "Tokens to write; 0 = no sample.", ge=0)

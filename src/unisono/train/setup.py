@@ -1,32 +1,35 @@
-"""What is settled before a run's first step: device and plan, the log, what the model adds to the plan, the peak."""
+"""Parts of a run that are set up before its first step: device and plan, event log, loader, what the model adds to the plan."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unisono.data.options import default_cache_dir
-from unisono.dist import JobSpec, World
-from unisono.errors import CheckpointError, PlanError, Problem
+from unisono.data.dataset import Dataset
+from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Transform
+from unisono.data.loading.loader import Loader
+from unisono.data.loading.stream_loader import StreamLoader
+from unisono.data.options import LoaderOptions, default_cache_dir
+from unisono.dist import JobSpec, World, agree
+from unisono.errors import DataError, PlanError, Problem
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import COMPUTE_DTYPES, computes_bf16, find_device
-from unisono.parallel.expert import check_experts
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.partition import PipelinePartition, partition_model
 from unisono.parallel.recompute import check_called, find_recomputed_modules
-from unisono.parallel.tensor.tp_validation import resolve_rules
-from unisono.parallel.transforms import repeated_blocks
-from unisono.plan.derive import derive_plan, load_plan
+from unisono.parallel.transforms import check_transforms, repeated_blocks
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
+from unisono.plan.resolve import derive_plan, load_plan
 from unisono.plan.rules import built_in_rules
 from unisono.plan.tp_inference import infer_rules, require_rules
 from unisono.plan.tp_trial import pairs_with_extra_parameters, runs_with_shards
@@ -34,18 +37,19 @@ from unisono.plan.validate import validate_plan
 from unisono.train.step import input_selector
 
 
-def resolve_plan(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
-    """The device of this rank and the plan of the job. Raises PlanError."""
-    given = load_plan(options) if options.file else None
-    device = find_device(given.device if given else options.device, job.local_rank)
-    if given is None:
-        return device, derive_plan(options, world=job.world_size, device=device.type, native_bf16=computes_bf16(device))
-    validate_plan(given, job.world_size)
-    return device, given
+def resolve_plan(asked: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """This rank's device, and the plan of the job: derived from options, or as it is given. Raises PlanError."""
+    given = load_plan(asked) if isinstance(asked, PlanOptions) and asked.file else asked
+    if isinstance(given, Plan):
+        validate_plan(given, job.world_size)
+        return find_device(given.mesh.device, job.local_rank), given
+    device = find_device(given.device, job.local_rank)
+    native_bf16 = computes_bf16(device)
+    return device, derive_plan(given, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 
 
 def open_events(run_dir: Path, world: World) -> EventLog:
-    """This rank's event log in the run's folder; all ranks agree on the number of the attempt. Raises ConfigError."""
+    """Open this rank's event log in the run's folder, with the same attempt number on all ranks. Raises ConfigError."""
     rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
     path = events_path(run_dir, rank)
     attempt = max(world.gather_json(next_attempt(path)))
@@ -53,58 +57,61 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
 
 def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Tensor]], events: EventLog) -> Plan:
-    """The plan as it is where built-in rules fit the model, else with rules that are read from a micro-batch of the ``first``
-    step."""
+    """Return ``plan``, with rules inferred from a traced micro-batch where the built-in ones do not fit the model."""
     known = built_in_rules(dict(model.named_modules()))
     if known and not pairs_with_extra_parameters(known, model):
         return plan
     inputs = dict(first())
-    if known and runs_with_shards(known, plan.tp, model, inputs):
+    if known and runs_with_shards(known, plan.mesh.tp, model, inputs):
         return plan
-    found = infer_rules(model, inputs)
-    plan = replace(plan, rules=require_rules(found, type(model).__name__, plan.tp))
-    events.emit("rules_inferred", rules=plan.to_json()["rules"], left=dict(found.left))
+    inferred = infer_rules(model, inputs)
+    rules = require_rules(inferred, type(model).__name__, plan.mesh.tp)
+    plan = plan.updated(tensor_parallel={"rules": rules})
+    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(inferred.left))
     return plan
 
 
 def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, PipelinePartition]:
-    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then has that as its splits."""
+    """Partition the model into pipeline stages by a traced micro-batch; the plan's splits are then those of the partition."""
     layout = partition_model(
-        model, repeated_blocks(model), dict(inputs), plan.pp * plan.stages_per_rank, plan.splits, plan.weights
+        model,
+        repeated_blocks(model),
+        dict(inputs),
+        plan.mesh.pp * plan.stages_per_rank,
+        plan.pipeline.layers_per_stage,
+        plan.pipeline.block_costs,
     )
-    return replace(plan, splits=layout.layers_per_stage, weights=()), layout
+    return plan.updated(pipeline={"layers_per_stage": layout.layers_per_stage, "block_costs": ()}), layout
 
 
 def resolve_for_model(
-    plan: Plan, model: nn.Module, grid: ParallelDims, batch: Callable[[], Mapping[str, Tensor]]
+    plan: Plan, model: nn.Module, dims: ParallelDims, batch: Callable[[], Mapping[str, Tensor]], events: EventLog
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
-    """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
+    """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Raises PlanError with all that keeps stages, sequences, layers and experts of this model from being cut, and modules that are
-    named from being recomputed.
+    Also returns the partition of a pipeline, and what shards sequences. ``dims`` gets the plan of one worker. Raises
+    PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
     """
     problems: list[Problem] = []
     layout = None
-    context = ContextParallel(grid, model) if plan.cp > 1 else None
-    if plan.pp > 1:
+    inputs = input_selector(model)
+    if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.placements):
+        plan = dims.plan = infer_tp_rules(plan, model, lambda: inputs(batch()), events)
+        agree(dims.world, "inferred rules", plan.decisions())
+    context = ContextParallel(dims, model) if plan.mesh.cp > 1 else None
+    if plan.mesh.pp > 1:
         with _collect_problems(problems):
-            plan, layout = split_stages(plan, model, input_selector(model)(batch()))
+            plan, layout = split_stages(plan, model, inputs(batch()))
+            dims.plan = plan
     if context is not None:
         with _collect_problems(problems):
             context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
-    if plan.recompute_modules:
+    if plan.recompute.modules:
         with _collect_problems(problems):
-            check_called(
-                find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
-            )
-    if plan.tp > 1 and not plan.placements:
-        with _collect_problems(problems):
-            resolve_rules(model, plan)
-    if plan.ep > 1:
-        with _collect_problems(problems):
-            check_experts(model, plan.ep)
+            check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))
+    problems += check_transforms(model, dims.plan)  # of asynchronous workers each is alone
     if problems:
-        raise PlanError(*problems)
+        raise PlanError(*dict.fromkeys(problems))
     return plan, layout, context
 
 
@@ -117,18 +124,70 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
 
 
 def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
-    """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
+    """Peak FLOP/s of the device, measured by rank 0 while the others wait: ranks of one host would share its cores."""
     cache = default_cache_dir(os.environ) / "calibration.json"
-    found = peak_flops(device, COMPUTE_DTYPES[plan.precision], cache=cache, tf32=plan.tf32) if world.rank == 0 else None
-    return PeakFlops(**world.broadcast_json(asdict(found) if found else None))
-
-
-def not_saved_error(step: int, committed: int | None, run_dir: Path) -> CheckpointError:
-    """The error about a run whose last state is not on disk."""
-    return CheckpointError(
-        given=f"the checkpoint of the last step, {step}, could not be written to {run_dir}",
-        rule="a run ends with its state committed",
-        consequence="the newest committed state is "
-        + (f"that of step {committed}" if committed is not None else "what was there before"),
-        nearest="free space in that folder and start again: the steps since then are repeated",
+    peak = (
+        peak_flops(device, COMPUTE_DTYPES[plan.precision.compute], cache=cache, tf32=plan.backend.tf32)
+        if world.rank == 0
+        else None
     )
+    return PeakFlops(**world.broadcast_json(asdict(peak) if peak else None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputPipeline:
+    """What the trainer is given to make batches of: a data set or stream, and how to read it (see ``Loader``)."""
+
+    data: Dataset | Iterable[Any]
+    options: LoaderOptions
+    transform: Transform | None
+    pair: PairTransform | None
+    finish: BatchTransform | None
+    shuffle_block: int
+
+
+def build_loader(
+    pipeline: InputPipeline, plan: Plan, *, data_rank: int, seed: int, device: torch.device, batch_statistics: bool
+) -> Loader | StreamLoader:
+    """The loader of part ``data_rank`` of each batch; ``batch_statistics``: the model computes some (batch norm).
+
+    Raises DataError for an end of an epoch that ranks would not reach together, and for settings that a stream does not have.
+    """
+    data, options = pipeline.data, pipeline.options
+    together = "dp_shard" if plan.uses_fsdp else "pp" if plan.mesh.pp > 1 else ""
+    if not together and plan.mesh.dp_world_size > 1 and batch_statistics:
+        together = "batch norm"
+    if together and options.last_batch == "keep":
+        raise DataError(
+            given=f"{together} on {plan.mesh.world_size} ranks with loader.last_batch=keep",
+            rule="ranks that share the state, stages or batch statistics run the same number of passes in every step",
+            consequence="an epoch's last step could leave some ranks without samples, and the others waiting",
+            nearest="loader.last_batch=pad, which fills it up with weight 0",
+        )
+    common: dict[str, Any] = {
+        "seed": seed,
+        "global_batch": plan.batch.global_batch,
+        "micro_batch": plan.batch.micro_batch,
+        "rank": data_rank,
+        "world_size": plan.mesh.dp_world_size,
+        "transform": pipeline.transform,
+        "device": None if device.type == "cpu" else device,
+    }
+    if isinstance(data, Dataset):
+        return Loader(
+            data,
+            options=options,
+            shuffle_block=pipeline.shuffle_block,
+            pair_transform=pipeline.pair,
+            batch_transform=pipeline.finish,
+            **common,
+        )
+    defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
+    if (options, pipeline.pair, pipeline.finish, pipeline.shuffle_block) != (defaults, None, None, 0):
+        raise DataError(
+            given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",
+            rule="a stream is read from its beginning by one thread, in its own order",
+            consequence="they would act on nothing",
+            nearest="leave them out, or a data set with a length",
+        )
+    return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)

@@ -1,7 +1,7 @@
-"""A run's whole mutable state in one object; nothing else survives a step.
+"""The whole mutable state of a run in one object; nothing else survives a step.
 
-Shared tensors are the same on every rank (the checkpoint spreads them over the ranks' shards); own tensors are this
-rank's generators, and what keeping in step leaves on it alone. What is neither (step, best score) is plain JSON.
+Global state is the same on every rank, or split over ranks; a checkpoint holds it once. Rank state belongs to one rank: its
+random generators, and what its gradient synchronisation keeps. Step and best score are plain JSON.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -19,10 +20,9 @@ from torch import Tensor, nn
 from unisono.checkpoint import CheckpointReader
 from unisono.errors import CheckpointError
 from unisono.optim import state_tensors
-from unisono.parallel.loss_scale import LossScale
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.sharded_parameters import ShardedParameters
-from unisono.parallel.sharding import TensorShard
+from unisono.parallel.precision import LossScale
+from unisono.parallel.sharding import ShardedParameters, TensorShard
 from unisono.train.ema import WeightAverage
 from unisono.train.guard import StepGuard
 
@@ -31,33 +31,41 @@ _RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
 
 
 class SyncState(Protocol):
-    """What a way of keeping ranks in step remembers from step to step."""
+    """State that a gradient synchronisation keeps from step to step."""
 
     @property
     def params_diverge(self) -> bool:
-        """Whether ranks have parameters and optimizer state of their own between two averages."""
+        """Whether each rank has its own parameters and optimizer state, which are averaged now and then."""
         ...
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """Step ``step`` (from 1) has been made, and counted where ``good`` [] is true."""
+        """Called after step ``step`` (from 1); ``good`` [] bool: whether the guard accepted it."""
         ...
 
     def global_state(self) -> dict[str, Tensor]:
-        """What all ranks have alike, by path: the tensors themselves. ``model/...`` stands in place of the rank's parameters."""
+        """Live tensors replicated on all ranks, by checkpoint path; ``model/...`` replaces the rank's own parameters."""
         ...
 
     def rank_state(self) -> dict[str, Tensor]:
-        """What this rank alone has, by name."""
+        """Tensors of this rank alone, by name."""
         ...
 
-    def load_rank_state(self, own: Mapping[str, Tensor] | None) -> None:
-        """``shared`` was loaded. Take over ``own``; None: there is nothing of this rank's, and it starts from what is shared."""
+    def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
+        """Load ``rank_state`` after ``global_state``; None: none was saved for this rank, which starts from the global state."""
+        ...
+
+    def consensus_parameters(self) -> AbstractContextManager[Any]:
+        """Where parameters diverge: inside, the model has those that ranks agree on."""
         ...
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:
-    """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
+    """Model, optimizer, and everything else a step changes.
+
+    ``step`` counts finished optimizer steps, ``weight_total`` [] float64 the tokens (or samples) in them. ``sharded`` are this
+    rank's shards of the model's parameters.
+    """
 
     model: nn.Module
     sharded: ShardedParameters
@@ -72,22 +80,41 @@ class TrainState:
     best_loss: float | None = None
     evaluations_without_gain: int = 0
 
-    def global_state(self) -> dict[str, Tensor | TensorShard]:
-        """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
+    def averaged_weights(self) -> AbstractContextManager[Any]:
+        """Inside, the model has the weights that evaluation and export use: a moving average, or what ranks agree on."""
+        if self.sync_state is not None and self.sync_state.params_diverge:
+            return self.sync_state.consensus_parameters()
+        return self.average.swapped_in() if self.average is not None else torch.no_grad()
 
-        A tensor is the same on every rank, a Part is this rank's block of one that is spread over them.
+    def global_state(self) -> dict[str, Tensor]:
+        """Parameters, buffers, optimizer state, moving average, loss scale, guard, and token count, by checkpoint path.
+
+        A tensor is the same on every rank, or this rank's part of one that is split over them, which ``shards`` describes.
         """
-        tensors = self.local_state() if self.stage_tensors is None else self.stage_tensors.complete(self.local_state())
+        tensors = self.local_state()
+        if self.stage_tensors is not None:
+            tensors |= self.stage_tensors.of_other_stages()
         if self.sync_state is not None:
             tensors |= self.sync_state.global_state()
         return tensors | self._step_statistics()
 
     def _step_statistics(self) -> dict[str, Tensor]:
-        """What has been seen of losses and weights so far."""
+        """Statistics of losses and weights of the steps so far."""
         return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
-    def local_state(self) -> dict[str, Tensor | TensorShard]:
-        """What this rank holds of the model, its optimizer and average."""
+    def shards(self) -> dict[str, TensorShard]:
+        """Where the tensors of ``global_state`` lie that are split over ranks, by path."""
+        shards: dict[str, TensorShard] = {}
+        for path, tensor in self.local_state().items():
+            # model/NAME, optim/KIND/NAME, ema/NAME
+            name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
+            shard = self.sharded.shard_of(name, tensor) if name in self.sharded.parameters else None
+            if shard is not None:
+                shards[path] = shard
+        return shards if self.stage_tensors is None else self.stage_tensors.shards(shards)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """This rank's parameters, buffers, optimizer state and moving average, by checkpoint path."""
         parameters = self.sharded.parameters
         # a parameter with several names is saved under its first one
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -96,15 +123,11 @@ class TrainState:
         tensors |= state_tensors(parameters, self.optimizer)
         if self.average is not None:
             tensors |= self.average.state()
-        found: dict[str, Tensor | TensorShard] = {}
-        for path, tensor in tensors.items():
-            name = path.split("/", 2 if path.startswith("optim/") else 1)[-1]
-            found[path] = (self.sharded.shard_of(name, tensor) if name in parameters else None) or tensor
-        return found
+        return tensors
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
-        """The generators of ``Grid.draw_rank`` ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's
-        global one."""
+        """State of this rank alone, by path under ``rank``, its ``ParallelDims.rng_rank``: the generators of torch, Python and
+        numpy as byte tensors, and that of ``sync_state``."""
         states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
         name, keys, *rest = np.random.get_state(legacy=True)
         states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
@@ -114,113 +137,114 @@ class TrainState:
         return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._sync_rank_state(rank)
 
     def _sync_rank_state(self, rank: int) -> dict[str, Tensor]:
-        """What only this rank has, by path."""
+        """State of the gradient synchronisation on this rank, by path."""
         if self.sync_state is None:
             return {}
         tensors = self.sync_state.rank_state() | (self._diverged_state() if self.sync_state.params_diverge else {})
         return {f"sync/rank-{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
 
     def _diverged_state(self) -> dict[str, Tensor]:
-        return {
-            path: each for path, each in self.local_state().items() if isinstance(each, Tensor)
-        } | self._step_statistics()
+        return self.local_state() | self._step_statistics()
 
     def meta(self) -> dict[str, Any]:
-        """What is not a tensor."""
+        """State that is no tensor."""
         return {
             "step": self.step,
             "best_loss": self.best_loss,
             "evaluations_without_gain": self.evaluations_without_gain,
         }
 
-    def restore(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> list[str]:
+    def restore(self, reader: CheckpointReader, *, rank: int, seed: int) -> list[str]:
         """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
         dtypes are another model's."""
-        mine = self.global_state()
-        saved = _check_names(snapshot, mine)
-        missed = [f"{name} is not used" for name in sorted(saved - mine.keys())]
+        mine, shards = self.global_state(), self.shards()
+        saved = _check_names(reader, mine, shards)
+        differences = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
             if name not in saved:
-                missed.append(f"{name} is new")
+                differences.append(f"{name} is new")
                 continue
-            if isinstance(here, TensorShard):
-                for index, offset in here.boxes():
-                    if here.tensor[index].numel():
-                        snapshot.read_part(name, here.tensor[index], offset)
-            else:
-                snapshot.read_into(name, here)
-        meta = snapshot.meta["state"]
+            if name not in shards:
+                reader.read_into(name, here)
+                continue
+            for index, offset in shards[name].blocks():
+                if here[index].numel():
+                    reader.read_part(name, here[index], offset)
+        meta = reader.meta["state"]
         self.step = int(meta["step"])
         self.best_loss = meta["best_loss"]
         self.evaluations_without_gain = int(meta["evaluations_without_gain"])
-        self._restore_generators(snapshot, rank=rank, seed=seed)
-        return missed + self._restore_sync_state(snapshot, rank)
+        self._restore_generators(reader, rank=rank, seed=seed)
+        return differences + self._restore_sync_state(reader, rank)
 
-    def _restore_sync_state(self, snapshot: CheckpointReader, rank: int) -> list[str]:
-        everyones = [name for name in snapshot.names() if name.startswith("sync/")]
+    def _restore_sync_state(self, reader: CheckpointReader, rank: int) -> list[str]:
+        rank_local = [name for name in reader.names() if name.startswith("sync/")]
         prefix = f"sync/rank-{rank:05d}/"
-        own = {name.removeprefix(prefix): name for name in everyones if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): name for name in rank_local if name.startswith(prefix)}
         if self.sync_state is None:
-            return [f"{len(everyones)} tensors that single ranks had are not used"] if everyones else []
-        apart = self._diverged_state() if self.sync_state.params_diverge else {}
-        if not own or not apart.keys() <= own.keys():
+            return [f"{len(rank_local)} rank-local tensors are not used"] if rank_local else []
+        diverged = self._diverged_state() if self.sync_state.params_diverge else {}
+        if not own or not diverged.keys() <= own.keys():
             self.sync_state.load_rank_state(None)
-            return [f"nothing that rank {rank} alone had is there: it starts from what is shared"]
-        for path, tensor in apart.items():
-            snapshot.read_into(own[path], tensor)
+            return [f"no rank-local state for rank {rank}: using the global state"]
+        for path, tensor in diverged.items():
+            reader.read_into(own[path], tensor)
         self.sync_state.load_rank_state(
-            {name: snapshot.tensor(path) for name, path in own.items() if name not in apart}
+            {name: reader.tensor(path) for name, path in own.items() if name not in diverged}
         )
         return []
 
-    def _restore_generators(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> None:
+    def _restore_generators(self, reader: CheckpointReader, *, rank: int, seed: int) -> None:
         prefix = f"rng/rank-{rank:05d}/"
-        if f"{prefix}torch" not in set(snapshot.names()):
+        if f"{prefix}torch" not in set(reader.names()):
             # More ranks than before: the new one's generators are as fresh as its past, but reproducible.
             seed_generators(seed, rank, self.step)
             return
-        torch.set_rng_state(snapshot.tensor(f"{prefix}torch"))
-        version, keys, gauss = _from_bytes(snapshot.tensor(f"{prefix}python"))
+        torch.set_rng_state(reader.tensor(f"{prefix}torch"))
+        version, keys, gauss = _from_bytes(reader.tensor(f"{prefix}python"))
         random.setstate((version, tuple(keys), gauss))
-        name, numbers, *rest = _from_bytes(snapshot.tensor(f"{prefix}numpy"))
+        name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
         np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
         accelerator = _accelerator_rng()
-        if accelerator is not None and f"{prefix}accelerator" in set(snapshot.names()):
-            accelerator.set_rng_state(snapshot.tensor(f"{prefix}accelerator"))
+        if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
+            accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
 
 
 class StageTensors:
-    """The tensors of a pipeline, of which no rank holds all: what each stage has, by path."""
+    """Shape and dtype of the tensors of all pipeline stages, of which no rank holds all."""
 
-    def __init__(self, mine: Mapping[str, Tensor | TensorShard], grid: ParallelDims) -> None:
-        """All ranks make it together."""
-        self._grid = grid
+    def __init__(self, state: TrainState, mesh: ParallelDims) -> None:
+        """Gather the tables of all stages. A collective."""
+        self._mesh, shards = mesh, state.shards()
         table = {
-            path: [list(each.global_shape), str(_dtype(each)).removeprefix("torch.")] for path, each in mine.items()
+            path: [list(shards[path].global_shape if path in shards else t.shape), str(t.dtype).removeprefix("torch.")]
+            for path, t in state.local_state().items()
         }
-        tables: list[dict[str, Any]] = grid.world.gather_json(table)
-        self._table = {path: spec for each in reversed(tables) for path, spec in each.items()}
+        tables: list[dict[str, Any]] = mesh.world.gather_json(table)
+        self._table = {path: spec for stage in reversed(tables) for path, spec in stage.items()}
         self._first = {path: rank for rank in reversed(range(len(tables))) for path in tables[rank]}
+        self._here = table.keys()
 
-    def complete(self, mine: Mapping[str, Tensor | TensorShard]) -> dict[str, Tensor | TensorShard]:
-        """The tensors of all stages as parts: empty where another stage has it, a replica where an earlier rank has it too."""
-        rank, ranks_of_stage = self._grid.world.rank, self._grid.world.world_size // self._grid.plan.pp
-        found: dict[str, Tensor | TensorShard] = {}
-        for path, (shape, dtype) in sorted(self._table.items()):
-            here, first = mine.get(path), self._first[path]
-            if isinstance(here, TensorShard):
-                again = first // ranks_of_stage != rank // ranks_of_stage  # as a tied embedding on the last stage
-                found[path] = replace(here, replica=max(here.replica, 1)) if again else here
-                continue
-            block = torch.zeros([0] * len(shape), dtype=getattr(torch, dtype)) if here is None else here
-            found[path] = TensorShard(
-                tensor=block, global_shape=tuple(shape), offset=(0,) * len(shape), replica=int(rank != first)
-            )
-        return found
+    def of_other_stages(self) -> dict[str, Tensor]:
+        """An empty tensor for each that only other stages have, by path."""
+        return {
+            path: torch.zeros([0] * len(shape), dtype=getattr(torch, dtype))
+            for path, (shape, dtype) in sorted(self._table.items())
+            if path not in self._here
+        }
 
-
-def _dtype(tensor: Tensor | TensorShard) -> torch.dtype:
-    return tensor.tensor.dtype if isinstance(tensor, TensorShard) else tensor.dtype
+    def shards(self, mine: Mapping[str, TensorShard]) -> dict[str, TensorShard]:
+        """All tensors of all stages as shards. Of one that several stages have (a tied embedding) the first stage's counts."""
+        rank, ranks_per_stage = self._mesh.world.rank, self._mesh.world.world_size // self._mesh.plan.mesh.pp
+        shards: dict[str, TensorShard] = {}
+        for path, (shape, _) in sorted(self._table.items()):
+            first = self._first[path]
+            if path in mine:
+                again = first // ranks_per_stage != rank // ranks_per_stage
+                shards[path] = replace(mine[path], replica=max(mine[path].replica, 1)) if again else mine[path]
+            else:
+                shards[path] = replace(TensorShard.whole(shape), replica=int(rank != first))
+        return shards
 
 
 def seed_generators(seed: int, rank: int, step: int = 0) -> None:
@@ -231,9 +255,9 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShard]) -> set[str]:
+def _check_names(reader: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
     """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
-    saved = {name for name in snapshot.names() if not name.startswith(_RANK_PREFIXES)}
+    saved = {name for name in reader.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [
         f"{name} is only in {where}"
         for where, names in (("the checkpoint", saved - mine.keys()), ("this run", mine.keys() - saved))
@@ -241,14 +265,14 @@ def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor | TensorShar
         if not name.startswith(_OUTER_PREFIX)
     ]
     for name in sorted(saved & mine.keys()):
-        there, own = snapshot.spec(name), mine[name]
-        shape, dtype = tuple(own.global_shape), _dtype(own)
+        there, own = reader.spec(name), mine[name]
+        shape, dtype = shards[name].global_shape if name in shards else tuple(own.shape), own.dtype
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:
         shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise CheckpointError(
-            given=f"the checkpoint {snapshot.path} for this run: {shown}",
+            given=f"the checkpoint {reader.path} for this run: {shown}",
             rule="a resumed run has the model, optimizer and options the checkpoint was saved with",
             consequence="nothing was loaded and nothing was changed",
             nearest="use the configuration saved in the run's folder, or another run.dir for a new run",

@@ -1,16 +1,18 @@
-"""One step of training, start to end: the part that must be fast and must be right.
+"""One optimizer step, from micro-batches on the device to updated parameters. It is the hot path: it never waits for the device.
 
-for each micro-batch: forward, backward        gradients of the summed loss pile up
-sum gradients and totals over workers          overlapped with the last backward
-divide by the global weight, guard, clip       all on the device, as factors: gradients are read once
-update, or keep everything bit-equal           on the same device flag on every rank
+forward, backward   per micro-batch; gradients of the summed loss accumulate
+reduce              sum gradients and totals over data ranks, overlapped with the last backward pass
+guard, clip         by factors on the device: gradients are read once
+update              or leave every tensor bit-equal, by the same device flag on every rank
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,11 +27,12 @@ from unisono.kvstore import GradientSync
 from unisono.models.moe import set_balance_loss_scale, update_router_biases
 from unisono.observe.meters import StepTimers
 from unisono.optim import clip_coefficient
+from unisono.parallel.context import ContextParallel
+from unisono.parallel.device import autocast
+from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.replicated_grads import ReplicatedGradients
-from unisono.parallel.sharded_parameters import ShardedParameters
 from unisono.plan.plan import Plan
-from unisono.train.forward_backward import ForwardBackward
-from unisono.train.objectives import Objective
+from unisono.train.objectives import Batch, Objective
 from unisono.train.state import TrainState
 
 # Places in ``Step.stats``
@@ -38,9 +41,9 @@ LOSS, NORM, GOOD, WEIGHT, STOP = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One finished optimizer update. ``index`` counts from 1; ``sample_ids`` are this rank's, in order; ``lr`` was used.
+    """One finished optimizer step. ``index`` counts from 1; ``sample_ids`` are this rank's, in order; ``lr`` was used.
 
-    ``stats`` [5] is on the device: loss, gradient norm, 1 if the step counted, weight, ranks that were asked to stop.
+    ``stats`` [5] is on the device: loss, gradient norm, 1 if the step counted, weight, number of ranks asked to stop.
     """
 
     index: int
@@ -55,23 +58,20 @@ class Step:
 
     @property
     def skipped(self) -> bool:
-        """Whether the guard kept this step from changing anything; reading it waits for the device."""
+        """Whether the guard refused the step, which then changed nothing; reading it waits for the device."""
         return not bool(self.stats[GOOD])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainStep:
-    """The pieces of a step. ``run`` is the hot path: no host synchronisation in it."""
+    """Makes one optimizer step of a batch whose micro-batches are on the device."""
 
     forward_backward: ForwardBackward
     objective: Objective
     schedule: Callable[[int], float]
     clip_norm: float
     plan: Plan
-    world: World
-    device: torch.device
     state: TrainState
-    sharded: ShardedParameters
     sync: GradientSync
     replicated_grads: ReplicatedGradients
     timers: StepTimers
@@ -79,28 +79,24 @@ class TrainStep:
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
 
     def run(self, batch: StepBatch) -> Step:
-        """Consume one step's micro-batches; returns with ``state.step`` one higher."""
+        """Consume one step's micro-batches; ``state.step`` is one higher afterwards."""
         state, timers = self.state, self.timers
-        set_balance_loss_scale(self.forward_backward.model, state.loss_scale.scale / self.plan.global_batch)
-        totals = torch.zeros(3, dtype=torch.float64 if self.device.type != "mps" else torch.float32, device=self.device)
+        loss_factor = state.loss_scale.scale / self.plan.batch.global_batch
+        set_balance_loss_scale(self.forward_backward.model, loss_factor)
+        # loss sum, weight, number of ranks asked to stop
+        totals = torch.zeros(3, dtype=state.weight_total.dtype, device=state.weight_total.device)
 
-        def copied(micro: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            with timers.phase("h2d"):
-                return {name: tensor.to(self.device, non_blocking=True) for name, tensor in micro.items()}
-
-        def loss(outputs: Any, micro: Mapping[str, Tensor]) -> Tensor:
-            loss_sum, weight = self.objective(outputs, micro)
+        def loss(outputs: Any, micro_batch: Batch) -> Tensor:
+            loss_sum, weight = self.objective(outputs, micro_batch)
             totals[0] += loss_sum.detach()
             totals[1] += weight
-            return loss_sum * (state.loss_scale.scale / self.plan.global_batch)
+            return loss_sum * loss_factor
 
-        self.forward_backward.train(
-            batch.micro_batches, copied, loss, self.sync.prepare_last_backward, timers, state.step
-        )
+        self.forward_backward.train(batch.micro_batches, loss, self.sync, timers, state.step)
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
-            self.replicated_grads.reduce(self.sharded)
+            self.replicated_grads.reduce(state.sharded)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)
@@ -110,31 +106,35 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, totals: Tensor) -> tuple[float, Tensor]:
+        """Guard, clip and update; returns the learning rate and ``Step.stats``."""
         state = self.state
-        loss, weight = totals[0] / totals[1], totals[1] / self.plan.tp  # the ranks of a layer saw the same samples
+        loss, weight = (
+            totals[0] / totals[1],
+            totals[1] / self.plan.mesh.tp,
+        )  # tensor-parallel ranks saw the same samples
         gradients = self.sync.gradients()
-        # gradients hold d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
-        share = weight if self.plan.gradients == "mean" else torch.ones_like(weight)
-        divisor = (state.loss_scale.scale * share / self.plan.global_batch).float()
-        norm = self.sharded.global_norm(gradients) / divisor
+        # gradients are d(loss_sum · scale / global_batch); dividing by this makes them d(loss_sum / weight), or d(loss_sum)
+        share = weight if self.plan.sync.reduction == "mean" else torch.ones_like(weight)
+        divisor = (state.loss_scale.scale * share / self.plan.batch.global_batch).float()
+        norm = state.sharded.global_norm(gradients) / divisor
         good = state.guard.accept(loss, norm)
         self.observe_gradients(state.step, gradients, divisor)
         lr = self.schedule(state.step)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        scale: Any = divisor / clip_coefficient(norm, self.clip_norm) if self.clip_norm else divisor
-        state.optimizer.grad_scale = scale  # pyright: ignore[reportAttributeAccessIssue]
+        grad_scale: Any = divisor / clip_coefficient(norm, self.clip_norm) if self.clip_norm else divisor
+        state.optimizer.grad_scale = grad_scale  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.found_inf = (~good).float()  # pyright: ignore[reportAttributeAccessIssue]
         state.optimizer.step()
-        update_router_biases(self.forward_backward.model, self.sharded.sum_over_data_ranks, good)
+        update_router_biases(self.forward_backward.model, state.sharded.sum_over_data_ranks, good)
         state.loss_scale.update(~norm.isfinite())
         if state.average is not None:
             state.average.update(good)
         counted = weight.nan_to_num(nan=0.0, posinf=0.0)  # a poisoned weight must not outlive its step
         if state.sync_state is not None and state.sync_state.params_diverge:
             counted = (
-                counted * self.plan.dp_world_size
-            )  # the others have as many samples, and have not told their weight
+                counted * self.plan.mesh.dp_world_size
+            )  # the other ranks made as large a step and did not send its weight
         state.weight_total += counted
         self.sync.zero_grad()
         if state.sync_state is not None:
@@ -142,10 +142,107 @@ class TrainStep:
         return lr, torch.stack([loss, norm.to(loss.dtype), good.to(loss.dtype), counted, totals[2]])
 
 
-def input_selector(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """Picks from a batch the entries that ``model.forward`` names.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardBackward:
+    """Passes of micro-batches through the model as the plan has it: whole on this rank, or as stages of a pipeline.
 
-    Raises PlanError at the first batch when a parameter without default has no entry.
+    ``inputs(batch)`` selects what ``model.forward`` takes. ``context`` shards sequences where ranks share them.
+    """
+
+    model: nn.Module
+    inputs: Callable[[Batch], dict[str, Tensor]]
+    plan: Plan
+    world: World
+    context: ContextParallel | None = None
+    pipeline: PipelineExecutor | None = None
+
+    def train(
+        self,
+        micro_batches: Sequence[Batch],
+        loss: Callable[[Any, Batch], Tensor],
+        sync: GradientSync,
+        timers: StepTimers,
+        step: int,
+    ) -> None:
+        """Accumulate the gradients of ``loss(outputs, micro_batch)`` []; ``sync`` is told before the last backward pass."""
+        if self.pipeline is not None:
+            stages = _StagePasses(self, micro_batches)
+            phase = partial(stages.phase, timers, step)
+            with timers.phase("comm_exposed"):  # time outside the passes is spent waiting for other stages
+                self.pipeline.forward_backward(stages.sharded, stages.forward, loss, sync.prepare_last_backward, phase)
+            return
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.sequences_of(micro_batch):
+                with timers.phase("forward"):
+                    sharded = self.shard_sequences(micro_batch)
+                    with self.world.guard_collectives("forward pass"), autocast(self.plan):
+                        value = loss(self.model(**self.inputs(sharded)), sharded)
+                fault_point("forward", step)
+                if number == len(micro_batches):
+                    sync.prepare_last_backward()
+                with timers.phase("backward"), self.world.guard_collectives("backward pass"):
+                    value.backward()
+            fault_point("backward", step)
+
+    def evaluate(self, micro_batches: Sequence[Batch], use: Callable[[int, Any, Batch], None]) -> None:
+        """Call ``use(number, outputs, micro_batch)`` for each of ``micro_batches``; in a pipeline on its last stage only."""
+        if self.pipeline is not None:
+            stages = _StagePasses(self, micro_batches)
+            returned = self.pipeline.evaluate(stages.sharded, stages.forward)
+            if self.pipeline.has_last_stage:
+                with autocast(self.plan):
+                    for number, (outputs, sharded) in enumerate(zip(returned, stages.sharded, strict=True)):
+                        use(number, outputs, sharded)
+            return
+        for number, micro_batch in enumerate(micro_batches):
+            sharded = self.shard_sequences(micro_batch)
+            with (
+                self.sequences_of(micro_batch),
+                self.world.guard_collectives("forward pass of an evaluation"),
+                autocast(self.plan),
+            ):
+                use(number, self.model(**self.inputs(sharded)), sharded)
+
+    def shard_sequences(self, micro_batch: Batch) -> Batch:
+        """This rank's part of each sequence; the whole of it without context parallelism."""
+        return micro_batch if self.context is None else self.context.shard_batch(micro_batch)
+
+    def sequences_of(self, micro_batch: Batch) -> AbstractContextManager[Any]:
+        """Inside, attention of the ranks that share sequences is over those of the whole ``micro_batch``."""
+        return nullcontext() if self.context is None else self.context.micro_batch(micro_batch)
+
+
+class _StagePasses:
+    """What a pipeline calls during one step or evaluation, by this rank's part of each micro-batch."""
+
+    def __init__(self, passes: ForwardBackward, micro_batches: Sequence[Batch]) -> None:
+        self.sharded = [passes.shard_sequences(micro_batch) for micro_batch in micro_batches]
+        self._passes = passes
+        self._whole = {id(sharded): whole for sharded, whole in zip(self.sharded, micro_batches, strict=True)}
+
+    def forward(self, sharded: Batch) -> Any:
+        """Run the model, of which the pipeline has activated one stage."""
+        passes = self._passes
+        with (
+            passes.sequences_of(self._whole[id(sharded)]),
+            passes.world.guard_collectives("forward pass"),
+            autocast(passes.plan),
+        ):
+            return passes.model(**passes.inputs(sharded))
+
+    @contextmanager
+    def phase(self, timers: StepTimers, step: int, kind: str, sharded: Batch) -> Generator[None]:
+        """Time one pass; ``kind`` is forward (with its loss) or backward, which recompute may run forward passes in."""
+        precision = autocast(self._passes.plan) if kind == "forward" else nullcontext()
+        with timers.phase(kind), self._passes.sequences_of(self._whole[id(sharded)]), precision:
+            yield
+        fault_point(kind, step)
+
+
+def input_selector(model: nn.Module) -> Callable[[Batch], dict[str, Tensor]]:
+    """Return a function that picks the batch entries named like parameters of ``model.forward``.
+
+    It raises PlanError for a batch without an entry for a parameter that has no default.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -153,7 +250,7 @@ def input_selector(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[st
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     needed = {p.name for p in parameters if p.name in names and p.default is p.empty}
 
-    def select(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def select(batch: Batch) -> dict[str, Tensor]:
         absent = sorted(needed - batch.keys())
         if absent:
             raise PlanError(

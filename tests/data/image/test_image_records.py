@@ -64,8 +64,8 @@ def batches(data: Any, *, world: int = 1, pair: Any = None, **options: Any) -> l
         images, targets = [], []
         for rank in range(world):
             one = Loader(
-                data, seed=4, global_batch=5, rank=rank, world=world, transform=TRANSFORM, pair=pair,
-                options=LoaderOptions(**{"workers": 0, **options}),
+                data, seed=4, global_batch=5, rank=rank, world_size=world, transform=TRANSFORM, pair_transform=pair,
+                options=LoaderOptions(**{"num_workers": 0, **options}),
             )  # fmt: skip
             for batch in one.iterate(step, step + 1):
                 for part in batch.micro_batches:
@@ -86,8 +86,8 @@ def test_pixels_do_not_depend_on_workers_kind_ranks_tiles_or_resume_point(files:
     assert alone[0][0].shape == (5, 3, 32, 32)
     assert alone[0][0].dtype == np.float32
     assert same(batches(image_records([files["tiled"]])), alone), "what tiles decode is bit-exact"
-    assert same(batches(plain, workers=3, worker_kind="thread"), alone)
-    assert same(batches(image_records([files["tiled"]]), workers=2, worker_kind="process"), alone)
+    assert same(batches(plain, num_workers=3, worker_kind="thread"), alone)
+    assert same(batches(image_records([files["tiled"]]), num_workers=2, worker_kind="process"), alone)
     assert same(batches(plain, world=3), alone)
 
 
@@ -128,7 +128,13 @@ def test_a_damaged_image_is_named_or_weighs_nothing(files: dict[str, Path], tmp_
     with pytest.raises(DataError, match="reading sample 7 of step") as caught:
         batches(data)
     assert "ends before" in str(caught.value) or "truncated" in str(caught.value).lower() or "JPEG" in str(caught.value)
-    one = Loader(data, seed=4, global_batch=12, transform=TRANSFORM, options=LoaderOptions(workers=0, max_bad_frac=0.1))
+    one = Loader(
+        data,
+        seed=4,
+        global_batch=12,
+        transform=TRANSFORM,
+        options=LoaderOptions(num_workers=0, max_bad_sample_frac=0.1),
+    )
     batch = one.batch(0)
     assert batch.skipped_ids == [7]
     assert batch.micro_batches[0]["weights"].tolist() == [float(i != 7) for i in batch.sample_ids.tolist()]

@@ -53,7 +53,7 @@ class Numbers:
 
 def loader(dataset: Any, **changes: Any) -> Loader:
     chosen = {name: changes.pop(name) for name in LoaderOptions.__dataclass_fields__ if name in changes}
-    options = LoaderOptions(**{"workers": 1, "worker_kind": "thread", **chosen})
+    options = LoaderOptions(**{"num_workers": 1, "worker_kind": "thread", **chosen})
     fixed = {"seed": 11, "global_batch": 8, "micro_batch": 3, "prefetch_depth": 0, "options": options}
     return Loader(dataset, **{**fixed, **changes})
 
@@ -100,7 +100,7 @@ def test_any_number_of_ranks_reads_the_same_samples_per_step(
     def step_samples(world: int) -> list[list[int]]:
         loaders = [
             loader(
-                Numbers(size), global_batch=global_batch, micro_batch=micro_batch, rank=rank, world=world,
+                Numbers(size), global_batch=global_batch, micro_batch=micro_batch, rank=rank, world_size=world,
                 shuffle=shuffle, shuffle_block=block,
             )
             for rank in range(world)
@@ -145,7 +145,7 @@ def test_micro_batches() -> None:
 
 def test_ranks_without_samples_get_no_micro_batch_and_read_nothing() -> None:
     data = Numbers(10)
-    batch = loader(data, global_batch=2, rank=3, world=4).batch(0)
+    batch = loader(data, global_batch=2, rank=3, world_size=4).batch(0)
     assert batch.micro_batches == []
     assert batch.sample_ids.tolist() == []
     assert data.reads == []
@@ -212,7 +212,7 @@ def test_a_reading_error_names_the_sample(depth: int) -> None:
         f"reading sample {data.broken} of step 3 failed with ValueError: sample {data.broken} is rotten\n"
         "  rule: every sample of a step is readable\n"
         "  so:   step 3 cannot run\n"
-        "  try:  mend or leave out what is named; loader.max_bad_frac lets some bad samples weigh 0 instead"
+        "  try:  mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
     )
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -285,7 +285,7 @@ def test_a_transform_draws_the_same_for_a_sample_everywhere(world: int, depth: i
     def drawn(world: int, depth: int, start: int) -> dict[tuple[int, int], list[float]]:
         draws: dict[tuple[int, int], list[float]] = {}
         for rank in range(world):
-            one = loader(Numbers(7), rank=rank, world=world, prefetch_depth=depth, transform=noise)
+            one = loader(Numbers(7), rank=rank, world_size=world, prefetch_depth=depth, transform=noise)
             for batch in one.iterate(start, 6):
                 row = rank_range(8, rank, world).start
                 for part in batch.micro_batches:
@@ -309,7 +309,9 @@ def test_ragged_counts_add_up_over_any_number_of_ranks(make_tokens: MakeTokens) 
     def counts(world: int, micro_batch: int) -> list[float]:
         totals = [0.0] * 6
         for rank in range(world):
-            one = loader(windows, global_batch=24, micro_batch=micro_batch, rank=rank, world=world, prefetch_depth=2)
+            one = loader(
+                windows, global_batch=24, micro_batch=micro_batch, rank=rank, world_size=world, prefetch_depth=2
+            )
             for batch in one.iterate(0, 6):
                 totals[batch.step] += sum(float(part["weights"].sum()) for part in batch.micro_batches)
         return totals
@@ -331,7 +333,7 @@ def test_evaluation_reads_each_sample_once(world: int, limit: int | None) -> Non
 
 def test_impossible_arithmetic() -> None:
     with pytest.raises(DataError) as caught:
-        loader(Numbers(10), global_batch=0, rank=4, world=4)
+        loader(Numbers(10), global_batch=0, rank=4, world_size=4)
     assert str(caught.value) == (
         "global_batch 0, micro_batch 3, rank 4 of 4\n"
         "  rule: batches hold at least one sample, ranks count from 0 to world - 1\n"
@@ -389,16 +391,16 @@ def test_on_a_cpu_batches_stay_as_they_are() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
     """Whoever computes a share gets what its rank would have: samples, draws, partners."""
-    options = LoaderOptions(workers=workers)
+    options = LoaderOptions(num_workers=workers)
 
     def mixed(a: dict[str, Any], b: dict[str, Any], rng: np.random.Generator) -> Any:
         return {"x": a["x"] + b["x"] * rng.random()}, {"x": b["x"] * rng.random()}
 
-    common: dict[str, Any] = {"seed": 3, "global_batch": 7, "options": options, "pair": mixed}
+    common: dict[str, Any] = {"seed": 3, "global_batch": 7, "options": options, "pair_transform": mixed}
     data = from_map_style([{"x": np.float32(i)} for i in range(40)])
     expected: dict[int, Any] = {}
     for rank in range(3):
-        with Loader(data, rank=rank, world=3, **common) as loader, closing(loader.iterate(0, 4)) as batches:
+        with Loader(data, rank=rank, world_size=3, **common) as loader, closing(loader.iterate(0, 4)) as batches:
             expected |= {batch.batch_shard: batch for batch in batches}
     order = iter([5, 0, 1, 2, None, 11, 3, 4, 7, None, 6, 9, 8, 10])
     asked: list[bool] = []
@@ -407,15 +409,15 @@ def test_dealt_shares_are_those_of_the_ranks(workers: int) -> None:
         asked.append(wait)
         return next(order, None)
 
-    with Loader(data, rank=0, world=3, **common) as loader:
+    with Loader(data, rank=0, world_size=3, **common) as loader:
         found: list[Any] = []
         for _ in range(3):  # a None where it would wait ends the generator; somebody else decides whether to go on
             with closing(loader.iterate_claimed(claim)) as batches:
                 found += list(batches)
-    assert sorted(batch.unit for batch in found) == sorted(expected)
+    assert sorted(batch.batch_shard for batch in found) == sorted(expected)
     for batch in found:
-        mine = expected[batch.unit]
-        assert batch.step == mine.step == batch.unit // 3
+        mine = expected[batch.batch_shard]
+        assert batch.step == mine.step == batch.batch_shard // 3
         assert batch.sample_ids.tolist() == mine.sample_ids.tolist()
         for here, there in zip(batch.micro_batches, mine.micro_batches, strict=True):
             assert torch.equal(here["x"], there["x"])

@@ -73,7 +73,7 @@ def test_each_sample_is_read_once(where: str, tmp_path: Path) -> None:
     for _ in range(50):
         ids = rng.permutation(200)[:16]
         check(one.samples(ids), ids.tolist())
-    assert len(set(data.read_ids)) == len(data.read_ids) == one.kept
+    assert len(set(data.read_ids)) == len(data.read_ids) == one.num_cached
     once = data.read_ids
 
     other = Ragged(200)
@@ -98,7 +98,7 @@ def test_the_budget_is_kept_and_nothing_is_given_up() -> None:
     data = Ragged(300)
     one = cached(data, budget_bytes=8192)
     check(one.samples(np.arange(300)), list(range(300)))
-    kept = one.kept
+    kept = one.num_cached
     assert 8 < kept < 60
     for _ in range(3):
         data.read_ids.clear()
@@ -166,7 +166,7 @@ sys.stdin.readline()
 for ids in rng.permutation(400).reshape(-1, 4):
     for sample, i in zip(one.samples(ids), ids.tolist()):
         assert sample["x"].tolist() == [i] * 100
-print(one.kept, read, flush=True)
+print(one.num_cached, read, flush=True)
 sys.stdin.readline()
 """
 
@@ -221,7 +221,7 @@ def test_a_full_file_system_ends_the_growth_and_nothing_else(tmp_path: Path) -> 
         one = cached(data, budget_bytes=1 << 20, folder=small)
         for _ in range(2):
             check(one.samples(np.arange(1000)), list(range(1000)))
-        assert 0 < one.kept < 500
+        assert 0 < one.num_cached < 500
         with pytest.raises(DataError, match=r"a cache has room for its table, .* bytes for 1,000,000 samples"):
             cached(Ragged(10**6), budget_bytes=1 << 20, folder=small)
         del one

@@ -38,7 +38,7 @@ class Lines(IterableDataset[dict[str, int]]):
 def xs(stream: Any, start: int, stop: int, *, world: int = 1, **changes: Any) -> list[list[int]]:
     steps: list[list[int]] = [[] for _ in range(start, stop)]
     for rank in range(world):
-        one = StreamLoader(stream, seed=3, global_batch=7, rank=rank, world=world, **changes)
+        one = StreamLoader(stream, seed=3, global_batch=7, rank=rank, world_size=world, **changes)
         for batch in one.iterate(start, stop):
             steps[batch.step - start] += [x for part in batch.micro_batches for x in part["x"].tolist()]
     return steps
@@ -70,7 +70,7 @@ def test_what_a_transform_draws_depends_on_epoch_and_sample_only() -> None:
     def drawn(world: int, start: int) -> dict[tuple[int, int], float]:
         found = {}
         for rank in range(world):
-            one = StreamLoader(Lines(10), seed=3, global_batch=7, rank=rank, world=world, transform=noise)
+            one = StreamLoader(Lines(10), seed=3, global_batch=7, rank=rank, world_size=world, transform=noise)
             for batch in one.iterate(start, 6):
                 for number, value in zip(batch.sample_ids, batch.micro_batches[0]["noise"].tolist(), strict=True):
                     found[batch.step, int(number)] = value

@@ -27,10 +27,12 @@ from unisono.data.options import LoaderOptions
 from unisono.errors import DataError
 
 
-def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: bool = True, **options: Any) -> Loader:
+def loader(
+    data: Any, *, seed: int = 5, rank: int = 0, world_size: int = 1, shuffle: bool = True, **options: Any
+) -> Loader:
     given = {
         name: options.pop(name)
-        for name in ("transform", "pair", "finish", "micro_batch", "global_batch", "prefetch_depth")
+        for name in ("transform", "pair_transform", "batch_transform", "micro_batch", "global_batch", "prefetch_depth")
         if name in options
     }
     return Loader(
@@ -40,11 +42,11 @@ def loader(data: Any, *, seed: int = 5, rank: int = 0, world: int = 1, shuffle: 
             "global_batch": 12,
             "micro_batch": 5,
             "rank": rank,
-            "world": world,
+            "world_size": world_size,
             "shuffle": shuffle,
             **given,
         },
-        options=LoaderOptions(**{"workers": 1, "worker_kind": "thread", **options}),
+        options=LoaderOptions(**{"num_workers": 1, "worker_kind": "thread", **options}),
     )
 
 
@@ -58,11 +60,11 @@ def rows(batches: Any) -> list[dict[str, list[Any]]]:
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("last_batch", ["keep", "pad"])
 def test_every_kind_and_number_of_workers_makes_the_same_batches(kind: str, workers: int, last_batch: str) -> None:
-    recipe = {"transform": samples.noise, "finish": samples.doubled, "last_batch": last_batch}
-    alone = rows(loader(samples.Rows(29), workers=0, **recipe).iterate(0, 7))
-    with loader(samples.Rows(29), worker_kind=kind, workers=workers, prefetch_depth=4, **recipe) as one:
+    recipe = {"transform": samples.noise, "batch_transform": samples.doubled, "last_batch": last_batch}
+    alone = rows(loader(samples.Rows(29), num_workers=0, **recipe).iterate(0, 7))
+    with loader(samples.Rows(29), worker_kind=kind, num_workers=workers, prefetch_depth=4, **recipe) as one:
         assert rows(one.iterate(0, 7)) == alone
-        assert rows(one.iterate(3, 7)) == rows(loader(samples.Rows(29), workers=0, **recipe).iterate(3, 7))
+        assert rows(one.iterate(3, 7)) == rows(loader(samples.Rows(29), num_workers=0, **recipe).iterate(3, 7))
     if last_batch == "pad":
         assert [w for part in alone for w in part["weights"]] == (([1.0] * 29 + [0.0] * 7) * 3)[:84]
 
@@ -74,8 +76,8 @@ def test_mixing_pairs_is_the_same_on_any_number_of_ranks(world: int, last_batch:
         found = []
         for rank in range(world):
             one = loader(
-                samples.Rows(27), world=world, rank=rank, micro_batch=micro_batch, global_batch=11,
-                pair=samples.blend, last_batch=last_batch,
+                samples.Rows(27), world_size=world, rank=rank, micro_batch=micro_batch, global_batch=11,
+                pair_transform=samples.blend, last_batch=last_batch,
             )  # fmt: skip
             for part in one.batch(number).micro_batches:
                 found += list(zip(part["x"].tolist(), part["row"].tolist(), strict=True))
@@ -91,8 +93,8 @@ def test_mixing_pairs_is_the_same_on_any_number_of_ranks(world: int, last_batch:
 
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     once = tmp_path / "killed"
-    expected = rows(loader(samples.Rows(40), workers=0).iterate(0, 4))
-    with loader(samples.Rows(40, deadly=7, once=once), worker_kind="process", workers=2) as one:
+    expected = rows(loader(samples.Rows(40), num_workers=0).iterate(0, 4))
+    with loader(samples.Rows(40, deadly=7, once=once), worker_kind="process", num_workers=2) as one:
         assert rows(one.iterate(0, 4)) == expected
     assert once.exists(), "it was killed, once"
 
@@ -107,7 +109,7 @@ def test_a_sample_that_kills_every_worker_is_named() -> None:
         "the worker process that read sample 5 of step 0 was killed by SIGKILL, 3 times\n"
         "  rule: a worker that dies is started again with the same samples, twice at most\n"
         "  so:   step 0 cannot run\n"
-        "  try:  SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen"
+        "  try:  SIGKILL often means no memory: fewer loader.num_workers; or loader.worker_kind thread to see it happen"
     )
 
 
@@ -118,7 +120,7 @@ def test_an_error_in_a_process_has_its_sample_and_its_traceback() -> None:
         ) as caught:
             list(one.iterate(0, 4))
         assert "in read\n    raise ValueError" in caught.value.__notes__[0]
-        assert rows(one.iterate(1, 2)) == rows(loader(samples.Rows(40), workers=0, shuffle=False).iterate(1, 2))
+        assert rows(one.iterate(1, 2)) == rows(loader(samples.Rows(40), num_workers=0, shuffle=False).iterate(1, 2))
 
 
 def test_what_a_process_cannot_import_is_refused_at_once() -> None:
@@ -155,7 +157,7 @@ def test_what_the_program_itself_defines_is_refused_and_its_name_in_data_is_not(
         "    return sample\n"
         "rows = [{'x': i, 'text': list(b'if __name__ == \"__main__\":')} for i in range(8)]\n"
         "for transform in (samples.noise, own):\n"
-        "    options = LoaderOptions(worker_kind='process', workers=1)\n"
+        "    options = LoaderOptions(worker_kind='process', num_workers=1)\n"
         "    with Loader(from_map_style(rows), seed=0, global_batch=4, transform=transform, options=options) as one:\n"
         "        try:\n"
         "            print(sorted(next(iter(one))))\n"
@@ -193,7 +195,13 @@ def test_a_skipped_sample_keeps_its_place_and_weighs_nothing(transform: Any, wor
         clean = loader(samples.Rows(30), transform=transform).batch(number)
         ids, weights, skipped, kept = [], [], [], {}
         for rank in range(world):
-            one = loader(samples.Rows(30, rotten=rotten), transform=transform, max_bad_frac=0.2, rank=rank, world=world)
+            one = loader(
+                samples.Rows(30, rotten=rotten),
+                transform=transform,
+                max_bad_sample_frac=0.2,
+                rank=rank,
+                world_size=world,
+            )
             batch = one.batch(number)
             ids += batch.sample_ids.tolist()
             skipped += batch.skipped_ids
@@ -210,12 +218,12 @@ def test_a_skipped_sample_keeps_its_place_and_weighs_nothing(transform: Any, wor
 
 
 def test_too_many_bad_samples_end_the_run() -> None:
-    one = loader(samples.Rows(300, rotten=tuple(range(0, 300, 10))), max_bad_frac=0.01)
+    one = loader(samples.Rows(300, rotten=tuple(range(0, 300, 10))), max_bad_sample_frac=0.01)
     with pytest.raises(DataError, match=r"rule: at most 0.01 of the samples are skipped") as caught:
         list(one.iterate(0, 1000))
     assert "could not be read, at last [" in str(caught.value)
     with pytest.raises(DataError, match="reading sample 0 of step 0 failed"):
-        loader(samples.Rows(3, rotten=(0, 1, 2)), max_bad_frac=0.5, shuffle=False).batch(0)
+        loader(samples.Rows(3, rotten=(0, 1, 2)), max_bad_sample_frac=0.5, shuffle=False).batch(0)
 
 
 class Clock:
@@ -264,7 +272,7 @@ def test_what_was_found_is_where_the_next_run_starts() -> None:
     assert tuned(lambda s: 3 * s.workers if s.kind == "thread" else 1).setting == thread(4)
     recipe = BatchBuilder(dataset=samples.Rows(5), seed=0)
     assert WorkerTuner(LoaderOptions(), limit=4, about=recipe).setting == thread(4)
-    assert WorkerTuner(LoaderOptions(workers=2), limit=4, about=recipe).setting.workers == 2, (
+    assert WorkerTuner(LoaderOptions(num_workers=2), limit=4, about=recipe).setting.workers == 2, (
         "what is asked for goes first"
     )
     other = BatchBuilder(dataset=samples.Rows(6), seed=0)
@@ -279,7 +287,7 @@ def test_tuning_starts_wrong_and_ends_right() -> None:
         return sample
 
     with loader(
-        samples.Rows(1000), transform=slow, workers=-1, worker_kind="auto", micro_batch=2, global_batch=2
+        samples.Rows(1000), transform=slow, num_workers=-1, worker_kind="auto", micro_batch=2, global_batch=2
     ) as one:
         for _ in one.iterate(0, 1500):
             time.sleep(0.002)
@@ -306,7 +314,7 @@ def test_nothing_is_left_behind(kind: str) -> None:
         return sum(child.pid not in others for child in me.children())
 
     def use(epochs: int) -> None:
-        one = loader(samples.Rows(4), worker_kind=kind, workers=2, global_batch=2, micro_batch=1)
+        one = loader(samples.Rows(4), worker_kind=kind, num_workers=2, global_batch=2, micro_batch=1)
         for _ in range(epochs):
             for _ in one:
                 break
@@ -338,7 +346,7 @@ def test_a_full_dev_shm_is_no_obstacle() -> None:
     """Worker processes hand arrays over in memory that has no name and no place in /dev/shm."""
     me = psutil.Process()
     others = {child.pid for child in me.children()}  # earlier tests' pools
-    with loader(samples.Rows(40), worker_kind="process", workers=2) as one:
+    with loader(samples.Rows(40), worker_kind="process", num_workers=2) as one:
         for _ in one.iterate(0, 8):  # so many that each worker gets some
             pass
         processes = [me, *(child for child in me.children() if child.pid not in others)]
@@ -356,7 +364,7 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         f"sys.path[:0] = {sys.path!r}\n"
         "import samples\n"
         "from unisono.data import Loader, LoaderOptions\n"
-        "one = Loader(samples.Rows(40), seed=0, global_batch=4, options=LoaderOptions(worker_kind='process', workers=2))\n"
+        "one = Loader(samples.Rows(40), seed=0, global_batch=4, options=LoaderOptions(worker_kind='process', num_workers=2))\n"
         "steps = one.iterate(0, 100)\n"
         "next(steps); next(steps)\n"
         "print('ready', flush=True)\n"
@@ -376,7 +384,7 @@ def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_fork_after_threads_reads_on() -> None:
     """A user's fork has none of our threads; its loader must not wait for them."""
-    one = loader(samples.Rows(40), workers=2)
+    one = loader(samples.Rows(40), num_workers=2)
     expected = rows(one.iterate(0, 3))
     pid = os.fork()
     if pid == 0:
@@ -436,7 +444,7 @@ def test_ranks_together_see_the_single_process_batch(
         found: list[list[tuple[Any, ...]]] = [[] for _ in range(5)]
         for rank in range(world):
             with loader(
-                samples.Rows(size), rank=rank, world=world, workers=workers, micro_batch=micro_batch, **common
+                samples.Rows(size), rank=rank, world_size=world, num_workers=workers, micro_batch=micro_batch, **common
             ) as one:
                 for batch in one.iterate(start, start + 5):
                     for part in rows([batch]):
@@ -451,7 +459,7 @@ def test_ranks_together_see_the_single_process_batch(
 @pytest.mark.parametrize("last_batch", ["keep", "pad", "wrap"])
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_an_epoch_visits_each_sample_once(last_batch: str, kind: str) -> None:
-    with loader(samples.Rows(31), last_batch=last_batch, worker_kind=kind, workers=2, global_batch=7) as one:
+    with loader(samples.Rows(31), last_batch=last_batch, worker_kind=kind, num_workers=2, global_batch=7) as one:
         for epoch in range(3):
             seen: list[int] = []
             for batch in one.iterate(epoch * 5, epoch * 5 + 5):
@@ -472,7 +480,7 @@ def test_torch_has_one_thread_in_a_worker_and_all_in_the_training() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with loader(samples.Rows(20), transform=look, workers=2) as one:
+        with loader(samples.Rows(20), transform=look, num_workers=2) as one:
             list(one.iterate(0, 3))
             assert {threads for name, threads in seen if name == "unisono-loader"} == {1}
             assert torch.get_num_threads() == 3

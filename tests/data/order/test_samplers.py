@@ -147,7 +147,7 @@ def test_composed_data_sets_feed_a_loader_alike_on_any_number_of_ranks() -> None
     for name, data in sets.items():
 
         def step(world: int, number: int, data: object = data) -> list[int]:
-            loaders = [Loader(data, seed=2, global_batch=8, rank=rank, world=world) for rank in range(world)]  # type: ignore[arg-type]
+            loaders = [Loader(data, seed=2, global_batch=8, rank=rank, world_size=world) for rank in range(world)]  # type: ignore[arg-type]
             return [x for one in loaders for part in one.batch(number).micro_batches for x in part["x"].tolist()]
 
         alone = [step(1, number) for number in range(5, 9)]

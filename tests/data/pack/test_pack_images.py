@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from unisono.data.convert.pack import ImageOptions, pack_images
+from unisono.data.convert.pack import ImageOptions, PackOptions, pack_images
 from unisono.data.image import TileGrid, decode, decode_region, probe
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.data.recordio.maintenance import verify
@@ -157,11 +157,11 @@ def test_a_split_loses_nothing_and_stays(album: Path, tmp_path: Path) -> None:
 def test_shards_by_number_and_by_size(album: Path, tmp_path: Path) -> None:
     pack_images(album, tmp_path / "whole.rec")
     whole = read(tmp_path / "whole.rec")
-    packed = pack_images(album, tmp_path / "a.rec", shards=4)
+    packed = pack_images(album, tmp_path / "a.rec", pack=PackOptions(shards=4))
     assert [path.name for path in packed.files] == [f"a-{n:05d}-of-00004.rec" for n in range(4)]
     assert [len(read(path)) for path in packed.files] == [7, 8, 7, 8]
     assert [record for path in packed.files for record in read(path)] == whole
-    sized = pack_images(album, tmp_path / "b.rec", shard_bytes=10_000)
+    sized = pack_images(album, tmp_path / "b.rec", pack=PackOptions(shard_bytes=10_000))
     assert [record for path in sized.files for record in read(path)] == whole
     assert all(sum(map(len, RecordFile(path))) >= 10_000 for path in sized.files[:-1])
     assert len(sized.files) > 2
@@ -183,7 +183,12 @@ def test_bytes_do_not_depend_on_processes(album: Path, tmp_path: Path, workers: 
     before = psutil.Process().children()
     for name, count in (("a", 0), ("b", workers)):
         (tmp_path / name).mkdir()
-        pack_images(album, tmp_path / name / "a.rec", ImageOptions(resize=32, quality=80), shards=2, workers=count)
+        pack_images(
+            album,
+            tmp_path / name / "a.rec",
+            ImageOptions(resize=32, quality=80),
+            pack=PackOptions(shards=2, workers=count),
+        )
     assert content(tmp_path / "a", "a-") == content(tmp_path / "b", "a-")
     assert set(psutil.Process().children()) <= set(before)
 
@@ -213,7 +218,7 @@ def test_several_labels(album: Path, tmp_path: Path) -> None:
 
 def test_labels_that_a_32_bit_float_does_not_hold(album: Path, tmp_path: Path) -> None:
     (tmp_path / "a.lst").write_text("0\t16777217\tcat/01.jpg\n1\t16777216\tcat/02.jpg\n2\t0.1\tcat/03.jpg\n")
-    packed = pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=album, on_error="skip")
+    packed = pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=album, pack=PackOptions(on_error="skip"))
     assert [each.reason for each in packed.bad] == ["label 16777217, which a 32-bit float does not hold"]
     assert RecordFile(tmp_path / "a.rec").side["label"].tolist() == [16777216.0, 0.1]
 
@@ -222,7 +227,7 @@ def test_a_folder_of_nothing_good(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="which names no images"):
         pack_images(tmp_path, tmp_path / "a.rec")
     (tmp_path / "a.jpg").touch()
-    packed = pack_images(tmp_path, tmp_path / "a.rec", on_error="skip")
+    packed = pack_images(tmp_path, tmp_path / "a.rec", pack=PackOptions(on_error="skip"))
     assert (packed.num_records, len(RecordFile(tmp_path / "a.rec"))) == (0, 0)
 
 
@@ -266,10 +271,12 @@ def test_every_problem_of_a_list_is_said_at_once(album: Path, tmp_path: Path) ->
     assert report["bad"] == [{"path": path, "reason": reason} for path, reason in bad]
     assert not report["written"]
     assert not (tmp_path / "a.rec").exists()
-    packed = pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=root, on_error="skip")
+    packed = pack_images(tmp_path / "a.lst", tmp_path / "a.rec", root=root, pack=PackOptions(on_error="skip"))
     assert (packed.num_inputs, packed.num_records) == (11, 3)
     assert [(each.path, each.reason) for each in packed.bad] == bad
-    followed = pack_images(tmp_path / "a.lst", tmp_path / "b.rec", root=root, on_error="skip", follow_links=True)
+    followed = pack_images(
+        tmp_path / "a.lst", tmp_path / "b.rec", root=root, follow_links=True, pack=PackOptions(on_error="skip")
+    )
     assert followed.num_records == 4
 
 
@@ -283,7 +290,7 @@ def test_images_found_bad_only_when_read(album: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"1 bad input:\n    cat/cut.jpg: a JPEG of \d+ bytes without an end marker\n"):
         pack_images(root, tmp_path / "a.rec")
     for name, options in (("a", ImageOptions()), ("b", ImageOptions(resize=32))):
-        packed = pack_images(root, tmp_path / f"{name}.rec", options, on_error="skip", workers=1)
+        packed = pack_images(root, tmp_path / f"{name}.rec", options, pack=PackOptions(on_error="skip", workers=1))
         assert [each.path for each in packed.bad] == ["cat/cut.jpg", "cat/cut.png", "cat/huge.png"]
         assert "60000x60000" in packed.bad[2].reason
         assert packed.num_records == 30
@@ -299,14 +306,14 @@ def test_links_are_followed_only_where_asked(album: Path, tmp_path: Path) -> Non
     (root / "dog").symlink_to(album / "dog")
     (root / "cat/loop").symlink_to(root)
     (root / "cat/notes.txt").write_text("not an image by name")
-    packed = pack_images(root, tmp_path / "a.rec", on_error="skip")
+    packed = pack_images(root, tmp_path / "a.rec", pack=PackOptions(on_error="skip"))
     assert [(each.path, each.reason) for each in packed.bad] == [
         ("cat/loop", "a link to a folder; --follow-links takes it"),
         ("cat/outside.jpg", "a link that leads out; --follow-links takes it"),
         ("dog", "a link to a folder; --follow-links takes it"),
     ]
     assert (packed.num_records, packed.num_left_out) == (11, 1)
-    followed = pack_images(root, tmp_path / "b.rec", on_error="skip", follow_links=True)
+    followed = pack_images(root, tmp_path / "b.rec", follow_links=True, pack=PackOptions(on_error="skip"))
     assert [(each.path, each.reason) for each in followed.bad] == [("cat/loop", "a link to a folder that it lies in")]
     assert followed.num_records == 12 + 20
 
@@ -315,14 +322,16 @@ def test_names_that_are_not_utf_8(album: Path, tmp_path: Path) -> None:
     (tmp_path / "album").mkdir()
     shutil.copy(album / "cat/01.jpg", tmp_path / "album/é.jpg")
     shutil.copy(album / "cat/01.jpg", os.fsencode(tmp_path / "album") + b"/\xe9.jpg")
-    packed = pack_images(tmp_path / "album", tmp_path / "a.rec", ImageOptions(resize=8), on_error="skip", workers=1)
+    packed = pack_images(
+        tmp_path / "album", tmp_path / "a.rec", ImageOptions(resize=8), pack=PackOptions(on_error="skip", workers=1)
+    )
     assert packed.num_records == 1
     assert [(each.path, each.reason) for each in packed.bad] == [("\\udce9.jpg", "its name is not UTF-8")]
     assert json.loads(packed.report.read_text())["bad"][0]["path"] == "\\udce9.jpg"
 
 
 def test_a_target_is_written_once(album: Path, tmp_path: Path) -> None:
-    pack_images(album, tmp_path / "a.rec", shards=2)
+    pack_images(album, tmp_path / "a.rec", pack=PackOptions(shards=2))
     report = (tmp_path / "a.rec.report.json").read_bytes()
     with pytest.raises(DataError, match=r"a-00000-of-00002.rec, which exists"):
         pack_images(album, tmp_path / "a.rec")
@@ -409,16 +418,16 @@ def test_other_options_do_not_take_over(many: Path, tmp_path: Path, caplog: pyte
     wait_for(tmp_path / "x.rec.part/all-00002.json", process)
     process.kill()
     process.wait()
-    pack_images(many, tmp_path / "x.rec", ImageOptions(resize=32), shards=4)
+    pack_images(many, tmp_path / "x.rec", ImageOptions(resize=32), pack=PackOptions(shards=4))
     assert "what is there is of other inputs or options, and is made anew" in caplog.text
-    pack_images(many, tmp_path / "y.rec", ImageOptions(resize=32), shards=4)
+    pack_images(many, tmp_path / "y.rec", ImageOptions(resize=32), pack=PackOptions(shards=4))
     assert [path.read_bytes() for path in sorted(tmp_path.glob("x-*"))] == [
         path.read_bytes() for path in sorted(tmp_path.glob("y-*"))
     ]
 
 
 def test_cut_short_while_files_get_their_names(album: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack_images(album, tmp_path / "a.rec", shards=3)
+    pack_images(album, tmp_path / "a.rec", pack=PackOptions(shards=3))
     moved = 0
     replace = Path.replace
 
@@ -431,10 +440,10 @@ def test_cut_short_while_files_get_their_names(album: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(Path, "replace", failing)
     with pytest.raises(KeyboardInterrupt):
-        pack_images(album, tmp_path / "b.rec", shards=3)
+        pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
     monkeypatch.undo()
     assert len(list(tmp_path.glob("b-*"))) == 4
-    packed = pack_images(album, tmp_path / "b.rec", shards=3)
+    packed = pack_images(album, tmp_path / "b.rec", pack=PackOptions(shards=3))
     assert packed.num_records == 30
     assert list(content(tmp_path, "a-").values()) == list(content(tmp_path, "b-").values())
     assert not (tmp_path / "b.rec.part").exists()
@@ -446,7 +455,7 @@ def test_one_process_at_a_time(many: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     try:
         with pytest.raises(DataError, match=r"x\.rec\.part: another process is at it"):
-            pack_images(many, tmp_path / "x.rec", ImageOptions(resize=64), shards=24)
+            pack_images(many, tmp_path / "x.rec", ImageOptions(resize=64), pack=PackOptions(shards=24))
     finally:
         process.send_signal(signal.SIGCONT)
     assert process.wait(60) == 0

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.convert.formats import Table, open_table, write_table
-from unisono.data.convert.formats.png import encode_png
+from unisono.data.convert import Table, open_table, write_table
+from unisono.data.convert.formats.table import encode_png
 from unisono.data.convert.pack import (
     ImageOptions,
+    PackOptions,
     RecordSchema,
     pack_function,
     pack_image_rows,
@@ -90,7 +91,10 @@ def test_a_payload_and_numbers(table: Path, tmp_path: Path) -> None:
 
 def test_typed_records_are_a_data_set(table: Path, tmp_path: Path) -> None:
     packed = pack_rows(
-        table, tmp_path / "a.rec", schema=RecordSchema.parse("id=int32,box=float32[2],text=string"), shard_bytes=99
+        table,
+        tmp_path / "a.rec",
+        schema=RecordSchema.parse("id=int32,box=float32[2],text=string"),
+        pack=PackOptions(shard_bytes=99),
     )
     assert len(packed.files) > 2
     layout = RecordSchema.load(tmp_path / "a.rec.schema")
@@ -113,7 +117,7 @@ def test_mindrecord_with_stated_types(table: Path, tmp_path: Path) -> None:
 
 
 def test_formats_in_shards_are_a_set_again(table: Path, tmp_path: Path) -> None:
-    packed = pack_rows(table, tmp_path / "b.jsonl", shard_bytes=100)
+    packed = pack_rows(table, tmp_path / "b.jsonl", pack=PackOptions(shard_bytes=100))
     assert len(packed.files) > 2
     rows = list(open_table(packed.files[0]).rows)
     assert [row["text"] for row in rows] == [f"té{n}" for n in range(20)]
@@ -124,10 +128,10 @@ def test_rows_that_do_not_fit_are_listed(table: Path, tmp_path: Path) -> None:
         file.write('{"id": 1099511627776, "box": [], "text": "late"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl: row 20: field 'id', 1099511627776"):
         pack_rows(table, tmp_path / "a.rec", schema=SCHEMA)
-    packed = pack_rows(table, tmp_path / "a.rec", schema=SCHEMA, on_error="skip")
+    packed = pack_rows(table, tmp_path / "a.rec", schema=SCHEMA, pack=PackOptions(on_error="skip"))
     assert (packed.num_records, packed.bad[0].path) == (20, "a.jsonl: row 20")
     with pytest.raises(DataError, match=r"--on-error skip for rows without payload or schema"):
-        pack_rows(table, tmp_path / "c.jsonl", on_error="skip")
+        pack_rows(table, tmp_path / "c.jsonl", pack=PackOptions(on_error="skip"))
     with pytest.raises(DataError, match=r"payload 'text' for c\.jsonl"):
         pack_rows(table, tmp_path / "c.jsonl", payload="text")
     with pytest.raises(DataError, match=r"whose suffix is '\.txt'"):
@@ -139,9 +143,9 @@ def test_a_function_of_items(functions: str, tmp_path: Path, workers: int) -> No
     items = tmp_path / "items.txt"
     items.write_text("".join(f"{n}\n" for n in range(20)))
     with pytest.raises(DataError, match="13: packing_functions:row raised ValueError: unlucky"):
-        pack_function(f"{functions}:row", tmp_path / "a.rec", SCHEMA, items=items, workers=workers)
+        pack_function(f"{functions}:row", tmp_path / "a.rec", SCHEMA, items=items, pack=PackOptions(workers=workers))
     packed = pack_function(
-        f"{functions}:row", tmp_path / "a.rec", SCHEMA, items=items, workers=workers, on_error="skip"
+        f"{functions}:row", tmp_path / "a.rec", SCHEMA, items=items, pack=PackOptions(workers=workers, on_error="skip")
     )
     assert (packed.num_inputs, packed.num_records, packed.num_empty, len(packed.bad)) == (20, 19, 1, 1)
     rows = [SCHEMA.decode(record) for record in RecordFile(tmp_path / "a.rec")]
@@ -158,17 +162,20 @@ def test_a_function_that_gives_all(functions: str, tmp_path: Path) -> None:
 
 
 def test_mindrecord_in_shards_keeps_its_names(table: Path, tmp_path: Path) -> None:
-    packed = pack_rows(table, tmp_path / "a.mindrecord", columns={"id": "n", "box": "box"}, shard_bytes=300)
+    packed = pack_rows(
+        table, tmp_path / "a.mindrecord", columns={"id": "n", "box": "box"}, pack=PackOptions(shard_bytes=300)
+    )
     assert [path.name for path in packed.files] == ["a-00000.mindrecord", "a-00001.mindrecord"]
     assert [row["n"] for path in packed.files for row in MindRecordFile(path)] == list(range(20))
 
 
 def test_a_killed_function_goes_on(functions: str, tmp_path: Path) -> None:
-    pack_function(f"{functions}:rows", tmp_path / "a.rec", SCHEMA, shard_bytes=200)
+    pack_function(f"{functions}:rows", tmp_path / "a.rec", SCHEMA, pack=PackOptions(shard_bytes=200))
     (tmp_path / "b").mkdir()
     script = (
-        "import sys; from pathlib import Path; from unisono.data.convert.pack import Layout, pack_function\n"
-        f"pack_function('{functions}:slow', Path(sys.argv[1]), Layout.parse('{SCHEMA.text}'), shard_bytes=200)"
+        "import sys; from pathlib import Path; from unisono.data.convert.pack import PackOptions, RecordSchema, pack_function\n"
+        f"pack_function('{functions}:slow', Path(sys.argv[1]), RecordSchema.parse('{SCHEMA.text}'),"
+        " pack=PackOptions(shard_bytes=200))"
     )
     target = tmp_path / "b/a.rec"
     process = subprocess.Popen([sys.executable, "-c", script, str(target)])
@@ -179,7 +186,7 @@ def test_a_killed_function_goes_on(functions: str, tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not target.exists()
-    pack_function(f"{functions}:slow", target, SCHEMA, shard_bytes=200)
+    pack_function(f"{functions}:slow", target, SCHEMA, pack=PackOptions(shard_bytes=200))
     ours = {path.name: path.read_bytes() for path in tmp_path.glob("a-*")}
     assert ours == {path.name: path.read_bytes() for path in (tmp_path / "b").glob("a-*")}
     assert len(ours) > 4
@@ -188,9 +195,10 @@ def test_a_killed_function_goes_on(functions: str, tmp_path: Path) -> None:
 MEMORY = """
 import os, resource, sys
 from pathlib import Path
-from unisono.data.convert.pack import Layout, pack_function
+from unisono.data.convert.pack import PackOptions, RecordSchema, pack_function
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-pack_function("packing_functions:big", Path("a.rec"), Layout.parse("raw=bytes"), items=Path("items"), workers=1)
+schema = RecordSchema.parse("raw=bytes")
+pack_function("packing_functions:big", Path("a.rec"), schema, items=Path("items"), pack=PackOptions(workers=1))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
@@ -225,10 +233,10 @@ def test_text_of_files_lines_and_columns(table: Path, tmp_path: Path) -> None:
     (folder / "c.txt").write_text("é\u2028x")
     with pytest.raises(DataError, match=r"b.txt: byte 0 is not utf-8"):
         pack_text(folder, tmp_path / "a.bin")
-    packed = pack_text(folder, tmp_path / "a.bin", on_error="skip")
+    packed = pack_text(folder, tmp_path / "a.bin", pack=PackOptions(on_error="skip"))
     assert [path.name for path in packed.files] == ["a-00000.bin"]
     assert texts(packed.files) == ["one\r\n\ntwo\n", "é\u2028x"]
-    lines = pack_text(folder, tmp_path / "b.bin", on_error="skip", lines=True, shard_bytes=4)
+    lines = pack_text(folder, tmp_path / "b.bin", lines=True, pack=PackOptions(on_error="skip", shard_bytes=4))
     assert texts(lines.files) == ["one", "two", "é\u2028x"]
     assert (lines.num_inputs, lines.num_records, lines.num_empty, len(lines.bad), len(lines.files)) == (5, 3, 1, 1, 3)
     rows = pack_text(table, tmp_path / "c.bin", column="text")
@@ -244,18 +252,18 @@ def test_text_of_files_lines_and_columns(table: Path, tmp_path: Path) -> None:
 def test_text_goes_on_at_the_first_shard_that_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "lines.txt"
     source.write_text("".join(f"line {n}\n" for n in range(50)))
-    pack_text(source, tmp_path / "a.bin", lines=True, shard_bytes=200)
+    pack_text(source, tmp_path / "a.bin", lines=True, pack=PackOptions(shard_bytes=200))
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("unisono.data.convert.pack.resumable_shards.PartialTarget.decide", stop)
+        patch.setattr("unisono.data.convert.pack.resumable_shards.PartialTarget.plan", stop)
         with pytest.raises(KeyboardInterrupt):
-            pack_text(source, tmp_path / "b.bin", lines=True, shard_bytes=200)
+            pack_text(source, tmp_path / "b.bin", lines=True, pack=PackOptions(shard_bytes=200))
     shards = sorted((tmp_path / "b.bin.part").glob("all-*/part-00000.bin"))
     os.truncate(shards[2], 10)
-    pack_text(source, tmp_path / "b.bin", lines=True, shard_bytes=200)
+    pack_text(source, tmp_path / "b.bin", lines=True, pack=PackOptions(shard_bytes=200))
     assert [path.read_bytes() for path in sorted(tmp_path.glob("a-*"))] == [
         path.read_bytes() for path in sorted(tmp_path.glob("b-*"))
     ]
@@ -275,9 +283,7 @@ def test_images_in_a_tar(album: Path, tmp_path: Path, workers: int) -> None:
         options,
         field="jpg",
         label="cls",
-        workers=workers,
-        on_error="skip",
-        shard_bytes=5000,
+        pack=PackOptions(workers=workers, on_error="skip", shard_bytes=5000),
     )
     assert [each.path for each in packed.bad] == ["a.tar: row 2", "a.tar: row 5"]
     assert "field 'cls' is 2.5 (float), not a label as that of the first row" in packed.bad[1].reason
@@ -290,7 +296,9 @@ def test_images_in_a_tar(album: Path, tmp_path: Path, workers: int) -> None:
     assert all(image.tobytes() in files_packed for _, image in records)
     assert RecordFile(packed.files[0]).side["label"].dtype == np.int64
     with pytest.raises(DataError, match=r"a\.tar: row 2: "):
-        pack_image_rows(tmp_path / "a.tar", tmp_path / "c.rec", field="jpg", label="cls", workers=workers)
+        pack_image_rows(
+            tmp_path / "a.tar", tmp_path / "c.rec", field="jpg", label="cls", pack=PackOptions(workers=workers)
+        )
 
 
 def test_pictures_and_labels_of_arrays(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def test_samples_come_from_all_files_in_the_order_asked_for(files: list[Path]) -
 def test_ranks_of_a_loader_share_a_step(files: list[Path]) -> None:
     data = RecordDataset([RecordFile(path) for path in files], decode)
     plain = {"seed": 3, "global_batch": 6, "micro_batch": 6}
-    whole = Loader(data, rank=0, world=1, **plain).batch(5).micro_batches[0]["inputs"]
-    parts = [Loader(data, rank=rank, world=2, **plain).batch(5).micro_batches[0]["inputs"] for rank in range(2)]
+    whole = Loader(data, rank=0, world_size=1, **plain).batch(5).micro_batches[0]["inputs"]
+    parts = [Loader(data, rank=rank, world_size=2, **plain).batch(5).micro_batches[0]["inputs"] for rank in range(2)]
     assert np.concatenate(parts).tolist() == whole.tolist()
 
 

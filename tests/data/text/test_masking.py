@@ -66,7 +66,7 @@ def test_texts_are_masked_alike_on_any_rank_and_anew_in_each_epoch() -> None:
     masking = MaskTokens(mask_id=257, vocab_size=258, before=TextTransform(tokenizer=ByteTokenizer(), length=20))
 
     def micro(rank: int, world: int, step: int) -> dict[str, list]:
-        loader = Loader(data, seed=1, global_batch=10, micro_batch=10, rank=rank, world=world, transform=masking)
+        loader = Loader(data, seed=1, global_batch=10, micro_batch=10, rank=rank, world_size=world, transform=masking)
         return {name: tensor.tolist() for name, tensor in loader.batch(step).micro_batches[0].items()}
 
     for name, rows in micro(0, 1, 0).items():

@@ -222,7 +222,7 @@ def test_a_loader_augments_texts_of_any_length_alike_on_any_rank() -> None:
     transform = TextTransform(tokenizer=ByteTokenizer(), length=40, augment=TextAugment(swap=0.3, delete=0.2))
 
     def tokens(rank: int, world: int, step: int) -> list[list[int]]:
-        loader = Loader(data, seed=1, global_batch=10, micro_batch=10, rank=rank, world=world, transform=transform)
+        loader = Loader(data, seed=1, global_batch=10, micro_batch=10, rank=rank, world_size=world, transform=transform)
         (micro_batch,) = loader.batch(step).micro_batches
         assert micro_batch["mask"].shape == (10 // world, 40)
         return micro_batch["tokens"].tolist()

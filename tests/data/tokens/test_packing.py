@@ -252,7 +252,7 @@ def test_a_corpus_is_packed_once(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_trains_on_windows_at_any_offset(corpus: Path, tmp_path: Path) -> None:
-    options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=64, packing="offsets", cache_dir=str(tmp_path))
+    options = DataOptions(corpus=str(corpus), eval_frac=0.2, seq_len=64, packing="sliding", cache_dir=str(tmp_path))
     data = build_data(replace(RunConfig(), data=options))
     assert data.prepared is not None
     assert len(data.train) == data.prepared.train.num_tokens - 64
@@ -292,7 +292,7 @@ def test_an_index_of_another_shard_is_not_used(make_tokens: MakeTokens) -> None:
     assert len(PackedWindows(other, seq_len=8)) == 13
     with pytest.raises(DataError, match=r"best_fit-9\.idx: it cannot be read: No such file or directory"):
         PackedWindows(other, seq_len=9)
-    moved = replace(tokens, shards=(other.shards[0], tokens.shards[0]), tokens=tokens.num_tokens + other.num_tokens)
+    moved = replace(tokens, shards=(other.shards[0], tokens.shards[0]), num_tokens=tokens.num_tokens + other.num_tokens)
     assert pack_tokens(moved, 8) == [f"{index_of(tokens, 8)} was made from another shard or with other settings"]
 
 

@@ -117,7 +117,7 @@ def test_a_tokenizer_file_that_changed_meanwhile(tokenizer: Tokenizer, tmp_path:
 
 ENDLESS = """
 import itertools, sys, psutil
-from unisono.data import encoding
+from unisono.data.tokens import encoding
 encoding._REQUEST_CHARS = 1000
 tokenizer = encoding.load_tokenizer(sys.argv[1])
 documents = itertools.cycle([("train", "some text " * 50)])
@@ -236,20 +236,20 @@ KILLED = """
 import os, sys
 from functools import partial
 from pathlib import Path
-from unisono.data import encoding, prepared
+from unisono.data.tokens import encoding, tokenized_cache
 from unisono.data.options import DataOptions
 corpus, tokenizer, cache = sys.argv[1:]
-prepared.TokenWriter = partial(prepared.TokenWriter, shard_tokens=150)
-prepared._workers = lambda *_: 2
+tokenized_cache.TokenWriter = partial(tokenized_cache.TokenWriter, shard_tokens=150)
+tokenized_cache._workers = lambda *_: 2
 encoding._REQUEST_CHARS = 50
-real = prepared.encode_documents
+real = tokenized_cache.encode_documents
 def killed(*arguments, **keywords):
     for number, each in enumerate(real(*arguments, **keywords)):
         if number == 30:
             os.kill(os.getpid(), 9)
         yield each
-prepared.encode_documents = killed
-prepared.prepare(DataOptions(corpus=corpus, tokenizer=tokenizer, eval_frac=0.3), Path(cache))
+tokenized_cache.encode_documents = killed
+tokenized_cache.prepare_corpus(DataOptions(corpus=corpus, tokenizer=tokenizer, eval_frac=0.3), Path(cache))
 """
 
 

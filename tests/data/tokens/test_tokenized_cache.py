@@ -296,12 +296,12 @@ def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
 CHILD = """
 import os, resource, sys, time
 from pathlib import Path
-from unisono.data import prepared
+from unisono.data.tokens import tokenized_cache
 from unisono.data.options import DataOptions
 corpus, cache, how = sys.argv[1:]
 def run(cache):
-    ready = prepared.prepare(DataOptions(corpus=corpus, eval_frac=0.2), Path(cache))
-    print(ready.cached, ready.train.fingerprint, ready.eval.fingerprint)
+    prepared = tokenized_cache.prepare_corpus(DataOptions(corpus=corpus, eval_frac=0.2), Path(cache))
+    print(prepared.from_cache, prepared.train.fingerprint, prepared.eval.fingerprint)
 def killed_at_sync(left, cache):
     real = os.fsync
     def fsync(handle):
@@ -324,8 +324,8 @@ else:
     if how == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
     if how == "slowly":
-        build = prepared._build
-        prepared._build = lambda *arguments: (time.sleep(0.5), build(*arguments))
+        build = tokenized_cache._build
+        tokenized_cache._build = lambda *arguments: (time.sleep(0.5), build(*arguments))
     print("ready", flush=True)
     sys.stdin.readline()
     run(cache)

@@ -41,7 +41,7 @@ def sums(world, how: str, travels: str = "", bucket_bytes: int = 1 << 20) -> tup
     try:
         model = network()
         sent = {name: getattr(torch, travels) for name, _ in model.named_parameters()} if travels else None
-        sync = BucketedAllReduce(dict(model.named_parameters()), world, bucket_bytes, travels=sent)
+        sync = BucketedAllReduce(dict(model.named_parameters()), world, bucket_bytes, reduce_dtypes=sent)
     finally:
         shared_memory._able = able
     made: list[Array] = []

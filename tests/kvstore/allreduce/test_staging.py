@@ -9,8 +9,7 @@ import torch
 from pool import Pool
 
 from unisono.kvstore import create_kvstore
-from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
-from unisono.kvstore.allreduce.staging import PushStaging
+from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
 
 SLOT_BYTES = 4096
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -9,12 +9,11 @@ import pytest
 import torch
 from pool import Pool, WorkersFailed
 
-import unisono.kvstore.allreduce.hierarchical as hostwise
+import unisono.kvstore.allreduce.network as network
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore import create_kvstore
 from unisono.kvstore.allreduce import shared_memory
-from unisono.kvstore.allreduce.hierarchical import is_hierarchy_useful
-from unisono.kvstore.backends import allreduce
+from unisono.kvstore.allreduce.network import is_hierarchy_useful
 from unisono.kvstore.backends.allreduce import QUEUE_BYTES
 
 
@@ -176,14 +175,14 @@ def test_a_worker_that_is_gone_is_a_comm_error(pool: Pool) -> None:
 
 def by_host(world, hosts: list[str]) -> tuple[bool, list[Any]]:
     used: list[int] = []
-    launch, this_host = hostwise.HierarchicalWork, allreduce.host_id
-    allreduce.host_id = lambda: hosts[world.rank]
-    hostwise.HierarchicalWork = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[misc]
+    launch, this_host = network.HierarchicalWork, network.host_id
+    network.host_id = lambda: hosts[world.rank]
+    network.HierarchicalWork = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[misc]
     try:
         pulled = sums(world, shared_memory=False)
     finally:
-        hostwise.HierarchicalWork = launch
-        allreduce.host_id = this_host
+        network.HierarchicalWork = launch
+        network.host_id = this_host
     return bool(used), pulled
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unisono.dist import JobSpec, World
 from unisono.errors import CheckpointError, CommError, ConfigError
-from unisono.kvstore import KVStore, create_kvstore
+from unisono.kvstore import KVStore, ServerConfig, create_kvstore
 from unisono.kvstore.backends import parameter_server
 from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.wire.frame import PEER_LIMITS
@@ -29,9 +29,8 @@ Address = tuple[str, int]
 
 
 def store_of(servers: list[Address], rank: int = 0, world: int = 1, secret: bytes = SECRET, **options: Any) -> KVStore:
-    return create_kvstore(
-        "dist_async", World(JobSpec(rank=rank, world_size=world)), servers=servers, secret=secret, **options
-    )
+    config = ServerConfig(addresses=servers, secret=secret, worker_restart_count=options.pop("restart_count", 0))
+    return create_kvstore("dist_async", World(JobSpec(rank=rank, world_size=world)), servers=config, **options)
 
 
 @contextmanager
@@ -186,7 +185,7 @@ def test_a_learning_rate_reaches_the_servers_with_the_push() -> None:
 
 
 def test_refusals() -> None:
-    with serving() as servers, closing(store_of(servers, damped=True)) as store:
+    with serving() as servers, closing(store_of(servers, staleness_lr_decay=True)) as store:
         with pytest.raises(ConfigError, match="barrier before init on a store of kind 'dist_async'"):
             store.barrier()
         store.init({"w": torch.zeros(1500, 1000), "n": torch.zeros(2)})
@@ -206,20 +205,20 @@ def test_refusals() -> None:
     alone = World(JobSpec())
     with pytest.raises(ConfigError, match="a store of kind 'dist_async' with no servers"):
         create_kvstore("dist_async", alone)
-    with pytest.raises(ConfigError, match=r"secret=read_secret\(os.environ\)"):
-        create_kvstore("dist_async", alone, servers=[("127.0.0.1", 1)])
+    with pytest.raises(ConfigError, match=r"with no servers\n.*\n.*\n.*ServerConfig.from_environ\(os.environ\)"):
+        ServerConfig(addresses=[], secret=bytes(32))
     for wrong in ("127.0.0.1:1", ("127.0.0.1", "1"), ("127.0.0.1", 0), ("", 1), ("127.0.0.1", 65536)):
         with pytest.raises(
             ConfigError, match=r"with server .*\n  rule: each server is a pair of its host and its port"
         ) as e:
-            create_kvstore("dist_async", alone, servers=[wrong], secret=bytes(32))  # pyright: ignore[reportArgumentType]
+            ServerConfig(addresses=[wrong], secret=bytes(32))  # pyright: ignore[reportArgumentType]
         assert repr(wrong) in str(e.value)
     with pytest.raises(ConfigError, match=r"with a secret of 3 bytes\n  rule: it has 32"):
         store_of([("127.0.0.1", 1)], secret=b"abc")
     with pytest.raises(ConfigError, match=r"with staleness -1\n  rule: it is 0 or more, or None"):
         store_of([("127.0.0.1", 1)], staleness=-1)
-    with pytest.raises(ConfigError, match="leave out staleness, damped"):
-        create_kvstore("local", alone, staleness=1, damped=True)
+    with pytest.raises(ConfigError, match="leave out staleness, staleness_lr_decay"):
+        create_kvstore("local", alone, staleness=1, staleness_lr_decay=True)
 
 
 def test_the_first_start_waits_for_all_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +233,7 @@ def test_a_worker_that_is_started_again_goes_on() -> None:
         first.init("w", torch.zeros(2))
         plain_sgd(first)
         first.push("w", torch.ones(2)).wait()
-        with closing(store_of(servers, incarnation=1)) as second:
+        with closing(store_of(servers, restart_count=1)) as second:
             value = torch.full((2,), 7.0)
             second.init("w", value)
             assert value.tolist() == [-1.0, -1.0]

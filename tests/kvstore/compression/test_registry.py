@@ -8,7 +8,7 @@ import pytest
 
 from unisono.errors import ConfigError
 from unisono.kvstore.compression import PowerSGD, find_codec, registry
-from unisono.kvstore.compression.low_bit import OneBit, TwoBit
+from unisono.kvstore.compression.quantize import OneBit, TwoBit
 from unisono.kvstore.compression.topk import TopK
 
 

@@ -58,7 +58,9 @@ def started(model: nn.Module, options: OptimOptions, servers: int = 1, damped: b
 
 
 def entries(chunks, gradients: dict[str, torch.Tensor]) -> list[ChunkGradient]:
-    return [ChunkGradient(c.number, gradients[c.key].flatten()[c.start : c.start + c.elements].clone()) for c in chunks]
+    return [
+        ChunkGradient(c.number, gradients[c.key].flatten()[c.start : c.start + c.num_elements].clone()) for c in chunks
+    ]
 
 
 def everything(tables: list[ChunkStore]) -> dict[str, torch.Tensor]:
@@ -115,7 +117,7 @@ def test_a_push_counts_once_in_its_stream() -> None:
     again = table.push(gradient, push)
     assert (again.applied, again.duplicates, again.version) == (0, 1, 1)
     assert table.push(gradient, replace(push, stream=2)).applied == 1
-    assert table.push(gradient, replace(push, seq=6)).applied == 1  # late, not a duplicate
+    assert table.push(gradient, replace(push, sequence_number=6)).applied == 1  # late, not a duplicate
     assert torch.equal(table.pull(0)[0], torch.full((4,), -1.5))
     # a unit of stream 0, computed by two workers
     assert [table.push(gradient, PushHeader(worker=w, stream=0, sequence_number=3)).applied for w in (0, 1)] == [1, 0]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from unisono.errors import CommError
-from unisono.kvstore.server.clocks import GRACE_S, LEASE_S, Clocks
+from unisono.kvstore.server.membership import GRACE_S, LEASE_S, Clocks
 
 
 class Hands:

@@ -15,17 +15,16 @@ from procs import wait_until
 from torch import Tensor
 
 from unisono.errors import CommError, UnisonoError
-from unisono.kvstore.backends.pull_decoder import PullDecoder
 from unisono.kvstore.compression import find_codec
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, merge_chunks
 from unisono.kvstore.server.parameter_server import ParameterServer
+from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.snapshot import latest_snapshot_number
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.frame import DTYPES, Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import DTYPES, Frame, Op, json_frame, payload_views, read_json
 from unisono.optim import OptimOptions
 from unisono.optim.groups import Role
 
@@ -59,7 +58,9 @@ class Worker:
         return self.placement.chunks_on(self.greeting["server"])
 
     def data(self, op: Op, values: dict[str, Tensor], **fields: object) -> Frame:
-        parts = [(c.number, raw_bytes(values[c.key].flatten()[c.start : c.start + c.elements])) for c in self.chunks()]
+        parts = [
+            (c.number, raw_bytes(values[c.key].flatten()[c.start : c.start + c.num_elements])) for c in self.chunks()
+        ]
         prefix = None if op is Op.INIT else (float("nan"), 0)
         return replace(write_chunks(op, parts, dtype="float32", prefix=prefix), **fields)
 
@@ -137,12 +138,12 @@ class Coded(Worker):
         self.based = self.copies.bases(chunks)
         if op is Op.PULL:
             return write_chunks(op, [(c.number, memoryview(b"")) for c in chunks], dtype="float32", based=self.based)
-        parts = [(c.number, raw_bytes(-torch.ones(c.elements))) for c in chunks]
+        parts = [(c.number, raw_bytes(-torch.ones(c.num_elements))) for c in chunks]
         return replace(write_chunks(op, parts, dtype="float32", prefix=(float("nan"), 0), based=self.based), seq=seq)
 
     def takes(self, answer: Frame) -> tuple[int, set[float]]:
         """Its codec, and what the values are."""
-        into = [torch.empty(c.elements) for c in self.chunks()]
+        into = [torch.empty(c.num_elements) for c in self.chunks()]
         self.copies.decode(answer, self.chunks(), self.based, [raw_bytes(each) for each in into])
         return answer.codec, {float(each) for value in into for each in value.unique()}
 
@@ -201,8 +202,10 @@ def test_shadows_go_with_their_worker_and_with_replaced_values(how: str) -> None
                 now[0] += 7.0
                 wait_until(lambda: service.num_live_workers == 0, "the end of a lease")
             case _:
-                worker.service.hello(replace(worker.peer, incarnation=2), replace(AGREED, codec="bf16").to_json())
-                worker.peer = replace(worker.peer, incarnation=2)
+                worker.service.hello(
+                    replace(worker.peer, worker_restart_count=2), replace(AGREED, codec="bf16").to_json()
+                )
+                worker.peer = replace(worker.peer, worker_restart_count=2)
         assert [worker.takes(worker.ask(worker.asks()))[0] for _ in range(2)] == [0, CODED]
     finally:
         service.close()
@@ -249,7 +252,7 @@ def test_rows(service: ParameterServer) -> None:
         ),
         (replace(AGREED, table=TABLE | {"c": ((8,), torch.float32)}), r"has key 'c' as \[8\] float32\n.*it is absent"),
         (replace(AGREED, staleness=None), "has staleness = None\n.*it is 1"),
-        (replace(AGREED, units=9), "has units = 9\n.*it is 4"),
+        (replace(AGREED, num_batch_shards=9), "has units = 9\n.*it is 4"),
     ],
 )
 def test_a_worker_with_another_table_is_not_let_in(service: ParameterServer, other: RunSpec, text: str) -> None:
@@ -458,7 +461,7 @@ def test_a_snapshot_continues(tmp_path: Path) -> None:
 
 
 def test_an_acknowledged_push_is_on_the_replica() -> None:
-    agreed = replace(AGREED, servers=2, units=0)
+    agreed = replace(AGREED, num_servers=2, num_batch_shards=0)
     backup = ParameterServer(1)
     link = Peer("server", 0, 1, 0, "server 0")
     backup.hello(link, agreed.to_json())

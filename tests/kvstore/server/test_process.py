@@ -62,22 +62,23 @@ def test_a_wrong_environment_is_named(change: dict[str, str | None], text: str) 
 PROGRAM = """
 import sys, torch
 from pathlib import Path
-from unisono.kvstore.server.run_spec import Agreed
-from unisono.kvstore.server.process import Seat, run
-from unisono.kvstore.server.parameter_server import Service
+from unisono.kvstore.server.run_spec import RunSpec
+from unisono.kvstore.server.process import ServerSettings, run_until_stopped
+from unisono.kvstore.server.parameter_server import ParameterServer
 from unisono.kvstore.wire.auth import Peer
 
 class Open:
     def close(self):
         print("closed", flush=True)
 
-def serve(seat, service):
-    service.hello(Peer("worker", 0, 1, 0, ""), Agreed(table={"a": ((2,), torch.float32)}, servers=1).json())
+def serve(settings, service):
+    service.hello(Peer("worker", 0, 1, 0, ""), RunSpec(table={"a": ((2,), torch.float32)}, num_servers=1).to_json())
     print("serving", flush=True)
     return Open()
 
 folder = Path(sys.argv[1])
-run(Seat(server=0, addresses=(("h", 1),), epoch=0, snapshots=folder), Service(0, snapshots=folder), serve)
+settings = ServerSettings(server_index=0, addresses=(("h", 1),), server_restart_count=0, snapshots=folder)
+run_until_stopped(settings, ParameterServer(0, snapshots=folder), serve)
 """
 
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from unisono.errors import CommError
-from unisono.kvstore.backends.pull_decoder import PullDecoder
 from unisono.kvstore.compression import Codec, PowerSGD, find_codec
 from unisono.kvstore.server.chunk_payload import CODED, WITH_BASES, raw_bytes, write_chunks
 from unisono.kvstore.server.placement import Chunk
-from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
+from unisono.kvstore.server.pull_compression import PullDecoder, PullEncoder, RequestedChunk
 from unisono.kvstore.wire.frame import Frame, Op, payload_views
 
 CODECS = ["fp16", "bf16", "int8", "1bit", "topk:0.125", "2bit:rms*1.5"]

@@ -12,7 +12,7 @@ import pytest
 
 from unisono.errors import CommError
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.connection import Connection
+from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import Frame, Limits, Op, payload_views
 from unisono.kvstore.wire.frame_server import FrameServer, listen
 
@@ -85,13 +85,13 @@ class Wires:
 
     def connect(self, address: tuple[str, int], **options: Any) -> Connection:
         options = {
-            "secret": SECRET,
             "me": Peer("worker", 3, 1, 77, ""),
             "facts": {"plan": "same"},
             "limits": Limits(),
             "deadline_s": 20.0,
         } | options
-        connection = Connection(address, **options)
+        endpoint = Endpoint(address, options.pop("secret", SECRET), options.pop("tls", None))
+        connection = Connection(endpoint, **options)
         self._open.callback(connection.close)
         return connection
 

@@ -42,7 +42,7 @@ class Digesting:
 if __name__ == "__main__":
     secret = read_secret(os.environ)
     port, epoch, answers = map(int, sys.argv[1:])
-    server = FrameServer([listen("127.0.0.1", port)], Digesting(answers), secret, Limits(), epoch=epoch)
+    server = FrameServer([listen("127.0.0.1", port)], Digesting(answers), secret, Limits(), restart_count=epoch)
     print(server.addresses[0][1], flush=True)
     sys.stdin.read()
     server.close()

@@ -7,14 +7,14 @@ import os
 import sys
 
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.connection import Connection
+from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import Frame, Limits, Op
 from unisono.kvstore.wire.secret import read_secret
 
 if __name__ == "__main__":
     me = Peer("worker", 4, 0, 77, "")
     address = ("127.0.0.1", int(sys.argv[1]))
-    connection = Connection(address, read_secret(os.environ), me, {}, limits=Limits(), slot_bytes=1 << 20)
+    connection = Connection(Endpoint(address, read_secret(os.environ)), me, {}, limits=Limits(), slot_bytes=1 << 20)
     data = bytes(1 << 20)
     for round_ in itertools.count():
         pushes = [connection.request(Frame(Op.PUSH, seq=8 * round_ + n, payload=data)) for n in range(8)]

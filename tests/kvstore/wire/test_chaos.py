@@ -48,8 +48,8 @@ def test_each_fault_leaves_every_push_applied_once(wires: Any, counting: Any, fa
     for name, rate in FAULTS[fault].items():
         assert name == "delay_s" or proxy.done[name] > 0, (name, rate, proxy.done)
     again = fault in ("drop", "corrupt", "all")
-    assert connection.traffic().reconnects > 0 or not again
-    assert connection.traffic().strays > 0 or fault != "duplicate"
+    assert connection.traffic().num_reconnects > 0 or not again
+    assert connection.traffic().num_stray_replies > 0 or fault != "duplicate"
 
 
 @pytest.mark.full
@@ -71,7 +71,7 @@ def test_a_half_open_connection_is_given_up_for_another(wires: Any, counting: An
         assert not late.done()
         proxy.half_open.clear()
         assert late.result(20).seq == 2
-        assert connection.traffic().reconnects >= 1
+        assert connection.traffic().num_reconnects >= 1
         connection.close()
 
 
@@ -82,17 +82,17 @@ def test_a_slow_line_is_no_reason_to_reconnect(wires: Any, counting: Any) -> Non
         connection = wires.connect(proxy.address, limits=QUICK, silence_s=1.5)
         futures = [connection.request(Frame(Op.PUSH, seq=seq, payload=bytes(400_000))) for seq in range(2)]
         assert [future.result(20).seq for future in futures] == [0, 1]
-        assert connection.traffic().reconnects == 0
+        assert connection.traffic().num_reconnects == 0
         connection.close()
 
 
 def test_a_replaced_server_learns_it_and_takes_nothing_more(wires: Any, counting: Any, another_counting: Any) -> None:
     stale: list[int] = []
-    old = wires.serve(counting, epoch=1, on_stale=stale.append)
+    old = wires.serve(counting, restart_count=1, on_stale=stale.append)
     loyal = wires.connect(old.addresses[0])
     loyal.request(Frame(Op.PUSH, seq=1)).result(10)
     # somebody who has met the new one comes to the old one
-    new = wires.serve(another_counting(), epoch=2)
+    new = wires.serve(another_counting(), restart_count=2)
     with Chaos(new.addresses[0], seed=1) as proxy:
         wanderer = wires.connect(proxy.address, me=Peer("worker", 4, 1, 77, ""), deadline_s=1.0)
         proxy.target = old.addresses[0]

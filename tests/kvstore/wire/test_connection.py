@@ -24,13 +24,13 @@ def test_a_push_is_answered_and_a_pull_lands_in_the_memory_given(wires: Any, cou
     reply = connection.request(Frame(Op.PULL, seq=4, entries=2), into=memoryview(got)).result(10)
     assert (reply.op, reply.entries, reply.payload.nbytes) == (Op.DATA, 2, 16)
     np.testing.assert_array_equal(got[1:], values)
-    assert counting.peers[0].worker == 3
+    assert counting.peers[0].index == 3
     assert counting.facts == [{"plan": "same"}]
     assert connection.hello == {"seen": 1}
     traffic = connection.traffic()
     assert traffic.sent_bytes > 4004
     assert traffic.received_bytes > 4020
-    assert (traffic.queued, traffic.flying, traffic.reconnects) == (0, 0, 0)
+    assert (traffic.num_queued, traffic.num_in_flight, traffic.num_reconnects) == (0, 0, 0)
 
 
 def test_a_hundred_megabytes_arrive_bit_for_bit(wires: Any, counting: Any) -> None:
@@ -52,7 +52,7 @@ def test_higher_priority_goes_first_and_equals_in_the_order_of_call(wires: Any, 
     assert counting.entered.wait(10)
     wanted = [(1, 0), (2, 0), (3, 9), (4, -1), (5, 9)]
     futures = [connection.request(Frame(Op.PUSH, seq=seq), priority=priority) for seq, priority in wanted]
-    assert (connection.traffic().queued, connection.traffic().flying) == (5, 1)
+    assert (connection.traffic().num_queued, connection.traffic().num_in_flight) == (5, 1)
     counting.gate.set()
     assert [future.result(10).op for future in (first, *futures)] == [Op.ACK] * 6
     assert counting.arrived == [3, 5, 1, 2, 4]
@@ -63,10 +63,10 @@ def test_no_more_requests_fly_than_credits_were_granted(wires: Any, counting: An
     connection = wires.connect(server.addresses[0])
     counting.gate.clear()
     futures = [connection.request(Frame(Op.BARRIER)) for _ in range(10)]
-    wait_until(lambda: connection.traffic().flying == 3, "as many as were granted are under way")
+    wait_until(lambda: connection.traffic().num_in_flight == 3, "as many as were granted are under way")
     deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
-        assert connection.traffic().flying == 3
+        assert connection.traffic().num_in_flight == 3
     counting.gate.set()
     for future in futures:
         future.result(10)
@@ -82,7 +82,7 @@ def test_an_answer_that_takes_long_is_waited_for(wires: Any, counting: Any) -> N
     assert not waiting.done()
     counting.gate.set()
     assert waiting.result(10).op is Op.ACK
-    assert connection.traffic().reconnects == 0
+    assert connection.traffic().num_reconnects == 0
 
 
 def test_the_servers_error_is_raised_as_it_was(wires: Any, counting: Any) -> None:
@@ -146,7 +146,7 @@ def test_nobody_there_is_said_with_the_address_and_the_time(wires: Any, counting
 def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
     wires: Any, counting: Any, another_counting: Any
 ) -> None:
-    server = wires.serve(counting, epoch=1)
+    server = wires.serve(counting, restart_count=1)
     (host, port), *_ = server.addresses
     hellos: list[dict[str, Any]] = []
     connection = wires.connect((host, port), on_reconnect=hellos.append)
@@ -154,7 +154,7 @@ def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
     futures = [connection.request(Frame(Op.BARRIER))]
     futures += [connection.request(Frame(Op.PUSH, seq=seq)) for seq in range(30)]
     deadline = time.monotonic() + 10
-    while connection.traffic().flying < 8:
+    while connection.traffic().num_in_flight < 8:
         assert time.monotonic() < deadline
     assert counting.entered.wait(10)
     # the barrier keeps all of it unanswered
@@ -162,12 +162,12 @@ def test_after_a_loss_what_was_not_answered_is_sent_again_in_order(
         server.close(timeout_s=0.2)
     counting.gate.set()
     second = another_counting()
-    wires.serve(second, port=port, epoch=2)
+    wires.serve(second, port=port, restart_count=2)
     assert [future.result(20).op for future in futures] == [Op.ACK] * 31
     assert counting.arrived == []
     assert second.arrived == list(range(30))
     assert hellos == [{"seen": 1}]
-    assert connection.traffic().reconnects == 1
+    assert connection.traffic().num_reconnects == 1
     assert len(counting.left) == 1
 
 

@@ -30,7 +30,7 @@ def start(secret: bytes) -> Iterator[Start]:
         memory = os.memfd_create("secret", 0)
         os.write(memory, secret)
         environ = os.environ | {"UNISONO_SECRET_FD": str(memory), "PYTHONPATH": os.pathsep.join(sys.path)}
-        script = str(Path(__file__).parent / "holding.py")
+        script = str(Path(__file__).parent / "hold_slots.py")
         child = subprocess.Popen(
             [sys.executable, script, str(port), str(epoch), str(answers)],
             env=environ,
@@ -85,9 +85,9 @@ def test_requests_survive_a_server_that_is_replaced(
         assert future.result(40).seq == xxhash.xxh3_64_intdigest(each)
     assert hellos == [{"pid": second.pid}]
     traffic = connection.traffic()
-    assert traffic.reconnects == 1
-    assert traffic.memory_bytes >= len(values) * values[0].nbytes * bool(slot_bytes)
-    assert bool(traffic.apart) == (not slot_bytes)
+    assert traffic.num_reconnects == 1
+    assert traffic.shared_sent_bytes >= len(values) * values[0].nbytes * bool(slot_bytes)
+    assert bool(traffic.no_shared_memory_reason) == (not slot_bytes)
     connection.close()
     wait_until(lambda: shared_fds() == 0, "the memory is gone")
     for form in (secret, secret.hex().encode()):

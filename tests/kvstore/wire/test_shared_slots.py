@@ -22,12 +22,11 @@ from unisono.kvstore.wire import connection as connection_module
 from unisono.kvstore.wire import shared_slots
 from unisono.kvstore.wire.auth import Peer, client_handshake, preauth_limits
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, pack
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import HEADER_BYTES, Frame, Limits, Op, Slot, json_frame, pack, read_json
 
 ME = Peer("worker", 3, 1, 77, "")
 SLOT = 10_000
-FIELDS = {"worker": 3, "incarnation": 1, "job": 77}
+FIELDS = {"worker": 3, "worker_restart_count": 1, "job": 77}
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +58,21 @@ def test_all_sizes_arrive_as_they_were(wires: Any, counting: Any) -> None:
         whole = connection.request(Frame(Op.PULL, seq=2, entries=1)).result(10)
         assert bytes(whole.payload) == bytes(8) + b"".join(data[2])
     wire, other = shared.traffic(), plain.traffic()
-    assert (wire.apart, other.apart, other.memory_bytes) == ("", "none was asked for", 0)
+    assert (wire.no_shared_memory_reason, other.no_shared_memory_reason, other.shared_sent_bytes) == (
+        "",
+        "none was asked for",
+        0,
+    )
     through_socket = 3 * (SLOT + 1 + 7 * SLOT)
     assert wire.sent_bytes < through_socket + 20_000
-    assert wire.memory_bytes > 3 * 2 * (SLOT - 8)
+    assert wire.shared_sent_bytes > 3 * 2 * (SLOT - 8)
     for connection in (shared, plain):
         connection.close()
 
 
 def test_more_requests_than_slots(wires: Any, counting: Any) -> None:
     address = wires.serve(counting).addresses[0]
-    many = [wires.connect(address, slot_bytes=SLOT, me=replace(ME, worker=n)) for n in range(20)]
+    many = [wires.connect(address, slot_bytes=SLOT, me=replace(ME, index=n)) for n in range(20)]
     data = [bytes([n]) * SLOT for n in range(200)]
     pushes = [many[n % 20].request(Frame(Op.PUSH, seq=n, payload=each)) for n, each in enumerate(data)]
     for push in pushes:
@@ -88,8 +91,8 @@ def test_why_there_is_no_memory_is_said(wires: Any, counting: Any, monkeypatch: 
         assert connection.request(Frame(Op.PUSH, seq=1, payload=bytes(100))).result(10).op is Op.ACK
         traffic = connection.traffic()
         connection.close()
-        assert traffic.memory_bytes == (0 if traffic.apart else 100)
-        return traffic.apart
+        assert traffic.shared_sent_bytes == (0 if traffic.no_shared_memory_reason else 100)
+        return traffic.no_shared_memory_reason
 
     assert apart() == ""
     assert apart(slot_bytes=0) == "none was asked for"
@@ -242,7 +245,7 @@ def test_an_answer_in_another_slot_is_not_read(wires: Any, counting: Any) -> Non
     connection.request(Frame(Op.PULL, seq=1, entries=1), into=memoryview(got)).result(10)
     assert lied.is_set()
     assert bytes(got) == b"right"
-    assert connection.traffic().reconnects == 1
+    assert connection.traffic().num_reconnects == 1
     connection.close()
 
 
@@ -251,7 +254,7 @@ def test_a_killed_worker_leaves_nothing(wires: Any, counting: Any, secret: bytes
     handed = os.memfd_create("secret", 0)
     os.write(handed, secret)
     environ = os.environ | {"UNISONO_SECRET_FD": str(handed), "PYTHONPATH": os.pathsep.join(sys.path)}
-    script = [sys.executable, str(Path(__file__).parent / "pushing.py"), str(server.addresses[0][1])]
+    script = [sys.executable, str(Path(__file__).parent / "push_forever.py"), str(server.addresses[0][1])]
     with subprocess.Popen(script, env=environ, pass_fds=[handed]) as child:
         os.close(handed)
         wait_until(lambda: len(counting.applied) > 20, "it pushes")

@@ -51,7 +51,7 @@ def test_values_travel_under_tls(wires: Any, counting: Any, ours: Path, slot_byt
         future.result(30)
     assert all(bytes(each) == data for each in got)
     traffic = connection.traffic()
-    assert traffic.memory_bytes == (20 * len(data) if slot_bytes else 0)
+    assert traffic.shared_sent_bytes == (20 * len(data) if slot_bytes else 0)
     assert (traffic.sent_bytes < len(data)) == bool(slot_bytes)
 
 
@@ -193,7 +193,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 def test_the_commands_of_the_manual_make_a_folder(tmp_path: Path) -> None:
     page = (Path(__file__).parents[3] / "docs/kvstore.md").read_text()
-    text = page.partition("## Who can listen, and who can join")[2].partition("\n## ")[0]
+    text = page.partition("## Encryption and admission")[2].partition("\n## ")[0]
     commands = re.findall(r"^    ((?:umask|mkdir|openssl|cp) .*)$", text, re.MULTILINE)
     assert len(commands) == 5
     script = tmp_path / "make.sh"

@@ -1,8 +1,8 @@
-"""What is drawn for one image: its crop, and the numbers by which its pixels are changed. No pixel is touched here.
+"""Random augmentation parameters of one image: its crop, and the parameters of the pixel operations. Changes no pixels.
 
-Draws come from a generator keyed by sample and take the same number of values from it whatever is switched on, so that one
-setting does not change what another draws. They are one vector per image, made on the host; ``pixels`` applies them
-to one image or to a batch on a device, with the same result.
+The parameters are drawn on the host from a generator keyed by sample. They always take the same number of values from it, so one
+setting does not change what another draws. ``batch_augment`` applies them to one image or to a batch on a device, with the same
+result.
 
 Sources: the sampling rules are those of torchvision's RandomResizedCrop (Szegedy et al. 2014, arXiv:1409.4842), ColorJitter
 and RandomErasing (Zhong et al. 2017, arXiv:1708.04896).
@@ -47,7 +47,7 @@ _UNIFORMS: Final = _ERASE + 1 + 4 * _TRIES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomResizedCrop:
-    """A box of a random share of the area and a random aspect ratio; after ten that do not fit, the largest in the middle."""
+    """A box of random area and aspect ratio; after ten that do not fit, the largest centred box."""
 
     scale: tuple[float, float] = (0.08, 1.0)  # of the area
     ratio: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, drawn uniformly in its logarithm
@@ -55,17 +55,14 @@ class RandomResizedCrop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CenterCrop:
-    """The middle: the largest box of the output's aspect ratio, times ``share``.
-
-    224 out of a short side of 256 is a share of 0.875; the box is cut first and resized once.
-    """
+    """The largest centred box of the output's aspect ratio, times ``share``: 224 of a short side of 256 is 0.875."""
 
     share: float = 0.875
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Jitter:
-    """Factors are drawn from [1 - x, 1 + x] (from 0 at the lowest), hue shifts from [-x, x] turns, x <= 0.5; in random order."""
+    """Factors are drawn from [max(0, 1 - x), 1 + x], hue shifts from [-x, x] turns, x <= 0.5; applied in random order."""
 
     brightness: float = 0.0
     contrast: float = 0.0
@@ -78,7 +75,7 @@ _NO_JITTER: Final = Jitter()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Erase:
-    """With ``probability``, a box of the output becomes the mean colour (0 after normalising; black without)."""
+    """With ``probability``, a box of the output becomes 0 after normalising: the mean colour, or black without it."""
 
     probability: float = 0.25
     scale: tuple[float, float] = (0.02, 0.33)  # of the area
@@ -87,11 +84,11 @@ class Erase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Augment:
-    """What becomes of an image, in this order: crop, resize, flips, rotation, jitter, normalise, erase."""
+    """Augmentation of an image, in this order: crop, resize, flips, rotation, jitter, normalise, erase."""
 
     size: tuple[int, int] = (224, 224)  # height, width of the output
     crop: RandomResizedCrop | CenterCrop = field(default_factory=RandomResizedCrop)
-    flip: float = 0.0  # probability of left for right
+    flip: float = 0.0  # probability of a left-right flip
     flip_vertical: float = 0.0
     rotate: float = 0.0  # degrees, drawn from [-x, x]; corners become black
     jitter: Jitter | None = None
@@ -99,7 +96,7 @@ class Augment:
     mean: tuple[float, ...] | None = None  # per channel of values 0 to 1; None keeps uint8
     std: tuple[float, ...] | None = None
     color: Color = "rgb"
-    resize: Literal["torch", "opencv"] = "torch"  # antialiased bilinear, or bilinear without, 1.4 times as fast
+    resize: Literal["torch", "opencv"] = "torch"  # bilinear with antialiasing, or without, which is 1.4 times as fast
     max_pixels: int = MAX_PIXELS
 
     def __post_init__(self) -> None:
@@ -148,7 +145,7 @@ class Augment:
 
 
 def draw_params(augment: Augment, height: int, width: int, rng: np.random.Generator) -> tuple[Box, AugmentParams]:
-    """The crop of an image of ``height`` and ``width`` as (top, left, height, width), and all else as ``DRAWN``, [12]."""
+    """Draw the crop (top, left, height, width) of an image, and the other parameters [12], named by ``PARAM_NAMES``."""
     uniforms: list[float] = rng.random(_UNIFORMS).tolist()
     if isinstance(augment.crop, RandomResizedCrop):
         box = _random_box(augment.crop, height, width, uniforms[_CROP:_FLIPS])
@@ -192,7 +189,7 @@ def _center_box(crop: CenterCrop, height: int, width: int, size: tuple[int, int]
 
 
 def _erase_box(erase: Erase, size: tuple[int, int], uniforms: list[float]) -> tuple[float, float, float, float]:
-    """Fractions of the output, so that they mean whole pixels of it."""
+    """(top, left, height, width) as fractions of the output, rounded to whole pixels."""
     height, width = size
     if uniforms[0] >= erase.probability:
         return 0, 0, 0, 0

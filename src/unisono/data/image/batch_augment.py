@@ -1,7 +1,7 @@
-"""Apply what ``augment.draw`` drew: the same code for one image on the host and for a batch on a device.
+"""Apply drawn augmentation parameters, with the same code to one image on the host and to a batch on a device.
 
-Colours are float32 from 0 to 1 and are rounded once, at the end, if at all; torchvision rounds uint8 images after every
-operation. Host and device agree to 1e-5 before rounding, so to one level of 255 after it.
+Colours are float32 from 0 to 1 and rounded at most once, at the end; torchvision rounds uint8 images after every operation. Host
+and device agree to 1e-5 before rounding, and so to one level of 255 after it.
 
 Sources: the colour operations are those of torchvision's ColorJitter; grey is ITU-R BT.601 luma.
 """
@@ -24,10 +24,10 @@ _FACTORS: Final = ("brightness", "contrast", "saturation", "hue")
 def augment_on_device(
     images: torch.Tensor, draws: torch.Tensor, augment: Augment, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Flip, rotate, jitter, normalise and erase uint8 [N, H, W, C], each image by its row of ``draws``, [N, len(DRAWN)].
+    """Flip, rotate, jitter, normalise and erase uint8 [N, H, W, C], each image by its row of ``draws``, [N, len(PARAM_NAMES)].
 
-    Float32 [N, C, H, W] where ``augment`` normalises, else uint8 [N, H, W, C]; on ``device`` (that of ``images`` if
-    None). ``draws`` stay on the host: nothing waits for the device. Raises DataError for other shapes and dtypes.
+    Returns float32 [N, C, H, W] if ``augment`` normalises, else uint8 [N, H, W, C], on ``device`` (default: that of ``images``).
+    ``draws`` are on the host, so nothing waits for the device. Raises DataError for other shapes and dtypes.
     """
     if images.dtype != torch.uint8 or images.ndim != 4 or draws.shape != (len(images), len(PARAM_NAMES)):
         raise DataError(
@@ -55,7 +55,7 @@ def augment_on_device(
 
 
 class _BatchParams:
-    """Columns of the draws: as tensors on the device, or as numbers on the host."""
+    """Columns of the parameters: tensors on the device, or numbers on the host."""
 
     def __init__(self, draws: torch.Tensor, device: torch.device) -> None:
         self._draws = draws
@@ -83,11 +83,11 @@ def _flipped(images: torch.Tensor, drawn: _BatchParams, augment: Augment) -> tor
 
 
 def _rotated(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    """Bilinear, about the middle; black comes in from outside."""
+    """Rotate about the centre, bilinear; the corners become black."""
     height, width = x.shape[2:]
     turn = angle.reshape(-1).deg2rad()
     cos, sin, none = turn.cos(), turn.sin(), torch.zeros_like(turn)
-    # Where each output pixel comes from, in coordinates from -1 to 1 on both axes: [N, 2, 3]
+    # From output to input coordinates, both from -1 to 1: [N, 2, 3]
     theta = torch.stack([cos, -sin * (height / width), none, sin * (width / height), cos, none], 1).reshape(-1, 2, 3)
     grid = F.affine_grid(theta, list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
@@ -121,7 +121,7 @@ def _saturation(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _hue(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Turn the hue of HSV (Smith 1978), keep saturation and value."""
+    """Shift the hue in HSV (Smith 1978); saturation and value are unchanged."""
     red, green, blue = x.unbind(1)
     high, low = x.amax(1), x.amin(1)
     span = high - low
@@ -132,7 +132,7 @@ def _hue(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         torch.where(high == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
     )
     hue = hue + 6 * shift[:, 0]  # [n, H, W] in sixths of a turn
-    # A channel's part of the span, by how far the hue is from it: n = 5, 3, 1 for red, green, blue
+    # A channel's part of the span depends on its distance from the hue: n = 5, 3, 1 for red, green, blue
     offsets = torch.tensor((5.0, 3.0, 1.0), device=x.device)[:, None, None]
     away = (hue[:, None] + offsets).remainder(6)
     return high[:, None] - span[:, None] * torch.minimum(away, 4 - away).clamp_(0, 1)
@@ -158,7 +158,7 @@ _OPERATIONS: Final[Sequence[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _erased(x: torch.Tensor, drawn: _BatchParams, *, rows: int) -> torch.Tensor:
-    """0 in the drawn boxes; ``rows`` is the dim of the rows, the next one that of the columns."""
+    """Set the drawn boxes to 0; ``rows`` is the dim of the rows, the next dim that of the columns."""
     if not any(drawn.numbers("erase_height")):
         return x
     inside = torch.ones((), dtype=torch.bool, device=x.device)

@@ -1,4 +1,4 @@
-"""Many images on one page, to look at what a data set or a transform gives."""
+"""Many images on one page, to inspect a data set or a transform."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def contact_sheet(
 ) -> bytes:
     """A PNG of uint8 images, [height, width, 3] or [height, width, 1], each shrunk into a square of ``cell_px`` and labelled.
 
-    Small images are not enlarged; long labels are cut at the cell. Raises DataError for no images, more than 1024, or
-    labels of another number.
+    Small images are not enlarged; long labels are cut off. Raises DataError for no or more than 1024 images, or another number of
+    labels.
     """
     try:
         from PIL import Image, ImageDraw

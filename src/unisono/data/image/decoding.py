@@ -1,17 +1,17 @@
-"""Encoded images to pixels: JPEG by simplejpeg (libjpeg-turbo), PNG, WebP, GIF, BMP and PPM by Pillow.
+"""Decode images: JPEG by simplejpeg (libjpeg-turbo); PNG, WebP, GIF, BMP and PPM by Pillow.
 
-What becomes of what is not 8-bit RGB or grey:
+Images that are not 8-bit RGB or grey:
 
     palette         looked up
-    alpha           dropped, as MXNet, OpenCV and torchvision do: colours under transparent pixels come through
-    CMYK, YCCK      to RGB by the formula without a colour profile
-    16-bit          the upper 8 bits; 32-bit and float images are refused, for they have no agreed range
-    animated        the first picture
-    EXIF            orientation is not applied (nor by MXNet or torchvision): boxes and tiles are those of the stored pixels
+    alpha           dropped, as in MXNet, OpenCV and torchvision: colours of transparent pixels become visible
+    CMYK, YCCK      converted to RGB without a colour profile
+    16-bit          the upper 8 bits; 32-bit and float images are refused, because they have no agreed range
+    animated        the first image
+    EXIF            orientation is not applied (nor by MXNet or torchvision): boxes and tiles refer to the stored pixels
     colour profile  not applied
 
-TIFF, AVIF, JPEG 2000 and others are refused: their decoders allocate by what a file says before a size can be checked.
-Both decoders release the GIL; nothing here keeps state.
+TIFF, AVIF, JPEG 2000 and others are refused: their decoders allocate memory before a size can be checked. Both decoders release
+the GIL.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Pixels = NDArray[np.uint8]  # [height, width, channels]
 Color = Literal["rgb", "gray"]
 
 MAX_PIXELS: Final = 1 << 26
-_MAX_SCANS: Final = 200  # of one JPEG: each is a pass over all its pixels, and encoders write about ten
+_MAX_SCANS: Final = 200  # of one JPEG: each is a pass over all pixels, and encoders write about ten
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageInfo:
-    """What a header says. ``mode`` is Pillow's name for the stored pixels, as L, P, RGB, RGBA, CMYK or I;16."""
+    """The content of an image header. ``mode`` is Pillow's name of the pixel format: L, P, RGB, RGBA, CMYK, I;16, …"""
 
     format: str
     width: int
@@ -52,14 +52,14 @@ class ImageInfo:
 
 
 def probe(data: Encoded) -> ImageInfo:
-    """Read the header of an encoded image; no pixel is decoded. Raises DataError where it has none that is known."""
+    """Read the header of an encoded image without decoding pixels. Raises DataError for an unknown format."""
     seen = as_view(data)
     if is_jpeg(seen):
         header = read_header(seen)
         mode = {1: "L", 3: "RGB", 4: "CMYK"}.get(len(header.sampling), f"{len(header.sampling)} components")
         return ImageInfo(format="JPEG", width=header.width, height=header.height, mode=mode, jpeg=header)
     name, width, height = _size(seen)
-    if name == "WebP":  # Pillow makes its canvas when it opens one
+    if name == "WebP":  # Pillow allocates the canvas when it opens the file
         return ImageInfo(
             format=name, width=width, height=height, mode="RGBA" if _webp_alpha(bytes(seen[:30])) else "RGB"
         )
@@ -70,14 +70,13 @@ def probe(data: Encoded) -> ImageInfo:
 def decode(
     data: Encoded, *, max_pixels: int = MAX_PIXELS, color: Color = "rgb", min_size: tuple[int, int] | None = None
 ) -> Pixels:
-    """All pixels of an encoded image, uint8 [height, width, 3], or [height, width, 1] for ``color="gray"``.
+    """Decode an image to uint8 [height, width, 3], or [height, width, 1] for ``color="gray"``.
 
-    Grey is a JPEG's stored luma, which costs no conversion, and ITU-R BT.601 luma of other formats' RGB.
+    Grey is a JPEG's stored luma, without conversion, and ITU-R BT.601 luma of RGB in other formats.
 
-    ``min_size``, (height, width): a JPEG may come out smaller by 1/2, 1/4 or 1/8, the smallest that is still at least
-    this large; sizes are rounded up. It costs less, for its DCT is scaled. Other formats come out whole.
-    ``max_pixels`` is checked against the header before anything is allocated.
-    Raises DataError for images that are larger, truncated, corrupt as far as the format can tell, or not read here.
+    ``min_size``, (height, width): decode a JPEG at 1/2, 1/4 or 1/8 scale if the result, rounded up, is at least this large. The
+    DCT is scaled, which is faster. Other formats are decoded in full size. ``max_pixels`` is checked before anything is
+    allocated. Raises DataError for images that are larger, truncated, detectably corrupt, or of an unsupported format.
     """
     seen = as_view(data)
     if is_jpeg(seen):
@@ -91,12 +90,12 @@ def decode(
     if name == "PNG":
         _check_png(seen)
     with _opened(seen, name) as image:
-        check_pixels(image.width, image.height, max_pixels)  # the first picture of a GIF may be larger than its screen
+        check_pixels(image.width, image.height, max_pixels)  # the first image of a GIF may be larger than its canvas
         return _pillow_pixels(image, name, color)
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Raises DataError above the cap."""
+    """Raise DataError for more than ``max_pixels``."""
     if width * height > max_pixels:
         raise DataError(
             given=f"an image of {width}x{height} = {width * height} pixels",
@@ -107,9 +106,9 @@ def check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def dct_factor(height: int, width: int, min_size: tuple[int, int]) -> int:
-    """The largest of 8, 4, 2 by which both sides can shrink and stay at least ``min_size``; 1 for sides below 8 pixels.
+    """The largest of 8, 4, 2 by which both sides can be divided and stay at least ``min_size``; else 1.
 
-    There two scales would have the same size, and sizes are all that simplejpeg is told.
+    1 for sides below 8 pixels: there two scales give the same size, and simplejpeg takes only a size.
     """
     for factor in (8, 4, 2) if min(height, width) >= 8 else ():
         if height >= factor * min_size[0] and width >= factor * min_size[1]:
@@ -118,13 +117,13 @@ def dct_factor(height: int, width: int, min_size: tuple[int, int]) -> int:
 
 
 def check_scans(data: memoryview, header: JpegHeader) -> None:
-    """Raises DataError for a JPEG of so many scans that decoding it is an attack. Sequential ones have one."""
+    """Raise DataError for a progressive JPEG with so many scans that it must be an attack."""
     if not header.sequential and (scans := bytes(data).count(b"\xff\xda")) > _MAX_SCANS:
         raise unreadable_jpeg_error(f"a JPEG of {scans} scans, where {_MAX_SCANS} are the limit")
 
 
 def decode_jpeg(data: bytearray | memoryview, height: int, width: int, color: Color, factor: int) -> Pixels:
-    """A whole JPEG of ``height`` and ``width``, each divided by ``factor`` (1, 2, 4, 8) and rounded up."""
+    """Decode a JPEG of ``height`` and ``width``, each divided by ``factor`` (1, 2, 4, 8) and rounded up."""
     space = "RGB" if color == "rgb" else "GRAY"
     expected = -(-height // factor), -(-width // factor)
     try:
@@ -151,7 +150,7 @@ def _simplejpeg() -> Callable[..., Pixels]:
 
 
 def _size(data: memoryview) -> tuple[str, int, int]:
-    """(format, width, height) from the first bytes alone, so that a size is known before any library sees the image."""
+    """(format, width, height) from the first bytes, before any library opens the image."""
     head = bytes(data[:30])
     if head[:8] == _PNG and head[12:16] == b"IHDR" and len(head) >= 24:
         return "PNG", int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
@@ -160,12 +159,12 @@ def _size(data: memoryview) -> tuple[str, int, int]:
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP" and len(head) == 30:
         return "WebP", *_webp_size(head)
     if head[:2] == b"BM" and len(head) >= 26:
-        if head[14] == 12:  # the header of OS/2 has 16-bit sizes
+        if head[14] == 12:  # an OS/2 header has 16-bit sizes
             return "BMP", int.from_bytes(head[18:20], "little"), int.from_bytes(head[20:22], "little")
         width, height = (int.from_bytes(head[at : at + 4], "little", signed=True) for at in (18, 22))
-        return "BMP", abs(width), abs(height)  # rows from the top have a negative height
+        return "BMP", abs(width), abs(height)  # a negative height means top-down rows
     if head[:1] == b"P" and head[1:2] in b"123456" and head[2:3].isspace():
-        return "PPM", 0, 0  # text: Pillow reads it and allocates nothing
+        return "PPM", 0, 0  # a text header: Pillow parses it and allocates nothing
     raise unreadable_jpeg_error(
         f"{len(data)} bytes that begin with {head[:8].hex(' ') or 'nothing'}", "convert it to PNG or JPEG"
     )
@@ -186,7 +185,7 @@ def _webp_alpha(head: bytes) -> bool:
 
 
 def _check_png(data: memoryview) -> None:
-    """The checksum of every chunk (PNG specification, 5.3): Pillow skips those of the pixels."""
+    """Check the checksum of every chunk (PNG specification, 5.3): Pillow does not check those of the pixels."""
     at = len(_PNG)
     while at + 12 <= len(data):
         end = at + 12 + int.from_bytes(data[at : at + 4], "big")
@@ -203,7 +202,7 @@ def _check_png(data: memoryview) -> None:
 
 
 def _opened(data: memoryview, name: str) -> ImageFile:
-    """The format's own reader: Pillow's ``open`` would try others, and warn by a limit that is not ours."""
+    """Open with the format's own reader: Pillow's ``open`` would try others, and apply its own size limit."""
     try:
         from PIL import BmpImagePlugin, GifImagePlugin, PngImagePlugin, PpmImagePlugin, WebPImagePlugin
     except ImportError as error:
@@ -217,7 +216,7 @@ def _opened(data: memoryview, name: str) -> ImageFile:
     }
     try:
         return readers[name](io.BytesIO(data))
-    except Exception as error:  # what a hostile header makes Pillow raise has no common base
+    except Exception as error:  # Pillow's errors for malformed headers have no common base
         raise unreadable_jpeg_error(f"a {name} of {len(data)} bytes: {error}") from error
 
 

@@ -1,6 +1,6 @@
-"""What the header of a JPEG says: sizes, sampling, restart interval, and where its entropy-coded data begins.
+"""Parse a JPEG's header: sizes, sampling, restart interval, and the start of its entropy-coded data.
 
-Source: ITU-T T.81 (JPEG), annex B for the markers and annex A for MCUs. Nothing is decoded here.
+Source: ITU-T T.81 (JPEG), annex B for the markers and annex A for MCUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Encoded = bytes | bytearray | memoryview | NDArray[np.uint8]  # an encoded image
 
 _SOI, _EOI, _SOS, _DRI, _DHT, _DQT = 0xD8, 0xD9, 0xDA, 0xDD, 0xC4, 0xDB
 _FRAMES: Final = frozenset(range(0xC0, 0xD0)) - {_DHT, 0xC8, 0xCC}
-_NEEDED: Final = _FRAMES | {_SOS, _DRI, _DHT, _DQT, 0xCC, 0xE0, 0xEE}  # JFIF and Adobe say which colours are meant
+_NEEDED: Final = _FRAMES | {_SOS, _DRI, _DHT, _DQT, 0xCC, 0xE0, 0xEE}  # JFIF and Adobe define the colour space
 _ALONE: Final = frozenset(range(0xD0, 0xD8)) | {0x01, 0xFF}  # without a segment
 _NOT_HERE: Final = frozenset({0x00, _SOI, _EOI})
 _SEGMENT: Final = struct.Struct(">BBH")
@@ -27,28 +27,28 @@ _FRAME: Final = struct.Struct(">BHHB")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JpegHeader:
-    """``tables`` is the header up to the data of the first scan, less metadata: with data behind it, a JPEG again."""
+    """The header of a JPEG. ``tables`` is the header up to the data of the first scan without metadata: a JPEG without data."""
 
     width: int
     height: int
     sampling: tuple[tuple[int, int], ...]  # (horizontal, vertical) per component
-    mcu: tuple[int, int]  # (height, width) in pixels of what is coded together; of one component a block (T.81 A.2.2)
+    mcu: tuple[int, int]  # (height, width) in pixels of a minimum coded unit; a block for one component (T.81 A.2.2)
     bits: int  # per value
     frame: int  # the frame marker's second byte: 0xC0 baseline, 0xC1 extended, 0xC2 progressive, …
     restart_interval: int  # MCUs between restart markers, 0 for none
     interleaved: bool  # the first scan holds all components
     tables: bytes
-    size_at: int  # where in ``tables`` the frame's height and width are, u16 each, big-endian
-    scan_at: int  # where in the file the data of the first scan begins
+    size_at: int  # offset in ``tables`` of the frame's height and width, u16 each, big-endian
+    scan_at: int  # offset in the file of the data of the first scan
 
     @property
     def sequential(self) -> bool:
-        """One pass of Huffman codes over 8-bit values, so that MCUs between restart markers decode by themselves."""
+        """Whether the JPEG is one scan of Huffman-coded 8-bit values, whose restart intervals can be decoded alone."""
         return self.frame in (0xC0, 0xC1) and self.bits == 8 and self.interleaved
 
 
 def as_view(data: Encoded) -> memoryview:
-    """The bytes as they are, not copied. Raises DataError for arrays that are not one dim of contiguous uint8."""
+    """The bytes without a copy. Raises DataError for arrays that are not one-dimensional contiguous uint8."""
     seen = memoryview(cast("bytes", data))  # numpy's stubs do not say that arrays are buffers
     if seen.ndim != 1 or seen.itemsize != 1 or not seen.contiguous:
         raise unreadable_jpeg_error(f"an encoded image as {seen.ndim} dims of {seen.itemsize}-byte values")
@@ -60,10 +60,10 @@ def is_jpeg(data: memoryview) -> bool:
 
 
 def read_header(data: memoryview) -> JpegHeader:
-    """Walk the markers up to the first scan. Raises DataError naming the offset where the header is not one."""
+    """Parse the markers up to the first scan. Raises DataError with the offset of an invalid one."""
     size, at = len(data), 2
-    kept: list[memoryview] = [data[:2]]
-    kept_bytes, size_at, interval = 2, 0, 0
+    segments: list[memoryview] = [data[:2]]
+    tables_bytes, size_at, interval = 2, 0, 0
     frame: tuple[int, int, int, int] | None = None  # marker, bits, height, width
     sampling: list[tuple[int, int]] = []
     while at + 4 <= size:
@@ -88,14 +88,14 @@ def read_header(data: memoryview) -> JpegHeader:
             if not (height and width):
                 raise _broken(at, f"a frame of {width}x{height} pixels")
             frame = marker, bits, height, width
-            size_at = kept_bytes + 5
+            size_at = tables_bytes + 5
         elif marker == _DRI:
             if length != 4:
                 raise _broken(at, f"a restart interval of {length} bytes")
             interval = (data[at + 4] << 8) + data[at + 5]
         if marker in _NEEDED:
-            kept.append(data[at:end])
-            kept_bytes += 2 + length
+            segments.append(data[at:end])
+            tables_bytes += 2 + length
         if marker == _SOS:
             if frame is None:
                 raise _broken(at, "a scan before any frame")
@@ -109,7 +109,7 @@ def read_header(data: memoryview) -> JpegHeader:
                 frame=frame[0],
                 restart_interval=interval,
                 interleaved=length > 2 and data[at + 4] == len(sampling),
-                tables=b"".join(kept),
+                tables=b"".join(segments),
                 size_at=size_at,
                 scan_at=end,
             )
@@ -120,7 +120,7 @@ def read_header(data: memoryview) -> JpegHeader:
 def unreadable_jpeg_error(
     given: str, nearest: str = "a whole copy of the image, or leave the record out when packing"
 ) -> DataError:
-    """The answer to image data that cannot be used."""
+    """The error for an image that cannot be decoded."""
     return DataError(
         given=given,
         rule="an image is whole, in a format that is read here (JPEG, PNG, WebP, GIF, BMP, PPM)",

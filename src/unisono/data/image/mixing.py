@@ -1,9 +1,8 @@
-"""Mix two samples: mixup (Zhang et al. 2017, arXiv:1710.09412) and CutMix (Yun et al. 2019, arXiv:1905.04899).
+"""Pair transforms: mixup (Zhang et al. 2017, arXiv:1710.09412) and CutMix (Yun et al. 2019, arXiv:1905.04899).
 
-Both take a pair and one generator and return a pair, so a batch keeps its size: ``(first, second, rng) -> (first', second')``.
-Who is paired with whom is the loader's to say, by global position. Both samples hold an ``image`` of the same shape and
-dtype, [C, H, W] float32 or [H, W, C] uint8, and ``targets``: a class number, or [classes] float32 if mixed before.
-What else they hold is kept.
+``(first, second, rng) -> (first', second')``: a batch keeps its size. The loader pairs samples by global position. Both samples
+have an ``image`` of the same shape and dtype, [C, H, W] float32 or [H, W, C] uint8, and ``targets``: a class number, or
+[classes] float32 if mixed before. Other entries are unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from unisono.errors import ConfigError, DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixup:
-    """λ from Beta(alpha, alpha): λ of one image and 1 - λ of the other, and of their labels, [classes] float32."""
+    """Blends λ of one image and 1 - λ of the other, and their labels [classes] float32; λ is from Beta(alpha, alpha)."""
 
     classes: int
     alpha: float = 0.2
@@ -37,7 +36,7 @@ class Mixup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutMix:
-    """A box of 1 - λ of the area, λ from Beta(alpha, alpha), changes places; labels are mixed by the pixels that did."""
+    """Exchanges a box of 1 - λ of the area, λ from Beta(alpha, alpha); labels are mixed by the share of exchanged pixels."""
 
     classes: int
     alpha: float = 1.0
@@ -88,7 +87,7 @@ def _mixed(
 
 
 def _soft(label: NDArray[Any], classes: int) -> NDArray[np.float32]:
-    """[classes]"""
+    """The label as shares of all classes, [classes]. Raises DataError."""
     if label.shape == (classes,) and label.dtype == np.float32:
         return label
     if label.shape != () or label.dtype.kind not in "iu" or not 0 <= int(label) < classes:

@@ -1,4 +1,4 @@
-"""Image records, as MXNet's im2rec and ``unisono data pack`` write them, as samples for ``ImageTransform``."""
+"""A data set of image records, written by MXNet's im2rec or ``unisono data pack``, for ``ImageTransform``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TILES = "tiles"
 
 
 def image_records(files: Sequence[RecordFile | Path | str], *, classes: bool = True) -> RecordDataset:
-    """Samples of ``image`` uint8 [bytes], still encoded, and ``targets``: a class, int64, or with ``classes=False`` the label
-    as it is, float32 or float32 [labels]. Where every file has the side column ``tiles``, a crop decodes only what is under it.
+    """Samples with ``image``, uint8 [bytes], encoded, and ``targets``: a class, int64, or with ``classes=False`` the stored
+    label, float32 or float32 [labels]. If every file has the side column ``tiles``, a crop decodes only the tiles under it.
 
-    Reading raises DataError for records without an image header, and with ``classes`` for labels that are no class.
+    Reading raises DataError for records without an image header, and with ``classes`` for labels that are not classes.
     """
     opened = [file if isinstance(file, RecordFile) else RecordFile(file) for file in files]
     side = (TILES,) if opened and all(TILES in file.side for file in opened) else ()

@@ -1,10 +1,10 @@
-"""Restart-marker tiles: the part of a JPEG under a crop, cut out in its encoded form and decoded alone.
+"""Restart-marker tiles: cut the part of a JPEG under a crop out of the encoded data, and decode only that.
 
-Most of the time a JPEG takes is Huffman decoding, which cannot start in the middle: except at a restart marker, where all
-state is reset (ITU-T T.81, E.1.4 and F.1.1.5.1). Where the restart interval divides the rows of MCUs evenly, the runs of
-MCUs between markers are a grid of independent tiles. The header with another size in it, and the tiles under a box with
-their markers renumbered, are a small JPEG for any decoder, and its pixels are those of the whole, bit for bit.
-OpenSlide reads Hamamatsu's NDPI slides in this way.
+Most of the decoding time of a JPEG is Huffman decoding, which can only start at the beginning or at a restart marker, where all
+state is reset (ITU-T T.81, E.1.4 and F.1.1.5.1). If the restart interval divides the rows of MCUs evenly, the runs of MCUs
+between markers form a grid of independent tiles. The header with another size, followed by the tiles under a box with
+renumbered markers, is a valid small JPEG whose pixels equal those of the whole, bit for bit. OpenSlide reads Hamamatsu's NDPI
+slides in this way.
 
 Boxes are (top, left, height, width) in pixels of the whole image.
 """
@@ -41,8 +41,8 @@ _SIZE: Final = struct.Struct(">HH")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileGrid:
-    """Where the tiles of one JPEG are. Tile (row, column) is bytes ``offsets[k]`` to ``offsets[k + 1]``, k = row · columns
-    + column, the two bytes of the marker behind it included."""
+    """The tiles of one JPEG. Tile (row, column) is bytes ``offsets[k]`` to ``offsets[k + 1]``, k = row · columns + column, with
+    the two bytes of the marker that ends it."""
 
     header: JpegHeader
     rows: int
@@ -52,16 +52,16 @@ class TileGrid:
     offsets: NDArray[np.int64]  # [rows · columns + 1]
 
     def to_column(self) -> TileColumn:
-        """Bytes per tile, [rows · columns], as small as they fit; to be kept beside the image."""
+        """Bytes per tile, [rows · columns], in the smallest dtype that fits, to be stored beside the image."""
         sizes = np.diff(self.offsets)
         return sizes.astype(np.uint16 if sizes.max() < 1 << 16 else np.uint32)
 
     @staticmethod
     def from_column(jpeg: Encoded, column: TileColumn) -> TileGrid:
-        """The grid again, without a scan of the image. Raises DataError where the column is not that of this JPEG.
+        """The grid from its column, without a scan of the image. Raises DataError for a column of another JPEG.
 
-        It is checked, whoever wrote it: every tile must end in the restart marker that is due there, and the last one in
-        the end of the image. There are as many markers as tiles, so no other column can pass.
+        Each tile must end in the expected restart marker, and the last one in the end of the image. There are as many markers as
+        tiles, so no other column can pass.
         """
         seen = as_view(jpeg)
         header = read_header(seen)
@@ -88,11 +88,11 @@ class TileGrid:
 
 
 def tile_grid(jpeg: Encoded) -> TileGrid | None:
-    """Find the tiles of a JPEG by its markers. None where it has none that can be cut.
+    """Find the tiles of a JPEG by its markers; None if it has no independent tiles.
 
-    That is so for progressive and arithmetic-coded JPEGs, several scans, no restart markers or an interval that does not
-    divide the rows evenly, and where the markers are not those that the header announces (damage, which decoding the
-    whole will name). Raises DataError where the header is broken.
+    JPEGs without tiles: progressive or arithmetic-coded, with several scans, without restart markers, with an interval that
+    does not divide the rows evenly, or with markers other than the header announces (damage, which a full decode reports).
+    Raises DataError for an invalid header.
     """
     seen = as_view(jpeg)
     if not is_jpeg(seen):
@@ -103,22 +103,21 @@ def tile_grid(jpeg: Encoded) -> TileGrid | None:
         return None
     scan = np.frombuffer(seen, np.uint8)[header.scan_at :]
     escapes = np.flatnonzero(scan[:-1] == 0xFF)
-    found = escapes[scan[escapes + 1] != 0]  # FF 00 is the value FF; all else is a marker, or padding before one
+    markers = escapes[scan[escapes + 1] != 0]  # FF 00 is the value FF; all else is a marker, or padding before one
     tiles = shape[0] * shape[1]
-    if found.size < tiles or (scan[found[:tiles] + 1] != _markers(tiles)).any():
+    if markers.size < tiles or (scan[markers[:tiles] + 1] != _markers(tiles)).any():
         return None
     offsets = np.empty(tiles + 1, np.int64)
     offsets[0] = header.scan_at
-    offsets[1:] = found[:tiles] + (header.scan_at + 2)
+    offsets[1:] = markers[:tiles] + (header.scan_at + 2)
     return _grid(header, shape, offsets)
 
 
 def cut_tiles(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple[int, int]]:
-    """The tiles that cover ``box`` as a JPEG of their own, and the (top, left) of its first pixel in the whole image.
+    """A JPEG of the tiles that cover ``box``, and the (top, left) of its first pixel in the whole image.
 
-    Its pixels are those of the whole, but for the outermost ones where chroma is subsampled: decoders smooth chroma
-    over neighbours, which are missing there. ``decode_region`` cuts a margin for this.
-    Raises DataError for a box that is empty or not inside the image.
+    Its pixels equal those of the whole, except at the edges if chroma is subsampled: decoders interpolate chroma between
+    neighbours. ``decode_region`` therefore cuts a margin. Raises DataError for a box that is empty or not inside the image.
     """
     header = grid.header
     _check_box(box, header.height, header.width)
@@ -126,7 +125,7 @@ def cut_tiles(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple
     first_row, last_row = top // grid.tile_height, (top + height - 1) // grid.tile_height
     first, last = left // grid.tile_width, (left + width - 1) // grid.tile_width
     seen = as_view(jpeg)
-    # [rows, tiles + 1] offsets, a view of the grid's: the tiles of a row lie in one piece
+    # [rows, tiles + 1] offsets, a view of the grid's: the tiles of a row are contiguous
     spans: NDArray[np.int64] = np.ndarray(
         (last_row - first_row + 1, last - first + 2),
         np.int64,
@@ -142,7 +141,7 @@ def cut_tiles(jpeg: Encoded, grid: TileGrid, box: Box) -> tuple[bytearray, tuple
         min((last + 1) * grid.tile_width, header.width) - origin[1],
     )
     _SIZE.pack_into(small, header.size_at, *size)
-    # A running sum of the sizes is where in the cut each tile's marker ends.
+    # The running sum of the sizes is the end of each tile's marker in the cut.
     ends = (spans[:, 1:] - spans[:, :-1]).cumsum()
     ends += len(header.tables) - 1
     np.frombuffer(small, np.uint8)[ends] = _markers(ends.size)
@@ -158,13 +157,12 @@ def decode_region(
     color: Color = "rgb",
     max_pixels: int = MAX_PIXELS,
 ) -> Pixels:
-    """The pixels of ``box``: ``decode(data)`` cropped, bit for bit, without decoding what ``grid`` shows to be outside.
+    """The pixels of ``box``, bit for bit those of ``decode(data)``, decoding only the tiles of ``grid`` under the box.
 
-    ``grid`` is that of this very image, by ``tile_grid`` or ``TileGrid.from_column``.
-    ``min_size``, (height, width): where a JPEG's box is at least f in (8, 4, 2) times as large, the result is the whole
-    image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉ and columns likewise.
-    Without a grid, or for other formats, the whole image is decoded.
-    Raises DataError as ``decode`` does, and for a box that is not inside the image.
+    ``grid`` is the grid of this image, from ``tile_grid`` or ``TileGrid.from_column``. Without it, and for other formats, the
+    whole image is decoded. ``min_size``, (height, width): if a JPEG's box is at least f in (8, 4, 2) times as large, the result
+    is the image decoded at 1/f and cropped to rows ⌊top/f⌋ to ⌈(top + height)/f⌉, and columns likewise. Raises DataError as
+    ``decode`` does, and for a box that is not inside the image.
     """
     seen = as_view(data)
     if not is_jpeg(seen):
@@ -196,7 +194,7 @@ def _grid(header: JpegHeader, shape: tuple[int, int], offsets: NDArray[np.int64]
 
 
 def _with_margin(box: Box, header: JpegHeader, factor: int) -> Box:
-    """``box`` and one sample of the coarsest component around it, which is as far as decoders smooth chroma."""
+    """``box`` with a margin of one sample of the coarsest component, the range of chroma interpolation."""
     tall, wide = (factor * size // 8 for size in header.mcu)
     top, left = max(0, box[0] - tall), max(0, box[1] - wide)
     bottom, right = min(header.height, box[0] + box[2] + tall), min(header.width, box[1] + box[3] + wide)
@@ -209,7 +207,7 @@ def _cropped(pixels: Pixels, box: Box, origin: tuple[int, int], factor: int) -> 
 
 
 def _grid_shape(header: JpegHeader) -> tuple[int, int] | None:
-    """(rows, columns) of tiles, if the header allows any."""
+    """(rows, columns) of tiles; None if the header allows none."""
     height, width = header.mcu
     across = -(-header.width // width)
     if not header.sequential or not header.restart_interval or across % header.restart_interval:
@@ -218,7 +216,7 @@ def _grid_shape(header: JpegHeader) -> tuple[int, int] | None:
 
 
 def _markers(tiles: int) -> NDArray[np.uint8]:
-    """The second byte of what must end each tile: restart markers 0 to 7 in turn, and the end of the image."""
+    """The second byte of the marker that ends each tile: restart markers 0 to 7 in turn, then the end of the image."""
     due = np.resize(_TURNS, tiles) if tiles > _TURNS.size else _TURNS[:tiles].copy()
     due[-1] = _EOI
     return due

@@ -1,4 +1,4 @@
-"""A sample's encoded image becomes pixels of one size: the transform a ``Loader`` takes."""
+"""``ImageTransform``: decodes a sample's image, crops and resizes it, and augments it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ PARAMS_ENTRY: Final = "image_draws"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageTransform:
-    """``transform(sample, rng)``: decode what the crop needs, resize, augment.
+    """A loader's transform for images: decodes the pixels under the crop, resizes, augments.
 
-    The sample's ``image`` is an encoded image, uint8 [bytes], or pixels, uint8 [height, width, channels]; ``tiles``, where it
-    has them, is what ``TileGrid.to_column`` gave for it (empty: none known). Both are replaced by ``image``: float32
-    [C, H, W] where ``augment`` normalises, else uint8 [H, W, C]; other entries stay.
+    The sample's ``image`` is encoded, uint8 [bytes], or pixels, uint8 [height, width, channels]. Its optional ``tiles`` are the
+    result of ``TileGrid.to_column`` (empty if unknown). Both are replaced by ``image``: float32 [C, H, W] if ``augment``
+    normalises, else uint8 [H, W, C]. Other entries are unchanged.
 
-    ``pixels_on="device"``: only crop and resize happen here. ``image`` is uint8 [H, W, C], and ``image_draws``, float32 [12],
-    is what ``augment_on_device`` needs to do the rest for a whole batch.
+    ``pixels_on="device"``: only crop and resize here. ``image`` is uint8 [H, W, C]; ``image_draws``, float32 [12], are the
+    parameters with which ``augment_on_device`` finishes a batch.
 
-    A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 and its crop rounded out to that grid. Other formats
-    and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the same is drawn each
-    time, so that ``mapped(data, transform)`` is a data set to evaluate on. Raises DataError as decoding does.
+    A JPEG much larger than the output is decoded at 1/2, 1/4 or 1/8 scale, its crop rounded outwards to that grid. Other
+    formats and JPEGs without restart markers are decoded whole. Threads may share a transform. Without ``rng`` the draws are
+    constant, so ``mapped(data, transform)`` is a data set for evaluation. Raises DataError as decoding does.
     """
 
     augment: Augment
@@ -51,7 +51,7 @@ class ImageTransform:
         return {**begun, "image": done["image"][0]}
 
     def transform_sample(self, sample: Batch, rng: np.random.Generator) -> Batch:
-        """Crop and resize: ``image`` uint8 [H, W, C], and ``image_draws`` float32 [12] for the rest."""
+        """Crop and resize: returns ``image``, uint8 [H, W, C], and ``image_draws``, float32 [12]."""
         if "image" not in sample:
             raise _no_image(f"a sample of {sorted(sample)}")
         rest = {name: value for name, value in sample.items() if name not in ("image", "tiles")}
@@ -59,7 +59,7 @@ class ImageTransform:
         return {**rest, "image": resize(pixels, self.augment.size, self.augment.resize), PARAMS_ENTRY: drawn}
 
     def transform_batch(self, batch: Batch) -> Batch:
-        """The rest, for all rows of a batch of what ``begin`` gave; a loader does it so, into one array."""
+        """Apply ``image_draws`` to a batch of results of ``transform_sample``, into one array."""
         if self.pixels_on == "device":
             return batch
         images, draws = batch["image"], batch[PARAMS_ENTRY]
@@ -73,26 +73,26 @@ class ImageTransform:
 
 
 def resize(pixels: Pixels, size: tuple[int, int], by: Literal["torch", "opencv"]) -> Pixels:
-    """uint8 [height, width, channels] to ``size``, (height, width).
+    """Resize uint8 [height, width, channels] to ``size``, (height, width), in the calling thread.
 
-    "torch": bilinear, antialiased where it shrinks. "opencv": bilinear between four neighbours, which is faster and leaves
-    aliasing; needs the package opencv-python-headless. Neither uses threads of its own for one image.
+    "torch": bilinear with antialiasing. "opencv": bilinear between four neighbours, which is faster but not antialiased; needs
+    the package opencv-python-headless.
     """
     if pixels.shape[:2] == size:
-        return pixels.copy()  # the caller's image is not ours to erase in
+        return pixels.copy()  # the result is erased in place
     if by == "opencv":
         return _opencv_resize()(pixels, size[::-1]).reshape(*size, pixels.shape[2])
     whole = np.ascontiguousarray(pixels)
     if not whole.flags.writeable:
         whole = whole.copy()  # torch has no read-only tensors
-    # [1, C, H, W], stored as the image is. Views by numpy: torch lets go of the GIL for each, and must get it back.
+    # [1, C, H, W], with the image's memory layout. Views by numpy: torch releases and reacquires the GIL for each.
     planes = torch.from_numpy(whole.reshape(1, *whole.shape).transpose(0, 3, 1, 2))
     small = F.interpolate(planes, size=size, mode="bilinear", antialias=True, align_corners=False)
     return np.ascontiguousarray(small.numpy()[0].transpose(1, 2, 0))
 
 
 def has_opencv() -> bool:
-    """Whether ``resize="opencv"`` works here."""
+    """Whether OpenCV is installed, for ``resize="opencv"``."""
     try:
         import cv2 as cv2  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError:
@@ -103,7 +103,7 @@ def has_opencv() -> bool:
 def _cropped(
     image: NDArray[Any], tiles: NDArray[Any] | None, augment: Augment, rng: np.random.Generator
 ) -> tuple[Pixels, NDArray[np.float32]]:
-    """The pixels of the drawn crop, perhaps at a smaller scale, and the other draws."""
+    """The pixels of the drawn crop, possibly at a smaller scale, and the other parameters."""
     if image.ndim == 3:
         _check_pixels(image, augment)
         box, drawn = draw_params(augment, image.shape[0], image.shape[1], rng)
@@ -123,8 +123,8 @@ def _cropped(
 
 
 def _flip_normalize_erase(images: Pixels, draws: NDArray[np.float32], augment: Augment) -> NDArray[Any]:
-    """What ``augment_on_device`` does, for images [N, H, W, C] that are only flipped, normalised and erased: image by image, each in
-    the cache while it is worked on, into one array."""
+    """``augment_on_device`` for images [N, H, W, C] that are only flipped, normalised and erased: one image at a time, so that
+    each stays in the processor's cache."""
     count, height, width, channels = images.shape
     normalised = augment.mean is not None and augment.std is not None
     shape = (count, channels, height, width) if normalised else images.shape
@@ -137,7 +137,7 @@ def _flip_normalize_erase(images: Pixels, draws: NDArray[np.float32], augment: A
             np.copyto(out, turned.transpose(2, 0, 1))
             out *= 1 / (255 * std)
             out -= mean / std
-        else:  # by torch, which mirrors bytes ten times as fast as numpy
+        else:  # torch flips bytes ten times as fast as numpy
             sides = [side for side, name in enumerate(("flip_vertical", "flip")) if values[name]]
             torch.from_numpy(out).copy_(torch.from_numpy(image).flip(sides))
         if values["erase_height"]:

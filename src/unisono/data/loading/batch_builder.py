@@ -1,7 +1,7 @@
-"""How one part of a batch is made: a pure function of data set, transforms, seed and positions.
+"""Build one micro-batch: a pure function of data set, transforms, seed and sample ids.
 
-Whoever calls it, a thread, another process, a rank that resumes, gets the same arrays. Errors name the sample; where some
-may be bad, a bad one keeps its place, shows another sample's values and weighs 0, which every rank and every rerun decides alike.
+A thread, another process and a resumed rank get the same arrays. Errors name the sample. Where bad samples are allowed, a bad
+one is replaced by another sample with loss weight 0, by a rule that gives the same result on every rank and in every rerun.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ Transform = Callable[[Batch, np.random.Generator], Batch]
 PairTransform = Callable[[Batch, Batch, np.random.Generator], tuple[Batch, Batch]]
 BatchTransform = Callable[[Batch], Batch]
 
-_SUBSTITUTES = 64  # samples after a bad one that are tried as its stand-in
+_MAX_REPLACEMENTS = 64  # samples after a bad one that are tried in its place
 
 
 @runtime_checkable
 class PerSampleDataset(Protocol):
-    """A data set that can give samples one by one, of different shapes, to be made alike by the transform."""
+    """A data set that can return samples of different shapes, which a transform makes equal."""
 
     def samples(self, indices: Ids) -> list[Batch]: ...
 
 
 @runtime_checkable
 class TwoPhaseTransform(Protocol):
-    """A transform in two halves: ``finish`` of a batch of what ``begin`` gave is what calling it on each sample gives."""
+    """A transform in two phases, whose result equals that of calling it on each sample.
+
+    ``transform_sample`` runs on each sample, ``transform_batch`` on the collated results.
+    """
+
+    def __call__(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
 
     def transform_sample(self, sample: Batch, rng: np.random.Generator, /) -> Batch: ...
 
@@ -43,20 +48,24 @@ class TwoPhaseTransform(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchSpec:
-    """Rows of one micro-batch. The first ``count`` of ``ids`` are its own, the others partners of pairs that end elsewhere."""
+    """The samples of one micro-batch.
+
+    The first ``num_rows`` of ``sample_ids`` are its rows. The others are partners of rows whose pair spans two micro-batches.
+    The three pair arrays are empty without a pair transform.
+    """
 
     step: int
     num_rows: int
     sample_ids: Ids
-    occurrences: Ids  # together with id and seed the key of a sample's randomness
-    is_filler: NDArray[np.bool_]  # [count] repeats that only fill the batch up, and weigh 0
-    partner_rows: Ids  # [count] row of the partner, or the row itself, paired with itself; empty without pairs
-    pair_ids: Ids  # [count] number of the pair, equal for both members; empty without pairs
-    is_first: NDArray[np.bool_]  # [count] which of the two the row is; empty without pairs
+    occurrences: Ids  # with seed and id, the key of a sample's random generator
+    is_filler: NDArray[np.bool_]  # [num_rows] padding of the batch, weight 0
+    partner_rows: Ids  # [num_rows] row of the partner; the row itself if it has none
+    pair_ids: Ids  # [num_rows] number of the pair, equal for both members
+    is_first: NDArray[np.bool_]  # [num_rows] whether the row is the first of its pair
 
 
 class ProgressMarker(Protocol):
-    """Which sample a worker is at, for whoever waits for it."""
+    """Tells the consumer which sample a worker is reading."""
 
     @property
     def sample(self) -> int: ...
@@ -66,7 +75,7 @@ class ProgressMarker(Protocol):
 
 @dataclass(slots=True)
 class ThreadProgress:
-    """A ``Watch`` inside one process."""
+    """A ``ProgressMarker`` for workers in the consumer's process; -1 before the first sample."""
 
     sample: int = -1
 
@@ -76,7 +85,7 @@ class ThreadProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltBatch:
-    """Arrays with first dim ``count``, and the ids of the samples that could not be read."""
+    """Arrays with first dim ``num_rows``, and the ids of the samples that could not be read."""
 
     arrays: Batch
     skipped_ids: list[int]
@@ -84,8 +93,12 @@ class BuiltBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchBuilder:
-    """``transform(sample, rng)`` sees single samples, ``pair(a, b, rng)`` two neighbours of the global batch, ``finish(batch)``
-    all rows at once. ``weighs`` says whether every batch has ``weights``, because some rows may weigh 0."""
+    """Builds micro-batches.
+
+    ``transform(sample, rng)`` gets one sample, ``pair_transform(a, b, rng)`` two neighbours of the global batch,
+    ``batch_transform`` all rows. ``replaces_bad``: replace samples that cannot be read. ``adds_weights``: every batch has
+    ``weights``.
+    """
 
     dataset: Dataset
     seed: int
@@ -96,135 +109,125 @@ class BatchBuilder:
     adds_weights: bool = False
 
     @property
-    def _halves(self) -> TwoPhaseTransform | None:
-        """The transform in its two halves, where nothing has to see whole samples in between."""
-        if (
-            self.transform is None
-            or self.pair_transform is not None
-            or not isinstance(self.transform, TwoPhaseTransform)
-        ):
-            return None
-        return self.transform
+    def _two_phase(self) -> TwoPhaseTransform | None:
+        """The transform, if its second phase may run on the batch: not where a pair transform needs finished samples."""
+        if self.pair_transform is None and isinstance(self.transform, TwoPhaseTransform):
+            return self.transform
+        return None
 
     @property
-    def _one(self) -> Transform | None:
-        """What is done to each sample by itself."""
-        halves = self._halves
-        return self.transform if halves is None else halves.transform_sample
+    def _sample_transform(self) -> Transform | None:
+        return self.transform if self._two_phase is None else self._two_phase.transform_sample
 
-    def build(self, part: MicroBatchSpec, watch: ProgressMarker) -> BuiltBatch:
-        """Raises DataError naming step and sample."""
-        if part.num_rows == 0:
+    def build(self, spec: MicroBatchSpec, progress: ProgressMarker) -> BuiltBatch:
+        """Build the rows of ``spec``. Raises DataError naming step and sample."""
+        if spec.num_rows == 0:
             return BuiltBatch(arrays={}, skipped_ids=[])
-        separate = self.transform is not None or self.pair_transform is not None
+        ids = spec.sample_ids[: spec.num_rows].tolist()
         bad: dict[int, Exception] = {}
-        watch.mark(int(part.sample_ids[0]))
-        if separate:
-            samples = self._samples(part, bad, watch)
-            if self.pair_transform is not None:
-                samples = self._paired(samples, part, watch)
-            batch = _raise_with_step(
-                part, lambda: collate(samples[: part.num_rows], part.sample_ids[: part.num_rows].tolist())
-            )
+        progress.mark(ids[0])
+        if self.transform is None and self.pair_transform is None:
+            batch = self._read_together(spec, bad, progress)
         else:
-            batch = self._read_whole(part, bad, watch)
-        halves = self._halves
-        for finish in (None if halves is None else halves.transform_batch, self.batch_transform):
-            if finish is not None:
-                batch = _raise_with_step(
-                    part, lambda finish=finish, batch=batch: check_batch(finish(batch), part.num_rows)
-                )
-        rows_of_bad = [row for row in range(part.num_rows) if int(part.sample_ids[row]) in bad] if bad else []
+            samples = self._samples(spec, bad, progress)
+            if self.pair_transform is not None:
+                samples = self._transform_pairs(self.pair_transform, samples, spec, progress)
+            batch = _name_step(spec, lambda: collate(samples[: spec.num_rows], ids))
+        second_phase = None if self._two_phase is None else self._two_phase.transform_batch
+        for transform in (second_phase, self.batch_transform):
+            if transform is not None:
+                batch = _name_step(spec, lambda f=transform, batch=batch: check_batch(f(batch), spec.num_rows))
+        bad_rows = [row for row, sample in enumerate(ids) if sample in bad]
         if self.adds_weights:
-            silent = part.is_filler.copy()
-            silent[rows_of_bad] = True
-            batch["weights"] = _masked_weights(batch.get("weights"), silent)
-        return BuiltBatch(arrays=batch, skipped_ids=[int(part.sample_ids[row]) for row in rows_of_bad])
+            without_weight = spec.is_filler.copy()
+            without_weight[bad_rows] = True
+            batch["weights"] = _masked_weights(batch.get("weights"), without_weight)
+        return BuiltBatch(arrays=batch, skipped_ids=[ids[row] for row in bad_rows])
 
-    def _read_whole(self, part: MicroBatchSpec, bad: dict[int, Exception], watch: ProgressMarker) -> Batch:
+    def _read_together(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> Batch:
         try:
-            return check_batch(self.dataset.read(part.sample_ids), part.sample_ids.size)
+            return check_batch(self.dataset.read(spec.sample_ids), spec.sample_ids.size)
         except Exception as error:
-            rows = self._one_by_one(part, bad, watch, error)
+            rows = self._read_one_by_one(spec, bad, progress, error)
         return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
 
-    def _one_by_one(
-        self, part: MicroBatchSpec, bad: dict[int, Exception], watch: ProgressMarker, error: Exception
+    def _read_one_by_one(
+        self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker, error: Exception
     ) -> list[Batch]:
-        """Rows [1, …] after reading all together has failed, to name the bad ones or to go on without them."""
+        """Rows [1, …], read one by one because reading them together failed, to find the bad samples."""
         rows: list[Batch] = []
-        for row, sample in enumerate(part.sample_ids.tolist()):
-            watch.mark(sample)
+        for row, sample in enumerate(spec.sample_ids.tolist()):
+            progress.mark(sample)
             try:
-                rows.append(check_batch(self.dataset.read(part.sample_ids[row : row + 1]), 1))
-            except Exception as own:
-                instead = self._instead(sample, int(part.occurrences[row]), part, own, bad)
-                rows.append({name: array[None] for name, array in instead.items()})
+                rows.append(check_batch(self.dataset.read(spec.sample_ids[row : row + 1]), 1))
+            except Exception as row_error:
+                replacement = self._replacement(spec, row, row_error, bad)
+                rows.append({name: array[None] for name, array in replacement.items()})
         if not bad:
-            raise unreadable_error(part, None, error) from error
+            raise unreadable_error(spec, None, error) from error
         return rows
 
-    def _samples(self, part: MicroBatchSpec, bad: dict[int, Exception], watch: ProgressMarker) -> list[Batch]:
+    def _samples(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> list[Batch]:
         try:
-            raw = self._raw(part.sample_ids)
-        except Exception:  # some sample is bad: reading each by itself tells which
+            raw = self._read_samples(spec.sample_ids)
+        except Exception:  # some sample is bad: read each by itself to find it
             raw = None
-        one = self._one
         samples: list[Batch] = []
-        rngs = sample_generators(self.seed, part.occurrences, part.sample_ids)
-        for row, (sample, rng) in enumerate(zip(part.sample_ids.tolist(), rngs, strict=True)):
-            watch.mark(sample)
+        rngs = sample_generators(self.seed, spec.occurrences, spec.sample_ids)
+        for row, (sample, rng) in enumerate(zip(spec.sample_ids.tolist(), rngs, strict=True)):
+            progress.mark(sample)
             try:
-                whole = self._raw(part.sample_ids[row : row + 1])[0] if raw is None else raw[row]
-                samples.append(whole if one is None else check_sample(one(whole, rng)))
+                raw_sample = self._read_samples(spec.sample_ids[row : row + 1])[0] if raw is None else raw[row]
+                samples.append(self._transformed(raw_sample, rng))
             except Exception as error:
-                samples.append(self._instead(sample, int(part.occurrences[row]), part, error, bad))
+                samples.append(self._replacement(spec, row, error, bad))
         return samples
 
-    def _instead(
-        self, sample: int, visit: int, part: MicroBatchSpec, error: Exception, bad: dict[int, Exception]
-    ) -> Batch:
-        """In place of a bad sample the first one after it that is not; raises DataError where none may be bad."""
+    def _replacement(self, spec: MicroBatchSpec, row: int, error: Exception, bad: dict[int, Exception]) -> Batch:
+        """The first good sample after a bad one. Raises DataError if bad samples are not allowed, or none is good."""
+        sample, occurrence, size = int(spec.sample_ids[row]), int(spec.occurrences[row]), len(self.dataset)
         if not self.replaces_bad:
-            raise unreadable_error(part, sample, error) from error
+            raise unreadable_error(spec, sample, error) from error
         bad[sample] = error
-        size = len(self.dataset)
-        for other in range(sample + 1, sample + 1 + min(_SUBSTITUTES, size - 1)):
+        for other in range(sample + 1, sample + 1 + min(_MAX_REPLACEMENTS, size - 1)):
             try:
-                whole = self._raw(np.array([other % size]))[0]
-                rng = sample_generator(self.seed, visit, other % size)
-                return whole if self._one is None else check_sample(self._one(whole, rng))
-            except Exception:  # the error worth telling is that of the sample asked for
+                raw_sample = self._read_samples(np.array([other % size]))[0]
+                return self._transformed(raw_sample, sample_generator(self.seed, occurrence, other % size))
+            except Exception:  # the error of the requested sample is the one to report
                 continue
-        raise unreadable_error(part, sample, error) from error
+        raise unreadable_error(spec, sample, error) from error
 
-    def _raw(self, ids: Ids) -> list[Batch]:
+    def _transformed(self, sample: Batch, rng: np.random.Generator) -> Batch:
+        transform = self._sample_transform
+        return sample if transform is None else check_sample(transform(sample, rng))
+
+    def _read_samples(self, ids: Ids) -> list[Batch]:
         if isinstance(self.dataset, PerSampleDataset):
             return self.dataset.samples(ids)
         batch = check_batch(self.dataset.read(ids), ids.size)
         return [{name: array[row] for name, array in batch.items()} for row in range(ids.size)]
 
-    def _paired(self, samples: list[Batch], part: MicroBatchSpec, watch: ProgressMarker) -> list[Batch]:
-        assert self.pair_transform is not None
-        made: dict[int, tuple[Batch, Batch]] = {}
+    def _transform_pairs(
+        self, transform: PairTransform, samples: list[Batch], spec: MicroBatchSpec, progress: ProgressMarker
+    ) -> list[Batch]:
+        pairs: dict[int, tuple[Batch, Batch]] = {}
         mixed: list[Batch] = []
-        rows = zip(part.partner_rows.tolist(), part.pair_ids.tolist(), part.is_first.tolist(), strict=True)
-        for row, (partner, number, leads) in enumerate(rows):
-            watch.mark(int(part.sample_ids[row]))
-            if number not in made:
-                first, second = (row, partner) if leads else (partner, row)
-                rng = pair_generator(self.seed, number)
+        rows = zip(spec.partner_rows.tolist(), spec.pair_ids.tolist(), spec.is_first.tolist(), strict=True)
+        for row, (partner, pair, is_first) in enumerate(rows):
+            progress.mark(int(spec.sample_ids[row]))
+            if pair not in pairs:
+                first, second = (row, partner) if is_first else (partner, row)
                 try:
-                    one, other = self.pair_transform(samples[first], samples[second], rng)
-                    made[number] = check_sample(one), check_sample(other)
+                    one, other = transform(samples[first], samples[second], pair_generator(self.seed, pair))
+                    pairs[pair] = check_sample(one), check_sample(other)
                 except Exception as error:
-                    raise unreadable_error(part, int(part.sample_ids[row]), error) from error
-            mixed.append(made[number][0 if leads else 1])
+                    raise unreadable_error(spec, int(spec.sample_ids[row]), error) from error
+            mixed.append(pairs[pair][0 if is_first else 1])
         return mixed
 
 
 def check_batch(batch: Batch, count: int) -> Batch:
-    """``batch`` if each array's first dim is ``count``; raises DataError."""
+    """Return ``batch``. Raises DataError if an array's first dim is not ``count``."""
     for name, array in batch.items():
         if array.ndim == 0 or len(array) != count:
             raise DataError(
@@ -236,33 +239,34 @@ def check_batch(batch: Batch, count: int) -> Batch:
     return batch
 
 
-def unreadable_error(part: MicroBatchSpec, sample: int | None, error: Exception) -> DataError:
-    """The error of a part that could not be made; ``sample`` where it is one sample's fault."""
-    ids = part.sample_ids[: part.num_rows]
+def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception) -> DataError:
+    """The error for a micro-batch that could not be built; ``sample`` is None if no single sample caused it."""
+    ids = spec.sample_ids[: spec.num_rows]
     shown = ", ".join(map(str, ids[:8].tolist())) + (f", … ({ids.size} in all)" if ids.size > 8 else "")
     what = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
     who = f"samples {shown}" if sample is None else f"sample {sample}"
     return DataError(
-        given=f"reading {who} of step {part.step} failed with {type(error).__name__}: {what}",
+        given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {what}",
         rule="every sample of a step is readable",
-        consequence=f"step {part.step} cannot run",
-        nearest="mend or leave out what is named; loader.max_bad_frac lets some bad samples weigh 0 instead"
+        consequence=f"step {spec.step} cannot run",
+        nearest="mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
         if sample is not None
-        else f"loader.batch({part.step}) raises the same error in the calling thread",
+        else f"loader.batch({spec.step}) raises the same error in the calling thread",
     )
 
 
-def _raise_with_step(part: MicroBatchSpec, make: Callable[[], Batch]) -> Batch:
+def _name_step(spec: MicroBatchSpec, build: Callable[[], Batch]) -> Batch:
+    """Call ``build``; an error it raises names the step."""
     try:
-        return make()
+        return build()
     except Exception as error:
-        raise unreadable_error(part, None, error) from error
+        raise unreadable_error(spec, None, error) from error
 
 
-def _masked_weights(weights: NDArray[Any] | None, silent: NDArray[np.bool_]) -> NDArray[Any]:
-    """``weights`` [B, …], or ones [B], with 0 in the silent rows."""
+def _masked_weights(weights: NDArray[Any] | None, mask: NDArray[np.bool_]) -> NDArray[Any]:
+    """``weights`` [B, …], or ones [B], with 0 in the rows of ``mask``."""
     if weights is None:
-        return np.where(silent, np.float32(0), np.float32(1))
+        return np.where(mask, np.float32(0), np.float32(1))
     weights = weights if weights.flags.writeable else weights.copy()
-    weights[silent] = 0
+    weights[mask] = 0
     return weights

@@ -1,8 +1,8 @@
-"""Large arrays whose memory is used again once nobody else refers to it.
+"""A pool of large arrays whose memory is reused once nothing else refers to it.
 
-A batch of images is tens of megabytes. Taken from the system each time, its pages are cleared and mapped one by one, which costs
-more than filling them (4.6 against 1.2 ms for 38 MB, measured). CPython counts references: an array that only this list holds is
-free. Tensors that share an array's memory hold the array.
+A batch of images takes tens of megabytes. The system clears and maps the pages of a new array one by one, which takes longer than
+filling them (4.6 against 1.2 ms for 38 MB, measured). An array whose only reference is the pool's is free. A tensor that shares
+an array's memory also refers to the array.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-_KEPT = 8  # arrays of one thread, each of which may still be somewhere in use
-_UNUSED = 3  # references to an array that nobody else has: the list, the loop's name, getrefcount's argument
+_MAX_ARRAYS = 8  # per thread
+_FREE_REFERENCES = 3  # of an array that is not in use: the list's, the loop variable, getrefcount's argument
 
 _local = threading.local()
 
 
 def reusable_empty(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-    """Like ``numpy.empty``, perhaps in memory that this thread got here before; it goes with the thread."""
-    kept: list[NDArray[Any]] = _local.__dict__.setdefault("kept", [])
-    for array in kept:
-        if array.shape == shape and array.dtype == dtype and sys.getrefcount(array) == _UNUSED:
+    """Like ``numpy.empty``, but may return memory that this thread has allocated here before."""
+    arrays: list[NDArray[Any]] = _local.__dict__.setdefault("arrays", [])
+    for array in arrays:
+        if array.shape == shape and array.dtype == dtype and sys.getrefcount(array) == _FREE_REFERENCES:
             return array
-    if len(kept) == _KEPT:
-        del kept[0]
-    made = np.empty(shape, dtype)
-    kept.append(made)
-    return made
+    if len(arrays) == _MAX_ARRAYS:
+        del arrays[0]
+    new_array = np.empty(shape, dtype)
+    arrays.append(new_array)
+    return new_array

@@ -1,21 +1,27 @@
-"""Batches on their way to an accelerator while it still works on the one before."""
+"""Copy the next batch to an accelerator while it computes the current one."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from unisono.data.loading.loader import StepBatch
+
+
+def to_device(micro_batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Copy a micro-batch to ``device``; from pinned memory the copy is asynchronous."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in micro_batch.items()}
 
 
 def prefetch_to_device(
     batches: Generator[StepBatch, None, None], device: torch.device
 ) -> Generator[StepBatch, None, None]:
-    """``batches`` with their tensors on ``device``, each copied on a stream of its own while the one before is in use.
+    """``batches`` with their tensors on ``device``, copied on a side stream while the previous batch is in use.
 
-    Takes one batch more than is asked for, from pinned memory if the loader made it. On a CPU the batches are as they were.
+    Reads one batch ahead. The copy is asynchronous if the loader pinned the batch. On a CPU the batches are unchanged.
     """
     if device.type == "cpu":
         try:
@@ -24,26 +30,23 @@ def prefetch_to_device(
             batches.close()
         return
     side = torch.Stream(device=device)
-    ahead: tuple[StepBatch, torch.Event] | None = None
+    next_batch: tuple[StepBatch, torch.Event] | None = None
     try:
         for batch in batches:
             with side:
-                parts = [
-                    {name: tensor.to(device, non_blocking=True) for name, tensor in part.items()}
-                    for part in batch.micro_batches
-                ]
-            coming = replace(batch, micro_batches=parts), side.record_event()
-            if ahead is not None:
-                yield _arrived(ahead, device)
-            ahead = coming
-        if ahead is not None:
-            yield _arrived(ahead, device)
+                parts = [to_device(part, device) for part in batch.micro_batches]
+            copied = replace(batch, micro_batches=parts), side.record_event()
+            if next_batch is not None:
+                yield _after_copy(*next_batch, device)
+            next_batch = copied
+        if next_batch is not None:
+            yield _after_copy(*next_batch, device)
     finally:
         batches.close()
 
 
-def _arrived(ahead: tuple[StepBatch, torch.Event], device: torch.device) -> StepBatch:
-    batch, copied = ahead
+def _after_copy(batch: StepBatch, copied: torch.Event, device: torch.device) -> StepBatch:
+    """The batch, once the current stream waits for its copy."""
     current = torch.accelerator.current_stream(device)
     current.wait_event(copied)
     for part in batch.micro_batches:

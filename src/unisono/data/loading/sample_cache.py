@@ -1,12 +1,11 @@
-"""Samples kept in memory or on a fast disk after they were first read, shared by all processes of a host.
+"""Cache of samples in memory or on a fast disk, shared by all processes of a host.
 
-What fits is kept and never given up for something else: under a shuffle every sample is as likely as any other to come next, so
-replacing gains nothing (CoorDL, Mohan et al. 2021). Cache before a random transform: what is kept is what the data set gave.
+Samples are added until the budget is used up and never evicted: under a shuffle each sample is equally likely to be read next, so
+eviction gains nothing (CoorDL, Mohan et al. 2021). Cache before a random transform: the cache holds what the data set returned.
 
-One file per data set, in /dev/shm or in a folder: a head, a table with one row per sample, and the samples one after the other.
-Room is reserved before it is written to, so that a full file system ends the growth and nothing else. A row is filled last, and
-carries a checksum. A file in memory is removed by the last process that uses it; one left behind by processes that were killed is
-removed when the next cache is opened.
+Each data set has one file, in /dev/shm or in a folder: a header, a table with a row per sample, then the samples. Space is
+reserved before it is written, so a full file system only ends the growth. The table row is written last and has a checksum. The
+last process that uses a file in memory removes it; files of killed processes are removed when the next cache is opened.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ _LOG: Final = logging.getLogger("unisono.data")
 
 
 def cached(dataset: Dataset | MapStyle, *, budget_bytes: int, folder: Path | str | None = None) -> Dataset:
-    """``dataset`` with up to ``budget_bytes`` of its samples kept as they were read: in memory, or in ``folder``.
+    """``dataset`` with up to ``budget_bytes`` of its samples cached as they were read: in memory, or in ``folder``.
 
-    Processes of a host that cache the same data set share one copy. In a folder it stays for the next run; delete the folder's
-    ``unisono-cache-*`` files to be rid of it. Raises DataError where nothing can be kept there.
+    Processes of a host that cache the same data set share one copy. A cache in a folder remains for the next run; delete the
+    folder's ``unisono-cache-*`` files to remove it. Raises DataError if the folder has no space.
     """
     return _CachedDataset(as_dataset(dataset), budget_bytes, _MEMORY if folder is None else Path(folder))
 
@@ -65,25 +64,25 @@ class _CachedDataset:
 
     @property
     def num_cached(self) -> int:
-        """Samples that are there now."""
+        """Number of samples in the cache."""
         return self._store.num_cached
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
         return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
-        """From the cache where they are, else from the data set, and then into the cache."""
-        found = [self._store.get(number) for number in indices.tolist()]
-        missing = [row for row, sample in enumerate(found) if sample is None]
+        """Samples from the cache; missing ones are read from the data set and added."""
+        samples = [self._store.get(number) for number in indices.tolist()]
+        missing = [row for row, sample in enumerate(samples) if sample is None]
         if missing:
             for row, sample in zip(missing, read_samples(self._base, indices[missing]), strict=True):
                 self._store.put(int(indices[row]), sample)
-                found[row] = sample
-        return [sample for sample in found if sample is not None]
+                samples[row] = sample
+        return [sample for sample in samples if sample is not None]
 
 
 class _SampleStore:
-    """The file. Reads take no lock; appends take one among processes and one among threads."""
+    """The cache's file. Reads take no lock; appends lock out other processes and threads."""
 
     def __init__(self, folder: Path, about: str, count: int, budget_bytes: int) -> None:
         self._path = folder / f"{_PREFIX}{os.getuid()}-{xxhash.xxh3_128_hexdigest(about.encode())}"
@@ -112,7 +111,7 @@ class _SampleStore:
         return int(np.count_nonzero(self._table["offset"]))
 
     def get(self, number: int) -> Batch | None:
-        """The sample as read-only views of the shared memory; None where it is not there, or not as it was written."""
+        """The sample as read-only views of the shared memory; None if it is missing or damaged."""
         offset, length, digest = self._table[number].item()
         if offset == 0 or offset + length > self._size:
             return None
@@ -120,7 +119,7 @@ class _SampleStore:
         return _unpacked(raw) if xxhash.xxh3_64_intdigest(raw) == digest else None
 
     def put(self, number: int, sample: Batch) -> None:
-        """Keep it if there is room and nobody has done so."""
+        """Add the sample if there is space and it is missing."""
         if self._full:
             return
         raw = _packed(sample)
@@ -137,10 +136,10 @@ class _SampleStore:
         os.pwrite(self._file, raw, low)
         row = self._table[number : number + 1]
         row["length"], row["digest"] = len(raw), xxhash.xxh3_64_intdigest(raw)
-        row["offset"] = low  # last: from here on it is there
+        row["offset"] = low  # last: this makes the sample visible
 
     def close(self) -> None:
-        """Give the file back; the last user of one in memory removes it."""
+        """Close the file; the last user of one in memory removes it."""
         if self._process == os.getpid() and self._temporary and _try_exclusive(self._file):
             self._path.unlink(missing_ok=True)
         os.close(self._file)
@@ -180,8 +179,8 @@ class _SampleStore:
 
 @contextmanager
 def _exclusive_lock(file: int) -> Generator[None]:
-    """No other thread or process is in here for the same file. Should a lock be lost (they are, when the process closes the file
-    elsewhere), two samples may be written over each other; their checksums then say so."""
+    """Lock the file against other threads and processes. POSIX drops the lock when this process closes the file elsewhere; two
+    samples may then overwrite each other, which their checksums reveal."""
     with _AMONG_THREADS:
         fcntl.lockf(file, fcntl.LOCK_EX, _HEAD_BYTES)
         try:
@@ -191,7 +190,7 @@ def _exclusive_lock(file: int) -> Generator[None]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove what killed processes left."""
+    """Remove the files of killed processes."""
     for path in folder.glob(f"{_PREFIX}{os.getuid()}-*"):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)

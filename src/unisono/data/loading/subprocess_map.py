@@ -1,26 +1,22 @@
-"""Requests answered in order by processes of one command, spoken to through pipes.
+"""Requests answered in order by subprocesses that run one command.
 
-A caller's ``__main__`` is not run again, nothing is pickled, and a process ends by itself when the one that started it is gone. A
-frame is its length (8 bytes, little-endian) and that many bytes; each request frame gets one answer frame.
+Nothing is pickled, the parent's ``__main__`` is not run again, and a subprocess ends by itself when its parent is gone. Each
+request is one message over a socket pair, whose descriptor is the command's last argument; each gets one answer.
 """
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
-import struct
 import subprocess
-import sys
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import IO, TypeVar
+from multiprocessing.connection import Connection, Pipe
+from typing import TypeVar
 
+from unisono.data.loading.worker_pool import FunctionWorker, WorkerPool
 from unisono.errors import UnisonoError
 
-_LENGTH = struct.Struct("<Q")
 Tag = TypeVar("Tag")
 
 
@@ -35,96 +31,86 @@ def subprocess_map(
 ) -> Generator[tuple[Tag, bytes]]:
     """(tag, answer) of each request, in order, by ``workers`` processes of ``command``.
 
-    At most ``ahead`` requests per worker are under way, so memory is bounded by the size of so many answers. Close the
-    generator to end the processes early. Where one ends by itself, what ``ended(tag, exit code)`` makes is raised.
+    At most ``ahead`` requests per worker are in flight, which bounds the memory of waiting answers. Closing the generator
+    kills the processes. Raises ``ended(tag, exit code)`` if a process ends by itself.
     """
-    processes = [_Process(command, environ) for _ in range(workers)]
-    idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-    for process in processes:
-        idle.put(process)
+    # Output of the processes goes to stderr, away from the parent's own.
+    processes = [Subprocess(command, stdout=2, environ=environ) for _ in range(workers)]
+    unclaimed = iter(processes)
 
-    def ask(tag: Tag, request: bytes) -> bytes:
-        process = idle.get()
-        try:
-            answer = process.ask(request)
-        finally:
-            idle.put(process)
-        if answer is None:
-            raise ended(tag, process.wait())
-        return answer
+    def make_worker() -> FunctionWorker[tuple[Tag, bytes], bytes]:
+        process = next(unclaimed)
 
-    threads = ThreadPoolExecutor(workers, thread_name_prefix="unisono-framed")
+        def ask(request: tuple[Tag, bytes]) -> bytes:
+            try:
+                return process.ask(request[1])
+            except (EOFError, OSError) as error:
+                raise ended(request[0], process.close()) from error
+
+        return FunctionWorker(ask)
+
+    pool = WorkerPool(make_worker, name="unisono-subprocess")
+    pool.resize(workers)
     try:
-        pending: deque[tuple[Tag, Future[bytes]]] = deque()
-        for tag, request in requests:
-            pending.append((tag, threads.submit(ask, tag, request)))
-            if len(pending) >= ahead * workers:
-                oldest, future = pending.popleft()
-                yield oldest, future.result()
-        while pending:
-            oldest, future = pending.popleft()
-            yield oldest, future.result()
+        for (tag, _), answer in pool.map_in_order(requests, ahead=ahead * workers):
+            yield tag, answer
     finally:
         for process in processes:
-            process.kill()  # it keeps nothing; threads that wait for it wake up
-        threads.shutdown(cancel_futures=True)
+            process.kill()  # wakes the threads that wait for it
+        pool.close()
         for process in processes:
             process.close()
 
 
-def serve_requests(answer: Callable[[bytes], bytes]) -> None:
-    """The other side: answer requests on standard input until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the process that started us decides
-    # Whatever a package prints goes to stderr, not between the frames. A broken pipe (of a frame, or of what closing the file
-    # flushes) tells that nobody is there.
-    with suppress(BrokenPipeError), os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)
-        while (request := _receive(sys.stdin.buffer)) is not None:
-            _send(answers, answer(request))
+class Subprocess:
+    """A running command and the parent's end of its socket pair. What it prints on stdout goes to ``stdout``, a descriptor."""
 
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdout: int | None = None,
+        pass_fds: Sequence[int] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=(*pass_fds, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                env=os.environ | dict(environ or {}),
+            )
 
-class _Process:
-    """One worker, used by one thread at a time."""
-
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str] | None) -> None:
-        environ = os.environ | dict(environ or {})
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
-
-    def ask(self, request: bytes) -> bytes | None:
-        """The answer, None where the process has ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):
-            _send(self._process.stdin, request)
-            return _receive(self._process.stdout)
-        return None
+    def ask(self, request: bytes) -> bytes:
+        """Send a request and wait for its answer. Raises EOFError or OSError if the process has ended."""
+        self._pipe.send_bytes(request)
+        return self._pipe.recv_bytes()
 
     def kill(self) -> None:
+        """End the process; a call to ``ask`` in another thread raises."""
         self._process.kill()
 
-    def wait(self) -> int:
+    def close(self) -> int:
+        """Wait for the process, which is killed if it does not end within a second, and return its exit code."""
+        try:
+            self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._pipe.close()
         return self._process.wait()
 
-    def close(self) -> None:
-        """Release what is left of a killed process."""
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # what it did not read any more
-                    pipe.close()
 
-
-def _send(file: IO[bytes], frame: bytes) -> None:
-    file.write(_LENGTH.pack(len(frame)))
-    file.write(frame)
-    file.flush()
-
-
-def _receive(file: IO[bytes]) -> bytes | None:
-    """The next frame, None where the other side is gone."""
-    head = file.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    body = file.read(length)
-    return body if len(body) == length else None
+def serve_requests(descriptor: int, answer: Callable[[bytes], bytes]) -> None:
+    """In the subprocess: answer requests until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
+    pipe = Connection(descriptor)
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        reply = answer(request)
+        with suppress(ConnectionError):  # the next read finds that the parent is gone
+            pipe.send_bytes(reply)

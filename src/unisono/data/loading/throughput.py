@@ -1,7 +1,7 @@
-"""What this machine's data path gives: reading, decoding, and a whole loader, from a file as it is.
+"""Measure this machine's data path on a given file: reads, image decoding, and a complete loader.
 
-Each rate is the median of short repeats, from whatever the page cache holds; the first pass over the file is told apart, because
-that is what a cold file costs if it is larger than the memory.
+Each rate is the median of short repeats, with whatever the page cache holds. The first pass over the file is reported separately:
+it is the cost of a cold file that is larger than the memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from unisono.data.loading.cpu_cores import usable_cores
 from unisono.data.loading.loader import Loader
+from unisono.data.loading.worker_pool import usable_cores
 from unisono.data.options import LoaderOptions
 from unisono.data.recordio import RecordDataset, RecordFile, unpack_header
 from unisono.errors import DataError
@@ -26,7 +26,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """``per_s`` of ``what``; bytes are 0 where they say nothing."""
+    """``per_s`` items per second; ``bytes_per_s`` is 0 where it is not meaningful."""
 
     name: str
     per_s: float
@@ -34,8 +34,8 @@ class Throughput:
 
 
 def measure_throughput(path: Path, *, seconds: float = 1.0, size: int = 224) -> list[Throughput]:
-    """Rates of a record file, each taking ``seconds`` per repeat: random and sequential reads with and without checksums,
-    and, where the records are images, decoding and a loader that crops them to ``size``. Raises DataError."""
+    """Rates of a record file, with ``seconds`` per repeat: random reads with and without checksums and, for image records,
+    decoding and a loader that crops to ``size``. Raises DataError."""
     records = RecordFile(path, check="never")
     order = np.random.default_rng(0).permutation(len(records))[: 1 << 16].tolist()
     bytes_each = float(records.lengths.mean()) if len(records) else 0.0
@@ -75,7 +75,7 @@ def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[
     data: RecordDataset = image_records([path], classes=False)
     transform = ImageTransform(augment=Augment(size=(size, size), crop=RandomResizedCrop(), flip=0.5))
     for workers in sorted({1, usable_cores(os.environ)}):
-        options = LoaderOptions(workers=workers, worker_kind="thread")
+        options = LoaderOptions(num_workers=workers, worker_kind="thread")
         with Loader(data, seed=0, global_batch=min(64, len(data)), transform=transform, options=options) as loader:
             steps = loader.iterate(0, 1 << 40)
             next(steps)
@@ -86,16 +86,16 @@ def _images(path: Path, order: list[int], *, seconds: float, size: int) -> list[
 
 
 def _rate(work: Callable[[int], int], count: int, repeats: int, seconds: float) -> float:
-    """Items per second of ``work(at)``, which does those from ``at`` on and says how many they were."""
-    found: list[float] = []
+    """Items per second of ``work(at)``, which processes items from ``at`` on and returns how many."""
+    rates: list[float] = []
     at = 0
     for _ in range(repeats):
         begin, done = time.perf_counter(), 0
         while (now := time.perf_counter()) - begin < seconds:
             did = work(at)
             done, at = done + did, (at + did) % max(1, count)
-        found.append(done / (now - begin))
-    return statistics.median(found)
+        rates.append(done / (now - begin))
+    return statistics.median(rates)
 
 
 def _are_images(records: RecordFile) -> bool:

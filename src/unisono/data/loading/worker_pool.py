@@ -1,6 +1,7 @@
-"""Workers that make parts of batches ahead of time: threads, each alone or in front of a process of its own.
+"""Worker threads that compute results ahead of their consumer, each alone or in front of a process of its own.
 
-Parts are pure, so which worker makes one, how many there are and whether one died and was started again changes nothing but time.
+Used by the loader, by streams, and by whatever sends work to subprocesses (``subprocess_map``). A result depends on its
+request only, so neither the number of workers nor the restart of one that died changes anything but time.
 """
 
 from __future__ import annotations
@@ -8,137 +9,160 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
-
-from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec, ProgressMarker, ThreadProgress
+from typing import Generic, Literal, Protocol, TypeVar
 
 WorkerKind = Literal["thread", "process"]
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+RequestT = TypeVar("RequestT", contravariant=True)
+ResultOut = TypeVar("ResultOut", covariant=True)
 
 
-class MicroBatchWorker(Protocol):
-    """One worker's way to make parts; ``watch`` tells the sample it is at."""
+class Worker(Protocol[RequestT, ResultOut]):
+    """Computes results for one thread of a pool, which creates it, calls it and closes it."""
 
-    @property
-    def progress(self) -> ProgressMarker: ...
-
-    def __call__(self, part: MicroBatchSpec) -> BuiltBatch: ...
-
-    def interrupt(self) -> None:
-        """End a call that another thread is in, where that can be done."""
-        ...
-
-    def close(self) -> None:
-        """Free what belongs to it; called by the thread that used it."""
-        ...
-
-
-class ThreadWorker:
-    """Makes parts in the worker's thread itself: right where decoding and reading release the interpreter lock."""
-
-    def __init__(self, recipe: BatchBuilder) -> None:
-        self._recipe = recipe
-        self.progress = ThreadProgress()
-
-    def __call__(self, part: MicroBatchSpec) -> BuiltBatch:
-        return self._recipe.build(part, self.progress)
+    def __call__(self, request: RequestT, /) -> ResultOut: ...
 
     def interrupt(self) -> None:
-        pass
+        """Called by another thread: make a call in progress raise, if the worker can."""
 
     def close(self) -> None:
-        pass
+        """Release what the worker holds."""
 
 
-class MicroBatchJob:
-    """A part under way: ``future`` is its outcome, ``watch`` the sample its worker is at, once it has one."""
+class FunctionWorker(Generic[Request, Result]):
+    """Runs a function in the pool's thread."""
 
-    def __init__(self, part: MicroBatchSpec) -> None:
-        self.spec = part
-        self.progress: ProgressMarker = ThreadProgress()
-        self.future: Future[Any] = Future()
+    def __init__(self, function: Callable[[Request], Result]) -> None:
+        self._function = function
+
+    def __call__(self, request: Request) -> Result:
+        return self._function(request)
+
+    def interrupt(self) -> None:
+        """A running function cannot be interrupted."""
+
+    def close(self) -> None:
+        """A function holds nothing."""
 
 
-class WorkerPool:
-    """``resize(n)`` workers that take jobs in the order they were submitted; ``deliver`` is the last thing they do to a part.
+class Job(Generic[Request, Result]):
+    """A submitted request. ``future`` is its outcome; ``worker`` is None until a worker takes it."""
 
-    ``begin`` is the first. Threads are daemons: none can hold up an exit.
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.worker: Worker[Request, Result] | None = None
+        self.future: Future[Result] = Future()
+
+
+class WorkerPool(Generic[Request, Result]):
+    """Threads that take jobs in the order of submission. ``resize`` sets their number, which is 0 at first.
+
+    Each thread calls ``initialize``, then ``make_worker`` with its first job. Threads are daemons: a consumer that dies of
+    an exception may never close the pool, and must not hang at exit.
     """
 
     def __init__(
         self,
-        make_maker: Callable[[], MicroBatchWorker],
-        begin: Callable[[], None],
-        deliver: Callable[[BuiltBatch], Any],
+        make_worker: Callable[[], Worker[Request, Result]],
+        *,
+        name: str,
+        initialize: Callable[[], None] | None = None,
     ) -> None:
-        self._make_maker, self._begin, self._deliver = make_maker, begin, deliver
-        self._begun = threading.Semaphore(0)
-        self._jobs: queue.SimpleQueue[MicroBatchJob | None] = queue.SimpleQueue()
+        self._make_worker, self._name, self._initialize = make_worker, name, initialize
+        self._initialized = threading.Semaphore(0)
+        self._jobs: queue.SimpleQueue[Job[Request, Result] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._makers: set[MicroBatchWorker] = set()
+        self._workers: set[Worker[Request, Result]] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self.size = 0
 
     def resize(self, size: int) -> None:
-        """Have ``size`` workers, all begun; those too many end after the job they are at."""
+        """Have ``size`` threads, all initialized; superfluous ones end after their current job."""
         for _ in range(size, self.size):
             self._jobs.put(None)
         for _ in range(self.size, size):
-            # A daemon, because a consumer that dies with an exception may never close us, and must not hang at exit.
-            thread = threading.Thread(target=self._work, name="unisono-loader", daemon=True)
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
             self._threads.append(thread)
-            self._begun.acquire()
+            self._initialized.acquire()
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self.size = size
 
     @property
     def owned_by_this_process(self) -> bool:
-        """False in a fork of the process that has the workers."""
-        return self._process == os.getpid()
+        """False in a fork, which has none of the threads."""
+        return self._pid == os.getpid()
 
-    def submit(self, part: MicroBatchSpec) -> MicroBatchJob:
-        """Have it made by the next free worker."""
-        job = MicroBatchJob(part)
+    def submit(self, request: Request) -> Job[Request, Result]:
+        """Queue a request for the next free worker."""
+        job: Job[Request, Result] = Job(request)
         self._jobs.put(job)
         return job
 
+    def map_in_order(self, requests: Iterable[Request], *, ahead: int) -> Generator[tuple[Request, Result]]:
+        """(request, result) of each request, in order; at most ``ahead`` are submitted and not yet consumed."""
+        pending: deque[Job[Request, Result]] = deque()
+        for request in requests:
+            pending.append(self.submit(request))
+            if len(pending) >= ahead:
+                job = pending.popleft()
+                yield job.request, job.future.result()
+        for job in pending:
+            yield job.request, job.future.result()
+
     def close(self, *, patience_s: float = 5.0) -> None:
-        """End all workers and wait for them so long; one that is stuck in a read of its own thread is left behind."""
+        """Interrupt the workers and wait for each thread up to ``patience_s``; a thread stuck in a read is abandoned."""
         if not self.owned_by_this_process:
             return
-        self._closed = True
         with self._lock:
-            makers = list(self._makers)
-        for maker in makers:
-            maker.interrupt()
+            self._closed = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.interrupt()
         self.resize(0)
         for thread in self._threads:
             thread.join(patience_s)
         self._threads = []
 
-    def _work(self) -> None:
-        maker: MicroBatchWorker | None = None
-        self._begin()
-        self._begun.release()
+    def _run(self) -> None:
+        worker: Worker[Request, Result] | None = None
+        if self._initialize is not None:
+            self._initialize()
+        self._initialized.release()
         try:
             while (job := self._jobs.get()) is not None:
                 if self._closed or not job.future.set_running_or_notify_cancel():
                     continue
                 try:
-                    if maker is None:
-                        maker = self._make_maker()
+                    if worker is None:
+                        worker = self._make_worker()
                         with self._lock:
-                            self._makers.add(maker)
-                    job.progress = maker.progress
-                    job.future.set_result(self._deliver(maker(job.spec)))
-                except BaseException as error:  # whatever it is, the consumer waits for it
+                            self._workers.add(worker)
+                            if self._closed:  # close() has not seen this worker
+                                worker.interrupt()
+                    job.worker = worker
+                    job.future.set_result(worker(job.request))
+                except BaseException as error:  # the consumer waits for the outcome, whatever it is
                     job.future.set_exception(error)
         finally:
-            if maker is not None:
-                maker.close()
+            if worker is not None:
+                worker.close()
                 with self._lock:
-                    self._makers.discard(maker)
+                    self._workers.discard(worker)
+
+
+def allowed_cores() -> int:
+    """Processor cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_cores(environ: Mapping[str, str]) -> int:
+    """Cores for this process among others of its run: the launcher's share if it set one, else all it may run on."""
+    share = environ.get("OMP_NUM_THREADS", "")
+    return int(share) if share.isdecimal() and int(share) > 0 else allowed_cores()

@@ -1,9 +1,9 @@
-"""A worker process for transforms that hold the interpreter lock: parts go in over a pipe, arrays come back in shared memory.
+"""A worker process for transforms that hold the interpreter lock: specs go in over a pipe, arrays come back in shared memory.
 
 The memory is one anonymous file per process (``memfd_create``): it has no name, does not count against /dev/shm's limit, and
-is gone when the processes are, however they end. Only the data set and the transforms are pickled, from parent to its own child,
-once at its start; parts and answers are plain bytes. The child imports modules but never runs the parent's program, and one that
-dies is started again and given the same part.
+disappears with its processes, however they end. Only the builder (data set and transforms) is pickled, from the parent to its
+own child, once at the start; specs and answers are plain bytes. The child imports modules and never runs the parent's program.
+A child that dies is started again with the same spec.
 """
 
 from __future__ import annotations
@@ -13,52 +13,64 @@ import mmap
 import os
 import pickle  # noqa: TID251 - only to our own child, see docs/adr/0005
 import signal
-import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
-from multiprocessing.connection import Connection, Pipe
 from types import FunctionType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from unisono.data.dataset import Batch
 from unisono.data.loading.batch_builder import BatchBuilder, BuiltBatch, MicroBatchSpec
+from unisono.data.loading.subprocess_map import Subprocess, serve_requests
 from unisono.errors import DataError, Problem, UnisonoError
 
-_DEATHS = 2  # of one part's workers, after which the part is given up
+Delivered = TypeVar("Delivered")
+
+_MAX_RESTARTS = 2  # for one spec
 _HEADER_BYTES = 64  # the sample the child is at, int64, alone on a cache line
 _ALIGN = 64
-_BOOT = "import sys; from unisono.data.loading.worker_process import serve; serve(*map(int, sys.argv[1:]))"
+_SPEC_ARRAYS = {
+    "sample_ids": np.int64,
+    "occurrences": np.int64,
+    "is_filler": np.bool_,
+    "partner_rows": np.int64,
+    "pair_ids": np.int64,
+    "is_first": np.bool_,
+}
+_BOOT = "import sys; from unisono.data.loading.worker_process import main; main(*map(int, sys.argv[1:]))"
 
 
-class ProcessWorker:
-    """Makes parts in a process of its own, which is started with the first part. Raises DataError."""
+class ProcessWorker(Generic[Delivered]):
+    """Builds micro-batches in a process of its own, started with the first spec. Raises DataError."""
 
-    def __init__(self, recipe: BatchBuilder) -> None:
+    def __init__(self, builder: BatchBuilder, deliver: Callable[[BuiltBatch], Delivered]) -> None:
         if sys.platform != "linux":
             raise _cannot_start("worker processes on this system", "their shared memory needs Linux")
-        self._recipe = recipe
+        self._builder, self._deliver = builder, deliver
         self._memory = os.memfd_create("unisono-loader")
         os.ftruncate(self._memory, _HEADER_BYTES)
         self._map = mmap.mmap(self._memory, _HEADER_BYTES)
         self.progress = _SharedProgress(self._map)
-        self._lock = threading.Lock()  # the consumer's thread may interrupt
-        self._child: subprocess.Popen[bytes] | None = None
-        self._pipe: Connection | None = None
+        self._lock = threading.Lock()  # interrupt() comes from the consumer's thread
+        self._child: Subprocess | None = None
         self._interrupted = False
 
-    def __call__(self, part: MicroBatchSpec) -> BuiltBatch:
-        for death in range(1, 2 + _DEATHS):
+    def __call__(self, spec: MicroBatchSpec) -> Delivered:
+        return self._deliver(self._build(spec))
+
+    def _build(self, spec: MicroBatchSpec) -> BuiltBatch:
+        for attempt in range(1, 2 + _MAX_RESTARTS):
             try:
-                return self._ask(part)
+                return self._ask(spec)
             except (EOFError, OSError) as error:
                 how = self._end_child()
-                if self._interrupted or death > _DEATHS:
-                    raise DataError(_died(part, self.progress.sample, how, death)) from error
+                if self._interrupted or attempt > _MAX_RESTARTS:
+                    raise DataError(_died(spec, self.progress.sample, how, attempt)) from error
         raise AssertionError("not reached")
 
     def interrupt(self) -> None:
@@ -69,59 +81,46 @@ class ProcessWorker:
                 self._child.kill()
 
     def close(self) -> None:
+        """End the child and release the memory."""
         self.interrupt()
         self._end_child()
         os.close(self._memory)  # the mappings go when nothing refers to them
 
-    def _ask(self, part: MicroBatchSpec) -> BuiltBatch:
-        pipe = self._pipe or self._start()
-        pipe.send_bytes(_packed(part))
-        answer = json.loads(pipe.recv_bytes())
+    def _ask(self, spec: MicroBatchSpec) -> BuiltBatch:
+        child = self._child or self._start()
+        answer = json.loads(child.ask(_encode_spec(spec)))
         if "error" in answer:
-            raise _as_raised(answer["error"])
+            raise _decode_error(answer["error"])
         if answer["bytes"] > len(self._map):
             self._map = mmap.mmap(self._memory, answer["bytes"])
         arrays: Batch = {}
         for name, dtype, shape, offset in answer["arrays"]:
             count = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = (
-                np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy()
-            )  # its memory is used again
+            arrays[name] = np.frombuffer(self._map, dtype, count, offset).reshape(shape).copy()  # the child reuses it
         return BuiltBatch(arrays=arrays, skipped_ids=answer["skipped"])
 
-    def _start(self) -> Connection:
-        recipe = pickle_builder(self._recipe)
-        ours, theirs = Pipe()
-        with theirs:
-            handles = (theirs.fileno(), self._memory)
-            command = [sys.executable, "-c", _BOOT, *map(str, handles)]
-            child = subprocess.Popen(command, pass_fds=handles, stdin=subprocess.DEVNULL)
+    def _start(self) -> Subprocess:
+        builder = pickle_builder(self._builder)
+        child = Subprocess([sys.executable, "-c", _BOOT, str(self._memory)], pass_fds=[self._memory])
         with self._lock:
-            self._child, self._pipe = child, ours
+            self._child = child
             if self._interrupted:
                 child.kill()
-        ours.send_bytes(json.dumps(sys.path).encode())
-        ours.send_bytes(recipe)
-        answer = json.loads(ours.recv_bytes())
+        answer = json.loads(child.ask(json.dumps(sys.path).encode() + b"\n" + builder))
         if "error" in answer:
             self._end_child()
             raise _cannot_start(
                 f"data set or transform: {answer['error']['what']}", "a worker process must be able to load them"
             )
-        return ours
+        return child
 
     def _end_child(self) -> str:
-        """How it ended, in words."""
+        """How the child ended, in words."""
         with self._lock:
-            child, pipe, self._child, self._pipe = self._child, self._pipe, None, None
-        if child is None or pipe is None:
+            child, self._child = self._child, None
+        if child is None:
             return "did not start"
-        try:
-            child.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            child.kill()
-        code = child.wait()
-        pipe.close()
+        code = child.close()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -137,15 +136,15 @@ class _ImportablePickler(pickle.Pickler):
         return NotImplemented
 
 
-def pickle_builder(recipe: BatchBuilder) -> bytes:
-    """``recipe`` as another process can read it. Raises DataError for what it cannot find there.
+def pickle_builder(builder: BatchBuilder) -> bytes:
+    """``builder`` as another process can load it. Raises DataError for objects that cannot be found there.
 
     Pickle, because a data set and its transforms are arbitrary Python objects of the user's: they reach another process by pickle
     or by a fork, and a fork after threads may hang (docs/adr/0005). Nothing from a file or another machine comes this way.
     """
     raw = BytesIO()
     try:
-        _ImportablePickler(raw).dump(recipe)  # the user's own objects, for our own child only
+        _ImportablePickler(raw).dump(builder)  # the user's own objects, for our own child only
     except DataError:
         raise
     except Exception as error:  # pickle raises what the objects' own code raises
@@ -154,55 +153,57 @@ def pickle_builder(recipe: BatchBuilder) -> bytes:
 
 
 def _unpickle_builder(raw: bytes) -> BatchBuilder:
-    """The inverse of ``pickled``, in the child.
+    """The inverse of ``pickle_builder``, in the child.
 
     Unpickling runs code of the sender's choosing. Here the sender can only be the parent, which started this process: the other
     end of the socket pair was made by it and given to nobody, and it has no name or address.
     """
-    return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a pipe nobody else has
+    return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a socket pair nobody else has
 
 
-def serve_worker(pipe_handle: int, memory: int) -> None:
-    """The child: one part after the other until the parent is gone. Its first answer says whether it has the recipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end closes the pipe
-    pipe = Connection(pipe_handle)
-    try:
-        sys.path[:] = json.loads(pipe.recv_bytes())
-        raw = pipe.recv_bytes()
-    except EOFError:
-        return
-    try:
-        recipe = _unpickle_builder(raw)
-    except Exception as error:  # an import that fails, say: what it raises is the user's code's
-        pipe.send_bytes(json.dumps({"error": _as_text(error)}).encode())
-        return
-    pipe.send_bytes(json.dumps({}).encode())
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)  # the cores are for the workers, one each
-    watch = _SharedProgress(mmap.mmap(memory, _HEADER_BYTES))
-    mapped = mmap.mmap(memory, _HEADER_BYTES)
-    while True:
+def main(memory: int, descriptor: int) -> None:
+    """The child: build one micro-batch after the other until the parent is gone."""
+    serve_requests(descriptor, _BatchServer(memory))
+
+
+class _BatchServer:
+    """Answers the child's requests: the first is ``sys.path`` and the builder, every other a spec."""
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        self._map = mmap.mmap(memory, _HEADER_BYTES)
+        self._progress = _SharedProgress(self._map)
+        self._builder: BatchBuilder | None = None
+
+    def __call__(self, request: bytes) -> bytes:
         try:
-            part = _unpacked(pipe.recv_bytes())
-        except EOFError:
-            return
-        try:
-            built = recipe.build(part, watch)
-            table, total = _layout(built.arrays)
-            if total > len(mapped):
-                if os.fstat(memory).st_size < total:
-                    os.ftruncate(memory, total)
-                mapped = mmap.mmap(memory, total)
-            for (_, dtype, shape, offset), array in zip(table, built.arrays.values(), strict=True):
-                np.frombuffer(mapped, dtype, array.size, offset).reshape(shape)[...] = array
-            answer: Mapping[str, Any] = {"arrays": table, "bytes": total, "skipped": built.skipped_ids}
-        except Exception as error:
-            answer = {"error": _as_text(error)}
-        pipe.send_bytes(json.dumps(answer).encode())
+            answer = self._load(request) if self._builder is None else self._build(self._builder, _decode_spec(request))
+        except Exception as error:  # an import that fails, say: what it raises is the user's code's
+            answer = {"error": _encode_error(error)}
+        return json.dumps(answer).encode()
+
+    def _load(self, request: bytes) -> dict[str, Any]:
+        path, _, builder = request.partition(b"\n")
+        sys.path[:] = json.loads(path)
+        self._builder = _unpickle_builder(builder)
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.set_num_threads(1)  # the cores are for the workers, one each
+        return {}
+
+    def _build(self, builder: BatchBuilder, spec: MicroBatchSpec) -> dict[str, Any]:
+        built = builder.build(spec, self._progress)
+        table, total = _layout(built.arrays)
+        if total > len(self._map):
+            if os.fstat(self._memory).st_size < total:
+                os.ftruncate(self._memory, total)
+            self._map = mmap.mmap(self._memory, total)
+        for (_, dtype, shape, offset), array in zip(table, built.arrays.values(), strict=True):
+            np.frombuffer(self._map, dtype, array.size, offset).reshape(shape)[...] = array
+        return {"arrays": table, "bytes": total, "skipped": built.skipped_ids}
 
 
 class _SharedProgress:
-    """A ``Watch`` that two processes see."""
+    """A ``ProgressMarker`` in memory that two processes share."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._cell = np.frombuffer(memory, np.int64, 1)
@@ -216,7 +217,7 @@ class _SharedProgress:
 
 
 def _layout(arrays: Batch) -> tuple[list[tuple[str, str, list[int], int]], int]:
-    """(name, dtype, shape, offset) of each array in the memory, and its end."""
+    """(name, dtype, shape, offset) of each array in the shared memory, and the end of the last one."""
     table: list[tuple[str, str, list[int], int]] = []
     end = _HEADER_BYTES
     for name, array in arrays.items():
@@ -227,40 +228,19 @@ def _layout(arrays: Batch) -> tuple[list[tuple[str, str, list[int], int]], int]:
     return table, end
 
 
-def _packed(part: MicroBatchSpec) -> bytes:
-    numbers = [
-        np.array([part.step, part.num_rows, part.sample_ids.size, part.partner_rows.size], np.int64),
-        *(
-            part.sample_ids,
-            part.occurrences,
-            part.is_filler.astype(np.int64),
-            part.partner_rows,
-            part.pair_ids,
-            part.is_first.astype(np.int64),
-        ),
-    ]
-    return np.concatenate(numbers).astype(np.int64).tobytes()
+def _encode_spec(spec: MicroBatchSpec) -> bytes:
+    return msgspec.json.encode([spec.step, spec.num_rows, *(getattr(spec, name).tolist() for name in _SPEC_ARRAYS)])
 
 
-def _unpacked(raw: bytes) -> MicroBatchSpec:
-    words = np.frombuffer(raw, np.int64)
-    step, count, rows, paired = words[:4].tolist()
-    ids, visits, filler, partners, pairs, leads = np.split(
-        words[4:], np.cumsum([rows, rows, count, paired, paired]).tolist()
-    )
-    return MicroBatchSpec(
-        step=step,
-        num_rows=count,
-        sample_ids=ids,
-        occurrences=visits,
-        is_filler=filler.astype(bool),
-        partner_rows=partners,
-        pair_ids=pairs,
-        is_first=leads.astype(bool),
-    )
+def _decode_spec(raw: bytes) -> MicroBatchSpec:
+    step, num_rows, *columns = msgspec.json.decode(raw)
+    arrays: dict[str, Any] = {
+        name: np.array(column, dtype) for (name, dtype), column in zip(_SPEC_ARRAYS.items(), columns, strict=True)
+    }
+    return MicroBatchSpec(step=step, num_rows=num_rows, **arrays)
 
 
-def _as_text(error: Exception) -> dict[str, Any]:
+def _encode_error(error: Exception) -> dict[str, Any]:
     problems = error.problems if isinstance(error, UnisonoError) else ()
     return {
         "what": f"{type(error).__name__}: {error}",
@@ -269,20 +249,20 @@ def _as_text(error: Exception) -> dict[str, Any]:
     }
 
 
-def _as_raised(told: Mapping[str, Any]) -> Exception:
-    problems = [Problem(given=a, rule=b, consequence=c, nearest=d) for a, b, c, d in told["problems"]]
-    error: Exception = DataError(*problems) if problems else RuntimeError(told["what"])
-    error.add_note(f"In the worker process:\n{told['traceback']}")
+def _decode_error(fields: Mapping[str, Any]) -> Exception:
+    problems = [Problem(given=a, rule=b, consequence=c, nearest=d) for a, b, c, d in fields["problems"]]
+    error: Exception = DataError(*problems) if problems else RuntimeError(fields["what"])
+    error.add_note(f"In the worker process:\n{fields['traceback']}")
     return error
 
 
-def _died(part: MicroBatchSpec, sample: int, how: str, times: int) -> Problem:
+def _died(spec: MicroBatchSpec, sample: int, how: str, times: int) -> Problem:
     return Problem(
-        given=f"the worker process that read sample {sample} of step {part.step} {how}"
+        given=f"the worker process that read sample {sample} of step {spec.step} {how}"
         + (f", {times} times" if times > 1 else ""),
         rule="a worker that dies is started again with the same samples, twice at most",
-        consequence=f"step {part.step} cannot run",
-        nearest="SIGKILL often means no memory: fewer loader.workers; or loader.worker_kind thread to see it happen",
+        consequence=f"step {spec.step} cannot run",
+        nearest="SIGKILL often means no memory: fewer loader.num_workers; or loader.worker_kind thread to see it happen",
     )
 
 

@@ -1,7 +1,7 @@
-"""How many workers, and of which kind: found while running, by what the consumer waits for, and remembered.
+"""Find the number and kind of workers during the run, and remember the result for the next one.
 
-More workers are tried while the consumer waits for data, and kept where steps come faster. Batches are the same with any of
-them, so trying costs time only. Windows in which torch's profiler records are not judged.
+While the consumer waits for data, another setting is tried, and kept if steps become faster. Batches do not depend on the
+setting, so a trial costs only time. Windows in which torch's profiler records are not judged.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ from unisono.data.options import LoaderOptions, default_cache_dir
 from unisono.errors import DataError
 from unisono.storage.files import write_atomically
 
-_WINDOW_STEPS, _WINDOW_S = 8, 0.5  # what is judged at once: at least both
-_SETTLING_STEPS = 3  # not counted after a change: batches made before it are still coming
-_WAITS = 0.03  # share of the time waited for data above which another setting is tried
-_BETTER = 1.05  # times as many steps per second for a setting to be kept
-_THREADS_PER_CORE = 2  # reading waits, too
+_WINDOW_STEPS, _WINDOW_S = 8, 0.5  # a window has at least this many steps and seconds
+_SETTLING_STEPS = 3  # not counted after a change: batches built before it are still arriving
+_MAX_WAIT_FRAC = 0.03  # fraction of the time spent waiting above which another setting is tried
+_MIN_SPEEDUP = 1.05  # in steps per second, for a setting to be kept
+_THREADS_PER_CORE = 2  # threads also wait for storage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetting:
-    """What the tuner decides."""
+    """Kind and number of a loader's workers."""
 
     kind: WorkerKind
     workers: int
 
 
 class WorkerTuner:
-    """``setting`` is what to use now; ``waited`` is told once per step how long the consumer waited."""
+    """``setting`` is the setting to use now. Call ``record_wait`` once per step."""
 
     def __init__(
         self, options: LoaderOptions, *, limit: int, about: BatchBuilder, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._recipe = about
+        self._builder = about
         self._memory = _memory_path(about, limit)
         self._limit = max(1, limit)
         self._clock = clock
-        self._fixed = options.workers > 0 and options.worker_kind != "auto"
+        self._fixed = options.num_workers > 0 and options.worker_kind != "auto"
         kinds: tuple[WorkerKind, ...] = (
             ("thread", "process") if options.worker_kind == "auto" else (options.worker_kind,)
         )
-        start = WorkerSetting(kind=kinds[0], workers=options.workers if options.workers > 0 else 1)
+        start = WorkerSetting(kind=kinds[0], workers=options.num_workers if options.num_workers > 0 else 1)
         remembered = None if self._fixed else _remembered(self._memory)
-        if remembered is not None and remembered.kind in kinds and options.workers in (-1, remembered.workers):
+        if remembered is not None and remembered.kind in kinds and options.num_workers in (-1, remembered.workers):
             start = WorkerSetting(
                 kind=remembered.kind, workers=min(remembered.workers, _counts(remembered.kind, self._limit)[-1])
             )
         self._untried = [
             WorkerSetting(kind=kind, workers=n)
             for kind in kinds
-            for n in ([options.workers] if options.workers > 0 else _counts(kind, self._limit))
+            for n in ([options.num_workers] if options.num_workers > 0 else _counts(kind, self._limit))
         ]
-        self._untried = [each for each in self._untried if each != start]
+        self._untried = [setting for setting in self._untried if setting != start]
         self.setting = start
         self._best: tuple[WorkerSetting, float] | None = None
         self._begin_window(settling=0)
 
     def record_wait(self, seconds: float) -> None:
-        """A step's data came after so long."""
+        """Record how long the consumer waited for a step's data."""
         if self._fixed:
             return
         now = self._clock()
@@ -87,20 +87,20 @@ class WorkerTuner:
         self._begin_window(settling=self._settling)
 
     def _judge(self, rate: float, waiting: float) -> None:
-        if self._best is None:  # the first window with the setting in use
-            if waiting < _WAITS:
+        if self._best is None:  # the first window with the initial setting
+            if waiting < _MAX_WAIT_FRAC:
                 return
             self._best = (self.setting, rate)
         elif self.setting != self._best[0]:
-            better = rate > self._best[1] * _BETTER
+            better = rate > self._best[1] * _MIN_SPEEDUP
             if better:
                 self._best = (self.setting, rate)
-            else:  # more of the same kind will not help either
+            else:  # more workers of the same kind will not help either
                 kind = self.setting.kind
-                self._untried = [each for each in self._untried if each.kind != kind]
-            if better and waiting < _WAITS:
+                self._untried = [setting for setting in self._untried if setting.kind != kind]
+            if better and waiting < _MAX_WAIT_FRAC:
                 self._untried = []
-        elif waiting < _WAITS:
+        elif waiting < _MAX_WAIT_FRAC:
             return
         if (
             self._untried
@@ -108,7 +108,7 @@ class WorkerTuner:
             and self.setting.kind != "process"
             and not self._reachable()
         ):
-            self._untried = [each for each in self._untried if each.kind != "process"]
+            self._untried = [setting for setting in self._untried if setting.kind != "process"]
         if self._untried:
             self._change(self._untried.pop(0))
         elif self.setting != self._best[0]:
@@ -119,7 +119,7 @@ class WorkerTuner:
 
     def _reachable(self) -> bool:
         try:
-            pickle_builder(self._recipe)
+            pickle_builder(self._builder)
         except DataError:
             return False
         return True
@@ -134,7 +134,7 @@ class WorkerTuner:
 
 
 def _counts(kind: WorkerKind, cores: int) -> list[int]:
-    """Numbers of workers to try. Processes only all at once: the first one alone gains nothing and takes its start-up."""
+    """Numbers of workers to try. Processes are tried with one per core only: a single one gains nothing over a thread."""
     return list(range(1, _THREADS_PER_CORE * cores + 1)) if kind == "thread" else [cores]
 
 
@@ -143,20 +143,20 @@ def _profiling() -> bool:
     return torch is not None and bool(torch._C._autograd._profiler_enabled())
 
 
-def _memory_path(recipe: BatchBuilder, limit: int) -> Path:
-    """Where the setting for this data set, these transforms and this number of cores is kept."""
-    made_by = [
-        getattr(part, "__qualname__", type(part).__qualname__)
-        for part in (recipe.transform, recipe.pair_transform, recipe.batch_transform)
+def _memory_path(builder: BatchBuilder, limit: int) -> Path:
+    """File of the setting for this data set, these transforms and this number of cores."""
+    transforms = [
+        getattr(transform, "__qualname__", type(transform).__qualname__)
+        for transform in (builder.transform, builder.pair_transform, builder.batch_transform)
     ]
-    about = "\n".join([recipe.dataset.fingerprint, *made_by, str(limit)])
+    about = "\n".join([builder.dataset.fingerprint, *transforms, str(limit)])
     return default_cache_dir(os.environ) / "loader" / f"{xxhash.xxh3_64_hexdigest(about.encode())}.json"
 
 
 def _remembered(path: Path) -> WorkerSetting | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=WorkerSetting)
-    except (OSError, msgspec.DecodeError):  # never tried, or by another version: tuned anew
+    except (OSError, msgspec.DecodeError):  # never tuned, or by another version
         return None
 
 

@@ -1,11 +1,11 @@
-"""The bytes of a file: mapped as they are, or decrypted in memory where MindSpore's ``set_enc_key`` was at work.
+"""Open a MindRecord file: mapped, or decrypted in memory if it was encrypted by MindSpore's ``set_enc_key``.
 
     file    for every 64 MiB of plain text: i32 **big-endian** length and a block; then i32 0, seven bytes of mode, ``ENCRYPT``
-    block   u32 0x7F3A5ED8 | 16 bytes GCM tag | u32 bytes behind it | u32 16 | 16 bytes of which 12 are the nonce
+    block   u32 0x7F3A5ED8 | 16 bytes GCM tag | u32 remaining bytes | u32 16 | 16 bytes of which 12 are the nonce
             | u32 length | cipher text
 
-The plain text is never in a file: it lives in anonymous memory, which processes that are forked share. Index files are
-encrypted the same way.
+The plain text is never written to a file: it is in anonymous memory, which forked processes share. Index files are encrypted in
+the same way.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _TRAILER_BYTES: Final = _LENGTH.size + len(_MODE) + len(_END)
 
 
 def open_bytes(path: Path, key: str | None) -> memoryview:
-    """All bytes of a file, read-only, decrypted where it is encrypted. Raises DataError where file and key do not fit."""
+    """All bytes of a file, read-only and decrypted. Raises DataError if file and key do not match."""
     try:
         content = view_of(map_array(path, "|u1", count=path.stat().st_size))
-    except (OSError, ValueError) as error:  # a name from a damaged header may be no name at all
+    except (OSError, ValueError) as error:  # a name from a damaged header may be invalid
         raise DataError(
             given=f"{path}: {getattr(error, 'strerror', None) or error}",
             rule="a MindRecord file is a file that can be read, with all files of its set beside it",
@@ -54,7 +54,7 @@ def open_bytes(path: Path, key: str | None) -> memoryview:
 
 
 def _trailer(content: memoryview) -> tuple[memoryview, memoryview, memoryview]:
-    """The last length, mode and mark of a file, if it is encrypted."""
+    """The last length, the mode and the end mark of an encrypted file."""
     last = content[-_TRAILER_BYTES:]
     return last[: _LENGTH.size], last[_LENGTH.size : -len(_END)], last[-len(_END) :]
 
@@ -84,7 +84,7 @@ def _decrypted(path: Path, content: memoryview, key: str) -> memoryview:
 
 
 def _blocks(path: Path, content: memoryview) -> Iterator[tuple[int, bytes, bytes, int, int]]:
-    """(offset, tag, nonce, where its cipher text begins, its length) of each block."""
+    """(offset, tag, nonce, start of the cipher text, its length) of each block."""
     at, stop = 0, len(content) - _TRAILER_BYTES
     while at < stop:
         (length,) = _LENGTH.unpack_from(content, at)

@@ -1,12 +1,12 @@
-"""The head of a MindRecord file: what its fields are, and where its pages and row groups lie.
+"""The header of a MindRecord file: its fields, pages and row groups.
 
-    0            u64   bytes of the JSON head
-    8            …     JSON head (UTF-8), then zeros up to header_size
-    header_size  …     page 0, page 1, …: page p begins at header_size + page_size · p; a file without rows ends before
+    0            u64   bytes of the JSON header
+    8            …     JSON header (UTF-8), then zeros up to header_size
+    header_size  …     page 0, page 1, …: page p starts at header_size + page_size · p; a file without rows ends here
 
-All integers are little-endian unless said otherwise. A blob page is one row group: rows ``start_row_id`` to ``end_row_id``,
-each u64 length and payload; its ``page_type_id`` is the number of the group. A raw page has the other halves of the rows of
-one or more groups, each group from its offset on, each row u64 length and a MessagePack map. Both kinds share one numbering.
+Integers are little-endian unless noted. A blob page is one row group: rows ``start_row_id`` to ``end_row_id``, each u64 length
+and payload; its ``page_type_id`` is the number of the group. A raw page has the scalar parts of the rows of one or more groups,
+each group from its offset on, each row u64 length and a MessagePack map. Both kinds of pages share one numbering.
 
 Format: MindSpore ``mindrecord``, versions 2.0 and 3.0 (2.0 packs no integers). Not here: values, the index.
 """
@@ -38,7 +38,7 @@ SCALAR_TYPES: Final = (*ARRAY_TYPES, "string")
 _INTEGERS: Final = ("int32", "int64")
 _COPY: Final = "a whole copy of the file: MindRecord has no checksums from which it could be mended"
 
-# far above any file, far below what overflows when pages are multiplied with their size
+# far above any real file, and low enough that page · page_size does not overflow
 _Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 _Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 
@@ -52,14 +52,14 @@ class FieldType:
 
 
 class GroupEntry(Struct, frozen=True):
-    """Where in a raw page the rows of a row group begin."""
+    """Start of a row group's rows in a raw page."""
 
     id: _Number
     offset: _Count
 
 
 class PageEntry(Struct, frozen=True):
-    """One page. ``page_size`` counts its used bytes; for raw pages the row numbers and ``page_type_id`` say nothing."""
+    """One page. ``page_size`` counts its used bytes; raw pages have no meaningful row numbers and ``page_type_id``."""
 
     page_id: _Number
     shard_id: _Number
@@ -72,21 +72,21 @@ class PageEntry(Struct, frozen=True):
 
 
 class IndexEntry(Struct, frozen=True):
-    """A field that the index has as a column."""
+    """A field with a column in the index."""
 
     schema_id: int
     index_field: str
 
 
 class FieldEntry(Struct, frozen=True, omit_defaults=True):
-    """A field as the head has it."""
+    """A field in the JSON header."""
 
     type: str
     shape: list[int] | None = None
 
 
 class SchemaEntry(Struct, frozen=True):
-    """The fields, and which of them are in blob pages, in the order in which they are there."""
+    """The fields, and the names of those in blob pages, in their order there."""
 
     desc: str
     blob_fields: list[str]
@@ -94,7 +94,7 @@ class SchemaEntry(Struct, frozen=True):
 
 
 class MindRecordHeader(Struct, frozen=True):
-    """The JSON head."""
+    """The JSON header; the field names are stored."""
 
     header_size: _Count
     index_fields: list[IndexEntry] | None
@@ -113,7 +113,7 @@ class MindRecordHeader(Struct, frozen=True):
 
     @property
     def fields(self) -> dict[str, FieldType]:
-        """All fields, in the order of the head."""
+        """All fields, in the order of the header."""
         return {
             name: FieldType(type=entry.type, shape=None if entry.shape is None else tuple(entry.shape))
             for name, entry in self.schema[0].schema.items()
@@ -121,25 +121,25 @@ class MindRecordHeader(Struct, frozen=True):
 
     @property
     def packed(self) -> bool:
-        """Whether integer arrays are packed: all of them or none."""
+        """Whether integer arrays are packed."""
         return self.version != "2.0" and has_packed_integers(self.fields)
 
     @property
     def indexed(self) -> list[str]:
-        """Names of the fields that the index has as columns."""
+        """Names of the fields with a column in the index."""
         return [entry.index_field for entry in self.index_fields or ()]
 
 
 def has_packed_integers(fields: dict[str, FieldType]) -> bool:
-    """Whether version 3.0 packs the integer arrays of these fields: it does as soon as there is one."""
+    """Whether version 3.0 packs integers for these fields: if any is an integer array."""
     return any(field.shape is not None and field.type in _INTEGERS for field in fields.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGroups:
-    """Row groups in row order, each array [groups] int64; pages by number, offsets and ends within their page.
+    """Row groups in row order, each array [groups] int64: page numbers, and offsets and ends within the pages.
 
-    The rows of a raw part end somewhere up to ``raw_limits``, those of a blob page exactly at ``blob_ends``.
+    The rows of a raw part end at or before ``raw_limits``, those of a blob page exactly at ``blob_ends``.
     """
 
     rows: NDArray[np.int64]
@@ -157,7 +157,7 @@ class RowGroups:
 
 
 def read_header(path: Path, data: memoryview) -> MindRecordHeader:
-    """The head of the file whose bytes are ``data``, checked against them. Raises DataError naming the offset."""
+    """Read and check the header of the file whose bytes are ``data``. Raises DataError naming the offset."""
     if len(data) < LENGTH_BYTES:
         raise damaged_error(path, 0, f"the file ends after {len(data)} bytes, before the length of its header")
     (length,) = LENGTH.unpack_from(data)
@@ -174,7 +174,7 @@ def read_header(path: Path, data: memoryview) -> MindRecordHeader:
 
 
 def _contradiction(head: MindRecordHeader, length: int) -> str:
-    """What in a head cannot be, or nothing."""
+    """The first contradiction in a header, or an empty string."""
     if head.version not in VERSIONS:
         return f"the header has version {head.version!r}, and there are {' and '.join(VERSIONS)}"
     if not LENGTH_BYTES + length <= head.header_size <= MAX_HEADER_BYTES:
@@ -201,7 +201,7 @@ def _contradiction(head: MindRecordHeader, length: int) -> str:
 
 
 def read_row_groups(path: Path, head: MindRecordHeader, size: int) -> RowGroups:
-    """The row groups of a file of ``size`` bytes. Raises DataError where its pages contradict each other or the size."""
+    """The row groups of a file of ``size`` bytes. Raises DataError if its pages contradict each other or the size."""
     blobs: list[PageEntry] = []
     raws: dict[int, tuple[int, int, int]] = {}
     for number, page in enumerate(head.page or ()):
@@ -258,12 +258,12 @@ def read_row_groups(path: Path, head: MindRecordHeader, size: int) -> RowGroups:
 
 
 def page_offset(head: MindRecordHeader, page: int) -> int:
-    """Where in the file a page begins."""
+    """Offset of a page in the file."""
     return head.header_size + head.page_size * page
 
 
 def damaged_error(path: Path, offset: int, what: str, *, row: int | None = None, nearest: str = _COPY) -> DataError:
-    """A file, or one row of it, that is not as it was written."""
+    """The error for a damaged file, or a damaged row of it."""
     return DataError(
         given=f"{path}: {'' if row is None else f'row {row} '}at offset {offset}: {what}",
         rule="in a MindRecord file lengths agree with header, index and size, and values with their fields",

@@ -1,12 +1,12 @@
-"""Where the rows of a file are: from its SQLite index, compared with its pages, or from the pages alone.
+"""Locate the rows of a file by its SQLite index, checked against its pages, or by reading the pages.
 
-``name.db`` has the tables ``INDEXES``, a line for each row, and ``SHARD_NAME``, the name of the data file:
+``name.db`` has the tables ``INDEXES``, one line per row, and ``SHARD_NAME``, the name of the data file:
 
     ROW_ID, PAGE_ID_RAW, PAGE_OFFSET_RAW, PAGE_OFFSET_RAW_END, ROW_GROUP_ID, PAGE_ID_BLOB, PAGE_OFFSET_BLOB,
     PAGE_OFFSET_BLOB_END, then INC_i (0) and <field>_<schema id> for each index field, PRIMARY KEY(ROW_ID, INC_0, …)
 
-Offsets are from the beginning of the page and include the eight bytes of length. The header says everything but where one
-row ends and the next begins; so each column of the index has one right value for each row, and any other is damage.
+Offsets are relative to the page and include the eight bytes of length. The header determines everything but the boundaries
+between rows, so each column of the index has one correct value for each row; any other value is damage.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SQL_TYPES: Final = {"string": "TEXT", "int32": "INTEGER", "int64": "INTEGER"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLocations:
-    """Where in the file the two parts of each row begin, with their length, and end; each array [rows] int64."""
+    """Offsets in the file of the two parts of each row, from their length fields on; each array [rows] int64."""
 
     raw_begins: NDArray[np.int64]
     raw_ends: NDArray[np.int64]
@@ -62,9 +62,9 @@ def index_path(path: Path) -> Path:
 def locate_rows(
     path: Path, head: MindRecordHeader, groups: RowGroups, data: memoryview, decrypted: memoryview | None
 ) -> RowLocations:
-    """The rows of a file, by its index where it has one of its own. Raises DataError where index and pages disagree.
+    """Locate the rows of a file, by its index if it has one. Raises DataError if index and pages disagree.
 
-    ``decrypted`` is the index itself, where the file on disk is encrypted.
+    ``decrypted``: the content of the index, if the file on disk is encrypted.
     """
     beside = index_path(path)
     if not beside.exists():
@@ -74,7 +74,7 @@ def locate_rows(
         with closing(_open(beside, decrypted)) as index:
             query = "SELECT name, type FROM sqlite_master WHERE name IN ('INDEXES', 'SHARD_NAME') LIMIT 3"
             if sorted(index.execute(query)) != [("INDEXES", "table"), ("SHARD_NAME", "table")]:
-                raise ValueError("it has no tables INDEXES and SHARD_NAME")  # views could compute for ever
+                raise ValueError("it has no tables INDEXES and SHARD_NAME")  # a view could compute forever
             names = [row[0] for row in index.execute("SELECT NAME FROM SHARD_NAME LIMIT 2")]
             table = _table(index, groups.total_rows) if names == [path.name] else None
     except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
@@ -94,7 +94,7 @@ def _open(path: Path, decrypted: memoryview | None) -> sqlite3.Connection:
 
 
 def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
-    """[rows, columns] of the index, sorted by row."""
+    """The index as an array [rows, columns], sorted by row."""
     cursor = index.execute(f"SELECT {', '.join(_COLUMNS)} FROM INDEXES NOT INDEXED LIMIT {rows + 1}")
     chunks = [np.empty((0, len(_COLUMNS)), np.int64)]
     while lines := cursor.fetchmany(_STRETCH):
@@ -106,7 +106,7 @@ def _table(index: sqlite3.Connection, rows: int) -> NDArray[np.int64]:
 
 
 def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDArray[np.int64]) -> RowLocations:
-    """Places from the index, where each of its numbers is what the header, or the row before, says."""
+    """The locations in the index, after checking each number against the header and the previous row."""
     rows, ids, raw_pages, raw_begins, raw_ends, blob_pages, blob_begins, blob_ends = table.T
     counts = groups.rows
     firsts = np.cumsum(counts) - counts
@@ -117,7 +117,7 @@ def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDAr
         expected[firsts] = begins
         return expected
 
-    # in the order in which a reader would go wrong: numbers first, then lengths
+    # numbers first, then lengths
     good = rows == np.arange(len(table))
     good &= (ids == np.repeat(groups.ids, counts)) & (raw_pages == np.repeat(groups.raw_pages, counts))
     good &= (blob_pages == np.repeat(groups.blob_pages, counts)) & (
@@ -142,7 +142,7 @@ def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDAr
 
 
 def scan_rows(path: Path, head: MindRecordHeader, groups: RowGroups, data: memoryview) -> RowLocations:
-    """Places found by following the lengths in the pages. Raises DataError at the first one that leads out of its page."""
+    """Locate the rows by the lengths in the pages. Raises DataError at the first length that leads out of its page."""
     count = groups.total_rows
     places = RowLocations(
         raw_begins=np.empty(count, np.int64),
@@ -170,7 +170,7 @@ def scan_rows(path: Path, head: MindRecordHeader, groups: RowGroups, data: memor
 
 
 def _behind(path: Path, data: memoryview, at: int, limit: int, row: int) -> int:
-    """Where the part of a row that begins at ``at`` ends."""
+    """End of the row part that starts at ``at``. Raises DataError."""
     if at + LENGTH_BYTES > limit:
         raise damaged_error(path, at, f"its page ends at {limit}, before its length", row=row)
     (length,) = LENGTH.unpack_from(data, at)
@@ -182,7 +182,7 @@ def _behind(path: Path, data: memoryview, at: int, limit: int, row: int) -> int:
 def write_index(
     target: Path, name: str, head: MindRecordHeader, groups: RowGroups, places: RowLocations, data: memoryview
 ) -> None:
-    """Write the index of the data file ``name``, whose bytes are ``data``, to ``target``, and sync it."""
+    """Write and sync the index of the data file ``name``, whose bytes are ``data``, to ``target``."""
     fields = head.fields
     indexed = {field: fields[field] for field in head.indexed}
     extra = [
@@ -194,7 +194,7 @@ def write_index(
     key = ", ".join(["ROW_ID", *(inc for inc, *_ in extra)])
     names = [*_COLUMNS, *(part for inc, column, _ in extra for part in (inc, column))]
     with closing(sqlite3.connect(target, isolation_level=None)) as index:
-        # the file is new and named at the end: nothing has to be rolled back
+        # the file is new and renamed at the end: no rollback is needed
         index.execute("PRAGMA journal_mode = OFF")
         index.execute("PRAGMA synchronous = OFF")
         index.execute("BEGIN")
@@ -218,7 +218,7 @@ def _lines(
 ) -> Iterator[list[Any]]:
     row = 0
     for number, rows in enumerate(groups.rows.tolist()):
-        group, raw_page, blob_page = (int(each[number]) for each in (groups.ids, groups.raw_pages, groups.blob_pages))
+        group, raw_page, blob_page = (int(ids[number]) for ids in (groups.ids, groups.raw_pages, groups.blob_pages))
         raw_base = head.header_size + head.page_size * raw_page
         blob_base = head.header_size + head.page_size * blob_page
         for at in range(row, row + rows):

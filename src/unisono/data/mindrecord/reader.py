@@ -1,4 +1,4 @@
-"""Reading rows by number: from the page cache, without a cursor, so that threads, forks and several open files are safe."""
+"""Read rows by number from mapped files. There is no cursor: threads, forks and several open files are safe."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ _LOG: Final = logging.getLogger("unisono.data")
 
 
 class MindRecordFile:
-    """The rows of MindRecord files by number: file after file, in each as they were written.
+    """The rows of MindRecord files by number, file after file, in the order they were written.
 
-    ``path``: one file, with which all files of its set are read; or a list of files, of which only those are. ``key``: what
-    MindSpore's ``set_enc_key`` was given. ``check``: refuse values outside the type of their field, and scalars declared
-    with a shape, which MindSpore loses; without it they are read as they are stored. That all lengths agree is looked at
-    in any case. Raises DataError where files, header and index do not fit, and for a row that is not as it was written.
+    ``path``: one file, which opens all files of its set; or a list, which opens exactly these files. ``key``: the key of
+    MindSpore's ``set_enc_key``. ``check``: refuse values outside the type of their field, and scalars declared with a shape,
+    which MindSpore loses; else they are read as stored. Lengths are always checked. Raises DataError if files, header and index
+    do not match, and for a damaged row.
     """
 
     def __init__(self, path: Path | str | Sequence[Path | str], *, key: str | None = None, check: bool = True) -> None:
         self._path, self._key, self._check = path, key, check
         alone = isinstance(path, Path | str)
-        paths = [Path(path)] if isinstance(path, Path | str) else [Path(each) for each in path]
+        paths = [Path(path)] if isinstance(path, Path | str) else [Path(file) for file in path]
         if not paths:
             raise _unfit("no files", "name the files, or one of a set")
         first = _ShardReader(paths[0], key)
         if alone and (paths := _set_of(paths[0], first.head)) != [first.path]:
-            shards = [first if each == first.path else _ShardReader(each, key) for each in paths]
+            shards = [first if file == first.path else _ShardReader(file, key) for file in paths]
             for number, shard in enumerate(shards):
                 _same_set(shards[0], shard)
                 if shard.head.shard_id != number:
                     what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
                     raise _unfit(what, "the names that the files were written with")
         else:
-            shards = [first, *(_ShardReader(each, key) for each in paths[1:])]
+            shards = [first, *(_ShardReader(file, key) for file in paths[1:])]
             for shard in shards:
                 _same_set(first, shard)
         self._shards = shards
-        # Where each file's rows begin among all, [files + 1].
+        # The first row of each file among all rows, [files + 1].
         self._starts = list(itertools.accumulate((shard.rows for shard in shards), initial=0))
         fields = first.head.fields
         for name, field in fields.items():
@@ -86,7 +86,7 @@ class MindRecordFile:
         return [shard.path for shard in self._shards]
 
     def read(self, number: int) -> dict[str, Any]:
-        """One row: int, float, str, bytes and arrays by name; ``number`` from 0, negative ones from the end."""
+        """One row: int, float, str, bytes and arrays by name; negative numbers count from the end."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"row {number} of {len(self)}")
         number %= len(self)
@@ -94,20 +94,20 @@ class MindRecordFile:
         shard, row = self._shards[which], number - self._starts[which]
         raw, begin = shard.raw(row)
         try:
-            found = decode_scalars(self._scalars, raw, check=self._check)
+            values = decode_scalars(self._scalars, raw, check=self._check)
             blob, begin = shard.blob(row)
-            found |= self._read_blobs(blob)
+            values |= self._read_blobs(blob)
         except FieldTypeError as error:
             nearest = "check=False reads it as it is stored"
             raise damaged_error(shard.path, begin, str(error), row=row, nearest=nearest) from error
         except ValueError as error:
             raise damaged_error(shard.path, begin, str(error), row=row) from error
-        return {name: found[name] for name in self._fields}
+        return {name: values[name] for name in self._fields}
 
     __getitem__ = read
 
     def read_many(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> list[dict[str, Any]]:
-        """Many rows, in the order asked for."""
+        """Many rows, in the given order."""
         places = np.asarray(numbers, np.int64)
         if places.ndim != 1:
             raise ValueError(f"row numbers have one dim, not shape {list(places.shape)}")
@@ -118,7 +118,7 @@ class MindRecordFile:
 
 
 class _ShardReader:
-    """One file: its bytes, its head and where its rows are."""
+    """One file: its bytes, its header and the locations of its rows."""
 
     def __init__(self, path: Path, key: str | None) -> None:
         self.path = path
@@ -133,15 +133,15 @@ class _ShardReader:
         self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)
 
     def raw(self, row: int) -> tuple[memoryview, int]:
-        """The scalars of a row, and where they begin."""
+        """The scalars of a row, and their offset in the file."""
         return self._part(row, self._raw_begins[row], self._raw_ends[row])
 
     def blob(self, row: int) -> tuple[memoryview, int]:
-        """The blobs of a row, and where they begin."""
+        """The blobs of a row, and their offset in the file."""
         return self._part(row, self._blob_begins[row], self._blob_ends[row])
 
     def _part(self, row: int, begin: int, end: int) -> tuple[memoryview, int]:
-        # MindSpore takes the index for it and never looks at the length in the page
+        # MindSpore relies on the index and never reads the length in the page
         (length,) = LENGTH.unpack_from(self._data, begin)
         if length != end - begin - LENGTH_BYTES:
             what = f"it says {length} bytes, and the index {end - begin - LENGTH_BYTES}"

@@ -1,7 +1,7 @@
-"""Which fields and rows can be written so that MindSpore reads them back, and a row as the bytes of its two parts.
+"""Encode rows as bytes, accepting only fields and values that MindSpore reads back unchanged.
 
-What MindSpore's own writer drops with a warning, changes on the way, or finds wrong only when everything is written, is
-refused here, field by field, before anything of the row is kept.
+Values that MindSpore's own writer drops with a warning, changes, or finds invalid only at the end, are refused here, field by
+field, before anything of the row is written.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MAX_FIELDS: Final = (1 << 16) - 1
 
 
 class RowEncoder:
-    """Rows of one schema as bytes. Raises DataError naming every field that cannot be written, and why."""
+    """Encodes rows of one schema. Raises DataError naming every field that cannot be written."""
 
     def __init__(self, schema: Mapping[str, Kind], index_fields: Sequence[str] | None) -> None:
-        found = {name: _field(kind) for name, kind in schema.items()}
-        problems = [*_schema_problems(schema, found)]
+        fields = {name: _field(kind) for name, kind in schema.items()}
+        problems = [*_schema_problems(schema, fields)]
         if problems:
             raise DataError(*problems)
-        # sorted, as MindSpore has them in header, maps and blobs
-        self.fields: dict[str, FieldType] = {name: kind for name, kind in sorted(found.items()) if kind is not None}
+        # sorted, as in MindSpore's header, maps and blobs
+        self.fields: dict[str, FieldType] = {name: kind for name, kind in sorted(fields.items()) if kind is not None}
         self.scalars = [name for name, kind in self.fields.items() if kind.shape is None and kind.type != "bytes"]
         self.blobs = [name for name in self.fields if name not in self.scalars]
         self.indexed = list(self.scalars if index_fields is None else index_fields)
@@ -48,14 +48,14 @@ class RowEncoder:
         }
 
     def encode(self, row: Mapping[str, Any], number: int) -> tuple[bytes, bytes]:
-        """Scalars and blobs of a row. Raises DataError with all that is wrong with it; nothing of it is kept then."""
+        """Scalars and blobs of a row as bytes. Raises DataError with all problems of the row."""
         problems: list[Problem] = []
-        taken: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, take in self._take.items():
             try:
                 if name not in row:
                     raise _Refused("there is none", "a row has all fields of the schema", f"a value for {name!r}")
-                taken[name] = take(row[name])
+                values[name] = take(row[name])
             except _Refused as refused:
                 problems.append(refused.problem(number, name))
         for name in row.keys() - self.fields.keys():
@@ -63,11 +63,11 @@ class RowEncoder:
             problems.append(refused.problem(number, name))
         if problems:
             raise DataError(*problems)
-        raw = encode_scalars([(self._names[name], taken[name]) for name in self.scalars])
-        return raw, join_blobs([taken[name] for name in self.blobs])
+        raw = encode_scalars([(self._names[name], values[name]) for name in self.scalars])
+        return raw, join_blobs([values[name] for name in self.blobs])
 
     def _taker(self, name: str, kind: FieldType) -> Callable[[Any], Any]:
-        """A function from a value to an int, float or str, or the bytes of a blob."""
+        """A function that checks a value and returns an int, float or str, or the bytes of a blob."""
         if kind.shape is not None:
             return lambda value: _array(value, kind, packed=self._packed)
         if kind.type == "bytes":
@@ -81,7 +81,7 @@ class RowEncoder:
 
 
 class _Refused(Exception):
-    """A value that cannot be written: what it is, the rule, what to write instead."""
+    """A value that cannot be written: the value, the rule, and what to write instead."""
 
     def problem(self, number: int, name: str) -> Problem:
         what, rule, nearest = self.args
@@ -183,7 +183,7 @@ def _type(value: Any) -> str:
 
 
 def _field(kind: Kind) -> FieldType | None:
-    """A field from its type, from ``{"type": …, "shape": …}`` as MindSpore writes it, or as it is; None for what is neither."""
+    """A field from its type name, or from MindSpore's ``{"type": …, "shape": …}``; None if it is invalid."""
     if isinstance(kind, str):
         return FieldType(type=kind)
     if isinstance(kind, FieldType):

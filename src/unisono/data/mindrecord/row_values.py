@@ -1,12 +1,12 @@
-"""What is inside a row: scalars as a MessagePack map, blobs one after the other, integer arrays packed.
+"""The values of a row: scalars as a MessagePack map, concatenated blobs, packed integer arrays.
 
-    raw     map of the scalar fields by name, sorted; integers as short as they can be, floats 4 bytes where that is exact
+    raw     map of the scalar fields, sorted by name; integers in the shortest form, floats in 4 bytes if that is exact
     blob    one blob field: its bytes. Several: for each, u64 **big-endian** length and bytes. None: four zero bytes
     array   little-endian, C order. In version 3.0, if any integer field has a shape, each integer array is packed:
             u32 big-endian count n | ceil(n / 4) bytes of 2-bit width codes, the first one in the top bits | the values, code
             0, 1, 2, 3 as 1, 2, 4, 8 bytes of two's complement
 
-Functions here raise ValueError saying what is wrong; who calls them knows file and row.
+Functions raise ValueError; the caller adds file and row.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ INT_LIMITS: Final = {"int32": 1 << 31, "int64": 1 << 63}
 
 
 class FieldTypeError(ValueError):
-    """A scalar outside the type of its field: MindSpore's writer lets some pass."""
+    """A scalar outside the type of its field, which MindSpore's writer may accept."""
 
 
 def decode_scalars(fields: Mapping[str, FieldType], data: memoryview, *, check: bool) -> dict[str, Any]:
-    """The scalars of a row. ``check``: only values of their field's type and range."""
+    """Decode the scalars of a row. ``check``: accept only values of their field's type and range."""
     try:
-        found = _MAPS.decode(data)
+        scalars = _MAPS.decode(data)
     except msgspec.DecodeError as error:
         raise ValueError(f"its scalars are not understood: {error}") from error
     values: dict[str, Any] = {}
     for name, field in fields.items():
-        if name not in found:
+        if name not in scalars:
             raise ValueError(f"it has no field {name!r}")
-        value = found[name]
+        value = scalars[name]
         if check:
             value = _checked(name, field.type, value)
         values[name] = value
@@ -68,12 +68,12 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 
 
 def fits_float32(value: float) -> bool:
-    """Whether it is within the range of float32; infinities and NaN are."""
+    """Whether a value is in the range of float32, which includes infinities and NaN."""
     return not math.isfinite(value) or abs(value) <= _FLOAT32_MAX
 
 
 def encode_scalars(items: Sequence[tuple[bytes, int | float | str]]) -> bytes:
-    """The map of scalars: pairs of a name as MessagePack and a value, sorted by name. Byte for byte as MindSpore writes it."""
+    """The map of scalars, from pairs of a name in MessagePack and a value, sorted by name; equals MindSpore's byte for byte."""
     if not items:
         return NO_SCALARS
     count = len(items)
@@ -92,7 +92,7 @@ def _write_float(value: float) -> bytes:
 
 
 def blob_reader(fields: Mapping[str, FieldType], *, packed: bool) -> Callable[[memoryview], dict[str, Any]]:
-    """How the blobs of a row are read, fields in their order in the row."""
+    """A function that decodes the blobs of a row; ``fields`` in their order in the row."""
     readers = [(name, value_reader(name, field, packed=packed)) for name, field in fields.items()]
 
     def one(data: memoryview) -> dict[str, Any]:
@@ -122,8 +122,8 @@ def blob_reader(fields: Mapping[str, FieldType], *, packed: bool) -> Callable[[m
 
 
 def value_reader(name: str, field: FieldType, *, packed: bool) -> Callable[[memoryview], Any]:
-    """How one blob field is read."""
-    if not field.shape:  # bytes; a scalar shape is read as the bytes that are there
+    """A function that decodes one blob field."""
+    if not field.shape:  # bytes; a field with a scalar shape is read as the bytes that are there
         return bytes
     dtype, shape = np.dtype(_DTYPES[field.type]), field.shape
     whole = math.prod(dim for dim in shape if dim != -1)
@@ -134,7 +134,7 @@ def value_reader(name: str, field: FieldType, *, packed: bool) -> Callable[[memo
         elif len(data) % dtype.itemsize:
             raise ValueError(f"field {name!r} has {len(data)} bytes, which are no {dtype.name} values")
         else:
-            flat = np.frombuffer(data, dtype).copy()  # the file's pages are read-only and hold it at any offset
+            flat = np.frombuffer(data, dtype).copy()  # the file is read-only and not aligned
         if flat.size % whole if -1 in shape else flat.size != whole:
             raise ValueError(f"field {name!r} has {flat.size} values, which are no {list(shape)}")
         return flat.reshape(shape)
@@ -143,13 +143,13 @@ def value_reader(name: str, field: FieldType, *, packed: bool) -> Callable[[memo
 
 
 def unpack_integers(name: str, data: memoryview, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A packed integer array, flat. All sizes are compared with ``data`` before anything is allocated."""
+    """Decode a packed integer array, flat. Sizes are checked against ``data`` before anything is allocated."""
     count = _BIG_COUNT.unpack_from(data)[0] if len(data) >= _BIG_COUNT.size else -1
     begin = _BIG_COUNT.size + -(-count // 4)
     if count < 0 or begin + count > len(data):
         raise ValueError(f"field {name!r} says {count} packed integers, in {len(data)} bytes")
     content = np.frombuffer(data, np.uint8)
-    codes = (content[_BIG_COUNT.size : begin, None] >> _SHIFTS & 3).reshape(-1)[:count]  # [count] one width code each
+    codes = (content[_BIG_COUNT.size : begin, None] >> _SHIFTS & 3).reshape(-1)[:count]  # [count] width codes
     ends = begin + np.cumsum(1 << codes.astype(np.int64))
     end = int(ends[-1]) if count else begin
     if end != len(data):
@@ -167,7 +167,7 @@ def unpack_integers(name: str, data: memoryview, dtype: np.dtype[Any]) -> NDArra
 
 
 def pack_integers(array: NDArray[Any]) -> bytes:
-    """An integer array as version 3.0 packs it: each value in as few of 1, 2, 4, 8 bytes as hold it."""
+    """Encode an integer array as in version 3.0: each value in the fewest of 1, 2, 4 or 8 bytes."""
     flat = np.ascontiguousarray(array).reshape(-1).astype("<i8")
     codes = np.zeros(flat.size, np.uint8)
     for code, bits in ((1, 7), (2, 15), (3, 31)):
@@ -188,7 +188,7 @@ def join_blobs(blobs: Sequence[bytes]) -> bytes:
 
 
 def array_bytes(array: NDArray[Any], field: FieldType, *, packed: bool) -> bytes:
-    """An array as a blob."""
+    """The blob of an array."""
     if packed and field.type in INT_LIMITS:
         return pack_integers(array)
     return np.ascontiguousarray(array, _DTYPES[field.type]).tobytes()

@@ -1,4 +1,4 @@
-"""Writing MindRecord files that MindSpore reads, so that they are there whole or not at all."""
+"""Write MindRecord files that MindSpore reads, completely or not at all."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _MIN_HEADER_BYTES: Final = 16 << 10
 _MIN_PAGE_BYTES: Final = 32 << 10
 _MAX_SHARDS: Final = 1000
 _FORBIDDEN: Final = re.compile(r"""[\\/:*?"<>|`&';]|^ | $""")  # in a file name, by MindSpore's reader
-_CHUNK_BYTES: Final = 1 << 20  # of a page, kept until they are written
+_CHUNK_BYTES: Final = 1 << 20  # of a page, buffered before they are written
 _MOST: Final = (1 << 31) - 1
 
 
 class MindRecordWriter:
     """Writes a set of MindRecord files and their indexes; leaving the ``with`` block normally puts them in place.
 
-    ``path`` names the file; with several ``shards`` a number is put behind it. ``schema``: for each field its type, or a
-    mapping of type and shape as MindSpore's ``add_schema`` takes it. ``header_bytes`` and ``page_bytes`` are the room for
-    the list of pages, and for the scalars or the blobs of a row. ``index_fields``: all scalar fields if not given.
+    ``path`` is the file's name, to which several ``shards`` append a number. ``schema``: the type of each field, or a mapping
+    of type and shape as in MindSpore's ``add_schema``. ``header_bytes``: space for the list of pages; ``page_bytes``: for the
+    scalars or the blobs of a row. ``index_fields``: by default all scalar fields.
 
-    Row i goes to file i mod ``shards``, as its row i // ``shards``: the same rows make the same files. They are written
-    under temporary names and synced; indexes get their names last. Leaving with an exception leaves what was there before;
-    an interruption while names are given leaves the complete new files, some of them under their temporary names.
-    Raises DataError for whatever MindSpore could not read back equal, before anything of it is written.
+    Row i is row i // ``shards`` of file i mod ``shards``, so the same rows give the same files. Files are written under
+    temporary names and synced; indexes are renamed last. After an exception the previous files remain; an interruption of the
+    renames leaves the complete new files, some of them under temporary names. Raises DataError, before writing, for values that
+    MindSpore could not read back equal.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MindRecordWriter:
             raise DataError(*problems)
         digits = len(str(shards - 1))
         self.paths = [path.with_name(f"{path.name}{n:0{digits}}") for n in range(shards)] if shards > 1 else [path]
-        there = [each for name in self.paths for each in (name, index_path(name)) if each.exists()]
+        there = [file for name in self.paths for file in (name, index_path(name)) if file.exists()]
         if there and not overwrite:
             raise DataError(
                 given=f"{there[0]}, which exists",
@@ -98,7 +98,7 @@ class MindRecordWriter:
                     },
                 )
             ],
-            shard_addresses=[each.name for each in self.paths],
+            shard_addresses=[shard_path.name for shard_path in self.paths],
             shard_id=shards - 1,
             version=VERSION,
         )
@@ -109,9 +109,11 @@ class MindRecordWriter:
         self._shards: list[_ShardWriter] = []
         self._placing = False
         try:
-            for number, each in enumerate(self.paths):
-                temporary = each.with_name(f"{each.name}.{mark}")
-                self._shards.append(_ShardWriter(each, temporary, msgspec.structs.replace(head, shard_id=number), size))
+            for number, shard_path in enumerate(self.paths):
+                temporary = shard_path.with_name(f"{shard_path.name}.{mark}")
+                self._shards.append(
+                    _ShardWriter(shard_path, temporary, msgspec.structs.replace(head, shard_id=number), size)
+                )
         except BaseException:
             self._discard()
             raise
@@ -154,8 +156,8 @@ class MindRecordWriter:
         for shard in self._shards:
             shard.finish()
         self._placing = True
-        # An index without its file, or a file without its index, is seen by every reader; an index of another file may not
-        # be. So old indexes go first and new ones come last, and a set is never partly old and partly new.
+        # Every reader notices an index without its file, or a file without its index, but not an index of another file. So old
+        # indexes are removed first and new ones renamed last, and a set is never partly old and partly new.
         for path in self.paths:
             index_path(path).unlink(missing_ok=True)
         if len(self.paths) > 1:
@@ -174,13 +176,13 @@ class MindRecordWriter:
         self._done = True
         for shard in self._shards:
             shard.close()
-            if not self._placing:  # from then on they may be the only ones
+            if not self._placing:  # while renaming, they may be the only copies
                 shard.temporary.unlink(missing_ok=True)
                 index_path(shard.temporary).unlink(missing_ok=True)
 
 
 class _PageWriter:
-    """A page being written. ``first_row`` and the row groups are as the header has them."""
+    """A page being written; ``first_row`` and the row groups are for the header."""
 
     def __init__(self, file: int, offset: int, number: int, type_id: int) -> None:
         self.number, self.type_id = number, type_id
@@ -191,7 +193,7 @@ class _PageWriter:
         self._waiting = bytearray()
 
     def append(self, payload: bytes) -> None:
-        """A length and a payload at the end of what is used."""
+        """Append a length and a payload."""
         self._waiting += LENGTH.pack(len(payload))
         self._waiting += payload
         self.used += LENGTH_BYTES + len(payload)
@@ -199,7 +201,7 @@ class _PageWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting where it belongs."""
+        """Write the buffered bytes to the file."""
         with memoryview(self._waiting) as rest:
             done = 0
             while done < len(rest):
@@ -209,7 +211,7 @@ class _PageWriter:
 
 
 class _ShardWriter:
-    """One file of the set under its temporary name: a page of each kind is open at a time, a row group per blob page."""
+    """One file of the set under its temporary name. One page of each kind is open; a blob page is a row group."""
 
     def __init__(self, path: Path, temporary: Path, head: MindRecordHeader, head_bytes: int) -> None:
         self.path, self.temporary = path, temporary
@@ -222,10 +224,10 @@ class _ShardWriter:
         self._count = self._rows = self._groups = 0
 
     def append(self, raw: bytes, blob: bytes, number: int) -> None:
-        """The two parts of row ``number`` of the set. Raises DataError where the header has no room for another page."""
+        """Append the two parts of row ``number`` of the set. Raises DataError if the header has no space for another page."""
         room = self._head.page_size
         new_raw = self._raw is None or self._raw.used + LENGTH_BYTES + len(raw) > room
-        # a row group is in one raw page, so a new raw page begins a new group too
+        # a row group is in one raw page, so a new raw page also starts a new group
         new_blob = new_raw or self._blob is None or self._blob.used + LENGTH_BYTES + len(blob) > room
         grown = self._head_bytes + (new_raw + new_blob) * self._page_room
         if grown > self._head.header_size:
@@ -250,14 +252,14 @@ class _ShardWriter:
         self._blob.end_row = self._rows
 
     def finish(self) -> None:
-        """Write what is left and the header, sync, and write the index by reading the file back."""
+        """Write the remaining pages and the header, sync, and write the index from the file."""
         self._close(self._blob)
         self._close(self._raw)
         pages = sorted(self._pages, key=lambda page: page.page_id)
         head = msgspec.structs.replace(self._head, page=pages or None)
         content = msgspec.json.encode(head)
         os.pwrite(self._handle, LENGTH.pack(len(content)) + content, 0)
-        # the file ends with its last row, not with its last page: then no cut goes unseen
+        # the file ends with its last row, not with its last page, so that any truncation is detected
         ends = [head.header_size + page.page_id * head.page_size + page.page_size for page in pages]
         os.ftruncate(self._handle, max(ends, default=head.header_size))
         os.fsync(self._handle)
@@ -298,7 +300,7 @@ class _ShardWriter:
 
 
 def _page_room(page_bytes: int) -> int:
-    """Bytes of the header that a page, and its row group, take at most."""
+    """Maximum header bytes of a page and its row group."""
     group = GroupEntry(id=_MOST, offset=page_bytes)
     page = PageEntry(
         page_id=_MOST,

@@ -1,13 +1,12 @@
-"""The order of samples: a keyed bijection over ``[0, size)``, one per epoch, computed from the position alone.
+"""The shuffled order of samples: a keyed bijection of ``[0, size)`` per epoch, computed from the position alone.
 
-Nothing is stored and nothing is skipped: position ``p`` of a run names sample ``order(p)`` for any ``p`` up to 2^63, in
-O(1) memory, so resuming at any step on any number of ranks is arithmetic. An epoch is ``p // size``; one step's
-positions may lie in two epochs, or in many.
+Position ``p`` of a run is sample ``permutation(p)``, for ``p`` up to 2^63, in O(1) memory. Resuming at any step on any number
+of ranks is therefore arithmetic. The epoch of a position is ``p // size``; the positions of one step may span several epochs.
 
-The bijection is a generalised Feistel network: a position is split into two halves of about √size values, and in turn a
-keyed hash of one half is added to the other, modulo its size. The network covers at most √size values too many; one
-that falls outside is sent through again until it falls inside. The order is part of what a run means: keys and rounds
-are fixed by golden values in the tests and use 64-bit integer arithmetic only, so every platform computes the same.
+The bijection is a generalised Feistel network. A position is split into two halves of about √size values; each round adds a keyed
+hash of one half to the other, modulo its size. The network's domain exceeds ``size`` by at most √size values; a result outside
+goes through the network again until it is inside. A run's meaning depends on the order: golden values in the tests fix keys and
+rounds, and 64-bit integer arithmetic makes every platform compute the same.
 
 Sources: Black and Rogaway 2002 (generalised Feistel cipher, cycle walking); Steele, Lea and Flood 2014 (the splitmix64
 finaliser); Lemire 2019 (scaling a hash to a range by multiplication).
@@ -27,16 +26,16 @@ from unisono.errors import DataError
 Words = NDArray[np.uint64]
 
 _ROUNDS = 6
-_ROUNDS_TINY = 16  # with halves of a few values, six rounds are visibly not uniform; measured up to size 300
+_ROUNDS_TINY = 16  # for halves of a few values, six rounds are measurably not uniform (sizes up to 300)
 _TINY = 1024
-_CHUNK = 1 << 14  # positions worked on at once: the temporaries stay in the second-level cache
+_CHUNK = 1 << 14  # positions per pass: the temporaries stay in the second-level cache
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _HALF = np.uint64(32)
 
-# What a key is for. Two uses with the same seed and epoch never share a key.
+# Purposes of keys: two uses with the same seed and epoch never share a key.
 _SAMPLES, _BLOCKS, _INSIDE, _AUGMENT, _PAIR, _UNIFORM = 1, 2, 3, 4, 5, 6
 
 
@@ -44,9 +43,9 @@ _SAMPLES, _BLOCKS, _INSIDE, _AUGMENT, _PAIR, _UNIFORM = 1, 2, 3, 4, 5, 6
 class Permutation:
     """Sample ids for global positions; a pure function of (size, seed, block, position).
 
-    ``size`` is the number of samples, ``seed`` any integer (taken modulo 2^64). ``block`` > 0 keeps runs of that many
-    neighbouring samples together for storage that dislikes random access: blocks are permuted, and samples inside each
-    block; the last, shorter block takes its turn like any other.
+    ``size`` is the number of samples, ``seed`` any integer (taken modulo 2^64). ``block_size`` > 0 keeps runs of that many
+    neighbouring samples together, for storage that is slow at random access: blocks are permuted, and samples within each
+    block. The last, shorter block is permuted like the others.
     """
 
     size: int
@@ -83,7 +82,7 @@ class Permutation:
         return out.reshape(np.shape(positions))
 
     def position_of(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """The global position at which each of ``samples`` comes in ``epoch``: the inverse of calling the order."""
+        """Global position of each of ``samples`` in ``epoch``: the inverse of calling the permutation."""
         flat = np.ascontiguousarray(samples, dtype=np.int64).reshape(-1)
         if flat.size and not (int(flat.min()) >= 0 and int(flat.max()) < self.size):
             raise IndexError(f"sample ids lie in [0, {self.size})")
@@ -108,7 +107,7 @@ class Permutation:
         block_keys = _round_keys(self._num_blocks, self.seed, _BLOCKS, epochs)
         short = self.size - (self._num_blocks - 1) * self.block_size  # samples of the last block
         if short < self.block_size:
-            # Where the short block comes in this epoch; every place behind it counts as if it had been full.
+            # Positions behind the short block in this epoch are computed as if that block were full.
             turn = self._turn_of_last(epochs, block_keys)
             behind = places >= turn * np.uint64(self.block_size) + np.uint64(short)
             places = places + behind * np.uint64(self.block_size - short)
@@ -150,15 +149,15 @@ class Permutation:
 
 
 def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """The random stream of one sample in one epoch: counter-based (Philox), the same on any rank, after any resume."""
+    """The random generator of one sample in one epoch: counter-based (Philox), the same on any rank, after any resume."""
     return next(sample_generators(seed, np.array([epoch]), np.array([sample])))
 
 
 def sample_generators(
     seed: int, epochs: NDArray[np.int64], samples: NDArray[np.int64]
 ) -> Iterator[np.random.Generator]:
-    """``sample_generator`` of each epoch and sample; each is good until the next is asked for, which is the same one, keyed anew
-    (making one takes six times as long)."""
+    """``sample_generator`` of each epoch and sample. All are one object with a new key: each is valid until the next is
+    requested. Creating a generator takes six times as long."""
     keys = np.stack([_fold(seed, _AUGMENT, _words(epochs)), _words(samples)], axis=1)
     bits = np.random.Philox(key=0)
     generator = np.random.Generator(bits)
@@ -170,7 +169,7 @@ def sample_generators(
 
 
 def pair_generator(seed: int, pair: int) -> np.random.Generator:
-    """The random stream of one pair of neighbours in the global order, for what mixes two samples."""
+    """The random generator of one pair of neighbours in the global order, for pair transforms."""
     key = _fold(seed, _PAIR, np.array([pair], np.uint64))
     return np.random.Generator(np.random.Philox(key=np.array([key[0], pair], np.uint64)))
 
@@ -203,7 +202,7 @@ def _fold(seed: int, purpose: int, *parts: Words) -> Words:
 
 
 def _round_keys(size: int, seed: int, purpose: int, *parts: Words) -> Words:
-    """Keys [rounds, n], one column per element of the equally long ``parts``; [rounds, 1] where all elements agree."""
+    """Keys [rounds, n], one column per element of the equally long ``parts``; [rounds, 1] if all elements are equal."""
     changes = np.zeros(parts[0].size - 1, bool)
     for part in parts:
         changes |= part[1:] != part[:-1]
@@ -217,7 +216,7 @@ def _round_keys(size: int, seed: int, purpose: int, *parts: Words) -> Words:
 
 
 def _permute(values: Words, size: int, keys: Words) -> Words:
-    """Each value's image under the bijection of ``[0, size)`` that its key column names."""
+    """The image of each value under the bijection of ``[0, size)`` given by its key column."""
     return _walk(values, size, keys, inverse=False)
 
 

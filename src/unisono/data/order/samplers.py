@@ -1,8 +1,8 @@
-"""Which sample stands at which position of a run, where that is not one shuffle of everything.
+"""Sample orders: which sample is at which global position of a run.
 
-All are pure functions of the position, as ``Order`` is: nothing is stored per position and nothing is replayed, so a run
-resumes at any step on any number of ranks. ``visits`` tells how often a sample came before in its own counting; with the
-sample's id and the seed it keys that sample's randomness, so that a repeated sample is augmented anew each time.
+All are pure functions of the position, like ``Permutation``: nothing is stored per position or replayed, so a run resumes at any
+step on any number of ranks. An ``occurrence`` numbers the repetitions of a sample. With the sample's id and the seed it keys the
+sample's random generator, so a repeated sample is augmented differently each time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,19 @@ from unisono.errors import DataError
 
 Ids = NDArray[np.int64]
 
-MIXTURE_PERIOD = (
-    4096  # positions after which the pattern of a mixture repeats; weights are rounded to multiples of 1/4096
-)
+MIXTURE_PERIOD = 4096  # positions after which a mixture's pattern repeats; weights are rounded to multiples of 1/4096
 
 
 class SampleOrder(Protocol):
     """Samples by global position; both results are int64 of the shape of ``positions``."""
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(sample ids, visits)."""
+        """(sample ids, occurrences)."""
         ...
 
 
 class SequentialOrder:
-    """Samples in their own order, again and again."""
+    """Samples in the data set's order, in every epoch."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -43,20 +41,20 @@ class SequentialOrder:
 
 
 class ShuffledOrder:
-    """Each sample once per epoch, in the order keyed by seed and epoch."""
+    """Each sample once per epoch, in the permutation keyed by seed and epoch."""
 
-    def __init__(self, order: Permutation) -> None:
-        self._order = order
+    def __init__(self, permutation: Permutation) -> None:
+        self._permutation = permutation
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
-        return self._order(positions), positions // self._order.size
+        return self._permutation(positions), positions // self._permutation.size
 
 
 class WeightedOrder:
-    """``weights[i]`` says how often sample i comes, relative to the others; an epoch has as many draws as samples.
+    """Draws sample i in proportion to ``weights[i]``; an epoch has as many draws as samples.
 
-    Systematic sampling (Madow 1949): in each epoch sample i comes ⌊w⌋ or ⌈w⌉ times, where w = n · weights[i] / Σ weights, so
-    classes are balanced within every epoch and not only on average. Needs 8 bytes per sample.
+    Systematic sampling (Madow 1949): in each epoch sample i is drawn ⌊w⌋ or ⌈w⌉ times, where w = n · weights[i] / Σ weights, so
+    classes are balanced within every epoch and not only on average. Takes 8 bytes per sample.
     Raises DataError for weights that are negative, not finite, or all 0.
     """
 
@@ -81,11 +79,11 @@ class WeightedOrder:
 
 
 class MixtureOrder:
-    """Several sources, ``weights[s]`` of the samples from source s, each source shuffled by itself and repeated as needed.
+    """Draws from several sources in proportion to ``weights``; each source is shuffled by itself and repeated as needed.
 
-    Ids count through the sources one after the other. The pattern of sources repeats every 4096 positions and spreads each
-    evenly (smooth weighted round-robin), so the share of a source in any stretch is within a few samples of its weight.
-    Raises DataError for a source of no samples, or weights that are not positive or below 1/4096 of their sum.
+    Ids number the samples of the concatenated sources. The pattern of sources repeats every 4096 positions and spreads each
+    source evenly (smooth weighted round-robin): in any stretch the share of a source is within a few samples of its weight.
+    Raises DataError for an empty source, or weights that are not positive or below 1/4096 of their sum.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int) -> None:
@@ -102,26 +100,26 @@ class MixtureOrder:
         periods, places = np.divmod(flat, MIXTURE_PERIOD)
         sources = self._pattern[places]
         counts = periods * self._shares[sources] + self._before[places, sources]
-        ids, visits = np.empty_like(flat), np.empty_like(flat)
+        ids, occurrences = np.empty_like(flat), np.empty_like(flat)
         for source in np.unique(sources).tolist():
             rows = np.flatnonzero(sources == source)
             order = self._orders[source]
             ids[rows] = order(counts[rows]) + self._starts[source]
-            visits[rows] = counts[rows] // order.size
-        return ids.reshape(positions.shape), visits.reshape(positions.shape)
+            occurrences[rows] = counts[rows] // order.size
+        return ids.reshape(positions.shape), occurrences.reshape(positions.shape)
 
 
 class BucketedOrder:
-    """``draws`` regrouped so that neighbours have about the same length: less padding for the price of a coarser shuffle.
+    """``order`` regrouped so that the samples of a batch have similar lengths: less padding, but a coarser shuffle.
 
-    Windows of ``window_batches`` batches are sorted by length and cut into batches, and these are shuffled; which
-    samples a window holds is left to ``draws``. ``size`` samples are an epoch, and no window spans two epochs.
-    Costs sorting one window per window; the last one used is kept.
+    ``order`` determines the samples of each window of ``window_batches`` batches. A window is sorted by length and cut into
+    batches, which are shuffled. An epoch has ``size`` samples, and no window spans two epochs.
+    Sorts each window once; the last window is cached.
     """
 
     def __init__(
         self,
-        draws: SampleOrder,
+        order: SampleOrder,
         lengths: NDArray[np.int64],
         *,
         size: int,
@@ -129,34 +127,33 @@ class BucketedOrder:
         window_batches: int = 64,
         seed: int = 0,
     ) -> None:
-        self._draws, self._lengths, self._size, self._batch, self._seed = draws, lengths, size, batch, seed
+        self._order, self._lengths, self._size, self._batch, self._seed = order, lengths, size, batch, seed
         self._window = batch * window_batches
-        self._kept: tuple[int, Ids, Ids] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
+        self._cache: tuple[int, Ids, Ids] = (-1, np.empty(0, np.int64), np.empty(0, np.int64))
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
         flat = np.ascontiguousarray(positions, np.int64).reshape(-1)
         epochs, places = np.divmod(flat, self._size)
         windows = epochs * -(-self._size // self._window) + places // self._window
-        ids, visits = np.empty_like(flat), np.empty_like(flat)
+        ids, occurrences = np.empty_like(flat), np.empty_like(flat)
         for window in np.unique(windows).tolist():
             rows = np.flatnonzero(windows == window)
-            _, window_ids, window_visits = self._sorted(window)
+            _, window_ids, window_occurrences = self._sorted(window)
             inside = places[rows] % self._window
-            ids[rows], visits[rows] = window_ids[inside], window_visits[inside]
-        return ids.reshape(positions.shape), visits.reshape(positions.shape)
+            ids[rows], occurrences[rows] = window_ids[inside], window_occurrences[inside]
+        return ids.reshape(positions.shape), occurrences.reshape(positions.shape)
 
     def _sorted(self, window: int) -> tuple[int, Ids, Ids]:
-        kept = self._kept
-        if kept[0] == window:
-            return kept
+        if self._cache[0] == window:
+            return self._cache
         epoch, number = divmod(window, -(-self._size // self._window))
         low = number * self._window
         count = min(self._window, self._size - low)
-        ids, visits = self._draws.samples_at(epoch * self._size + low + np.arange(count))
+        ids, occurrences = self._order.samples_at(epoch * self._size + low + np.arange(count))
         by_length = np.argsort(self._lengths[ids], kind="stable")
         batches = [by_length[i : i + self._batch] for i in range(0, count, self._batch)]
-        # A short last batch stays last, so that batches keep their places; members are shuffled, or ranks' shares of a
-        # batch would be sorted by length too.
+        # A short last batch stays last, so that all batches are aligned with steps. Members of a batch are shuffled: else the
+        # ranks' shares of a batch would be sorted by length too.
         full = len(batches) - (len(batches[-1]) < self._batch)
         turns = [
             *(Permutation(full, seed=self._seed)(window * full + np.arange(full)) if full else []),
@@ -173,12 +170,12 @@ class BucketedOrder:
                 for turn in turns
             ]
         )
-        self._kept = (window, ids[order], visits[order])
-        return self._kept
+        self._cache = (window, ids[order], occurrences[order])
+        return self._cache
 
 
 def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:
-    """Multiples of 1/PERIOD nearest to the weights, adding up to PERIOD (largest remainder)."""
+    """Multiples of 1/MIXTURE_PERIOD nearest to the weights, in sum MIXTURE_PERIOD (largest remainder)."""
     given = np.asarray(weights, np.float64)
     usable = len(sizes) == given.size > 0 and np.isfinite(given).all() and given.min() > 0 and min(sizes) > 0
     exact = given / given.sum() * MIXTURE_PERIOD if usable else given
@@ -196,7 +193,7 @@ def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:
 
 
 def _round_robin(shares: Ids) -> Ids:
-    """PERIOD sources, ``shares[s]`` times s, each spread evenly: the source furthest behind its share comes next."""
+    """[MIXTURE_PERIOD] sources, ``shares[s]`` times s, evenly spread: the source furthest behind its share is next."""
     pattern = np.empty(MIXTURE_PERIOD, np.int64)
     credit = np.zeros(shares.size, np.int64)
     for place in range(MIXTURE_PERIOD):

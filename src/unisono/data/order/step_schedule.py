@@ -1,4 +1,4 @@
-"""Which positions of the order a step has: the arithmetic of epochs whose length is no multiple of the batch."""
+"""Which positions of the sample order a step has, also where an epoch's length is not a multiple of the batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SAME_AS: Final[dict[str, LastBatch]] = {"discard": "drop", "roll_over": "rollov
 
 @dataclass(frozen=True, slots=True)
 class StepSchedule:
-    """Steps of ``global_batch`` samples over epochs of ``size``; what the last step of an epoch does with what is left:
+    """Steps of ``global_batch`` samples over epochs of ``num_samples``. ``last_batch`` treats an epoch's incomplete last step:
 
-    rollover  the next epoch's first samples complete it (steps know no epochs)
-    keep      it is smaller
-    drop      it does not take place; other samples are left out in other epochs
-    pad       its last sample is repeated with weight 0
-    wrap      the epoch's own first samples complete it
+    rollover  complete it with the next epoch's first samples (a step may span epochs)
+    keep      make it smaller
+    drop      skip it; each epoch leaves out other samples
+    pad       repeat its last sample with weight 0
+    wrap      complete it with the same epoch's first samples
     """
 
     num_samples: int
@@ -45,20 +45,20 @@ class StepSchedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one epoch; with rollover, those it takes to have seen every sample."""
+        """Steps of one epoch; with rollover, the steps until every sample was seen."""
         whole, left = divmod(self.num_samples, self.global_batch)
         return whole + (left > 0 and self._kind != "drop")
 
     def positions(self, step: int) -> tuple[NDArray[np.int64], int]:
-        """(positions of a step, int64; how many of them, from the first, are samples and not filler)."""
+        """(positions of a step, int64; how many of them, counted from the first, are not padding)."""
         if self._kind == "rollover":
             first = step * self.global_batch
             return np.arange(first, first + self.global_batch, dtype=np.int64), self.global_batch
         epoch, turn = divmod(step, self.steps_per_epoch)
         low = turn * self.global_batch
-        there = min(self.global_batch, self.num_samples - low)
-        places = np.arange(low, low + (there if self._kind == "keep" else self.global_batch), dtype=np.int64)
+        present = min(self.global_batch, self.num_samples - low)
+        places = np.arange(low, low + (present if self._kind == "keep" else self.global_batch), dtype=np.int64)
         if self._kind == "pad":
             places = np.minimum(places, self.num_samples - 1)
-            return epoch * self.num_samples + places, there
+            return epoch * self.num_samples + places, present
         return epoch * self.num_samples + places % self.num_samples, len(places)

@@ -1,11 +1,11 @@
-"""The RecordIO container of dmlc-core, byte for byte: how payloads become parts in a file, and how parts are found again.
+"""The RecordIO container of dmlc-core: how payloads are framed as parts of a file, and how parts are found.
 
     part    magic (u32) | flag << 29 | bytes (u32) | bytes … | zeros up to a multiple of 4
     record  one part with flag 0, or parts with flags 1 (first), 2 (middle, any number), 3 (last)
 
-All integers are little-endian and every part begins at a multiple of 4. Where a payload itself has the magic word at a multiple
-of 4, it is cut there and the word left out; the reader puts it back between parts. So a magic word at a multiple of 4 of a
-file always begins a part, whatever surrounds it: parts are found by looking for the word, from anywhere.
+All integers are little-endian, and every part starts at a multiple of 4. A payload that contains the magic word at a multiple
+of 4 is cut there and the word left out; the reader reinserts it between parts. A magic word at a multiple of 4 therefore always
+starts a part, and parts can be found from any position.
 
 Format: dmlc-core ``recordio.h`` (Apache MXNet's ``.rec`` files). Not here: files, indexes, checksums.
 """
@@ -28,12 +28,12 @@ HEAD_BYTES: Final = 8
 MAX_PAYLOAD_BYTES: Final = (1 << 29) - 1
 WHOLE, FIRST, MIDDLE, LAST = range(4)
 _HEAD: Final = struct.Struct("<II")
-_SCAN_WORDS: Final = 1 << 22  # words compared at once: 16 MiB of the file, as much again for the answer
+_SCAN_WORDS: Final = 1 << 22  # words per comparison: 16 MiB of the file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameParts:
-    """Part heads in file order. ``offsets`` [parts] int64 of the magic words, ``lengths`` [parts] int64, ``flags`` [parts]."""
+    """Part heads in file order: ``offsets`` [parts] int64 of the magic words, ``lengths`` [parts] int64, ``flags`` [parts]."""
 
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -41,7 +41,7 @@ class FrameParts:
 
     @property
     def ends(self) -> NDArray[np.int64]:
-        """Where each part ends, padding included."""
+        """End of each part, with padding."""
         return self.offsets + HEAD_BYTES + padded_length(self.lengths)
 
 
@@ -51,7 +51,7 @@ def padded_length(length: Any) -> Any:
 
 
 def frame_payload(payload: bytes) -> list[bytes]:
-    """The record of a payload as pieces to be written one after the other. Raises DataError from 2^29 bytes on."""
+    """The record of a payload as a list of pieces to write. Raises DataError for 2^29 bytes or more."""
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(
             given=f"a record of {len(payload)} bytes",
@@ -74,7 +74,7 @@ def frame_payload(payload: bytes) -> list[bytes]:
 
 
 def _cuts(payload: bytes) -> list[int]:
-    """Offsets, multiples of 4, where the payload has the magic word."""
+    """Offsets of the magic word in the payload at multiples of 4."""
     cuts: list[int] = []
     at = payload.find(MAGIC_BYTES)
     while at >= 0:
@@ -85,8 +85,8 @@ def _cuts(payload: bytes) -> list[int]:
 
 
 def join_parts(data: memoryview, offset: int) -> bytes:
-    """The payload of the record that begins at ``offset``, cut words put back. Raises ValueError where its parts are not
-    a record's: then something changed since the file was looked at."""
+    """The payload of the record at ``offset``, with the cut words reinserted. Raises ValueError if its parts are not a record,
+    that is, if the file has changed."""
     pieces: list[bytes | memoryview] = []
     while True:
         if offset < 0 or offset + HEAD_BYTES > len(data):
@@ -105,14 +105,14 @@ def join_parts(data: memoryview, offset: int) -> bytes:
 
 
 def find_parts(data: NDArray[np.uint8]) -> FrameParts:
-    """All part heads of ``data`` [bytes], in order. One pass, bounded memory besides the result. A magic word at the very
-    end, whose second word is missing, counts as a head of a length that no file has."""
+    """All part heads of ``data`` [bytes], in order, in one pass. A magic word at the very end, whose second word is missing,
+    counts as a head with an impossible length."""
     words = data[: len(data) // 4 * 4].view("<u4")
-    found = [
+    chunks = [
         np.flatnonzero(words[begin : begin + _SCAN_WORDS] == MAGIC) + begin
         for begin in range(0, len(words), _SCAN_WORDS)
     ]
-    heads = np.concatenate(found) if found else np.empty(0, np.int64)
+    heads = np.concatenate(chunks) if chunks else np.empty(0, np.int64)
     lrec = np.full(len(heads), 0xFFFFFFFF, np.int64)
     has_both = heads + 1 < len(words)
     lrec[has_both] = words[heads[has_both] + 1]
@@ -121,7 +121,7 @@ def find_parts(data: NDArray[np.uint8]) -> FrameParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FramingDamage:
-    """Bytes ``offset`` to ``end`` of a file, and what is wrong with them."""
+    """Damaged bytes ``offset`` to ``end`` of a file, with a description."""
 
     offset: int
     end: int
@@ -139,31 +139,31 @@ class RecordExtents:
 
     @property
     def split(self) -> NDArray[np.int64]:
-        """Numbers of the records of more than one part."""
+        """Numbers of the records with more than one part."""
         return np.flatnonzero(self.ends - self.offsets != HEAD_BYTES + padded_length(self.lengths))
 
 
 def assemble_records(data: NDArray[np.uint8], parts: FrameParts) -> tuple[RecordExtents, list[FramingDamage]]:
-    """The intact records among ``parts``, and everything else of ``data`` as damage, in order.
+    """The intact records among ``parts``, and the rest of ``data`` as damage, in order.
 
-    A part is intact when it ends where the next one begins (or the data ends), its padding is zeros and its flag exists; a
-    record when its parts are intact and their flags are 0, or 1, 2…, 3. Nothing of a record is taken unless all of it is.
+    A part is intact if it ends at the next part (or at the end of the data), its padding is zero and its flag exists. A record is
+    intact if all its parts are and their flags are 0, or 1, 2…, 3.
     """
     count = len(parts.offsets)
     following = np.append(parts.offsets[1:], _end_of_parts(data, parts))
     intact = (parts.ends == following) & (parts.flags <= LAST) & _zero_padding(data, parts)
-    # parts before the last one are cut at a multiple of 4
+    # all parts of a record but the last have a multiple of 4 bytes
     intact &= (parts.lengths % 4 == 0) | (parts.flags == WHOLE) | (parts.flags == LAST)
     begins = np.flatnonzero((parts.flags == WHOLE) | (parts.flags == FIRST))
     whole = parts.flags[begins] == WHOLE
-    lasts = np.append(np.flatnonzero(parts.flags == LAST), count - 1)  # the sentinel is no last part, and fails below
+    lasts = np.append(np.flatnonzero(parts.flags == LAST), count - 1)  # the sentinel fails the check below
     last = np.where(whole, begins, lasts[np.searchsorted(lasts[:-1], begins)])
-    # behind a first part only middle ones until the last: counted, as sums up to each part
+    # between the first and the last part only middle ones: counted by prefix sums
     middle_sums = np.append(0, np.cumsum(intact & (parts.flags == MIDDLE)))
     middles = middle_sums[last] - middle_sums[np.minimum(begins + 1, last)]
     several = (parts.flags[last] == LAST) & (last > begins) & (middles == last - begins - 1)
     good = intact[begins] & intact[last] & (whole | several)
-    length_sums = np.append(0, np.cumsum(parts.lengths + 4))  # each cut took a word away
+    length_sums = np.append(0, np.cumsum(parts.lengths + 4))  # each cut removed a word
     records = RecordExtents(
         offsets=parts.offsets[begins[good]],
         ends=following[last[good]],
@@ -173,7 +173,7 @@ def assemble_records(data: NDArray[np.uint8], parts: FrameParts) -> tuple[Record
 
 
 def _end_of_parts(data: NDArray[np.uint8], parts: FrameParts) -> int:
-    """Where a part may begin behind the last one: the end of the data, or of what is there of a head that was cut off."""
+    """Where the part after the last one would start: the end of the data, or a head that is cut off there."""
     end = int(parts.ends[-1]) if len(parts.offsets) else 0
     cut = data[end:].tobytes() if len(data) - HEAD_BYTES < end < len(data) else b""
     return end if cut and MAGIC_BYTES.startswith(cut[:4]) else len(data)
@@ -192,7 +192,7 @@ def _zero_padding(data: NDArray[np.uint8], parts: FrameParts) -> NDArray[np.bool
 def _damage_between(
     data: NDArray[np.uint8], parts: FrameParts, records: RecordExtents, intact: NDArray[np.bool_]
 ) -> Iterator[FramingDamage]:
-    """What lies between intact records, one entry per stretch."""
+    """The gaps between intact records."""
     total = len(data)
     begins = np.append(0, records.ends)
     stops = np.append(records.offsets, total)
@@ -214,7 +214,7 @@ def _no_head(data: NDArray[np.uint8], begin: int, stop: int) -> str:
 
 
 def _bad_part(data: NDArray[np.uint8], parts: FrameParts, number: int, total: int, begin: int) -> str:
-    offset, length, flag = (int(each[number]) for each in (parts.offsets, parts.lengths, parts.flags))
+    offset, length, flag = (int(column[number]) for column in (parts.offsets, parts.lengths, parts.flags))
     end = int(parts.ends[number])
     following = int(parts.offsets[number + 1]) if number + 1 < len(parts.offsets) else total
     if offset + HEAD_BYTES > total:

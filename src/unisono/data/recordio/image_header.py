@@ -1,4 +1,4 @@
-"""The 24 bytes that Apache MXNet puts before an image: which record it is, and its label or labels."""
+"""Apache MXNet's 24-byte header of an image record: the record's id, and its label or labels."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _HEADER: Final = struct.Struct("<IfQQ")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageHeader:
-    """``label`` is one number, or [n] float32 where the record has several (or one kept as an array).
+    """``label`` is one number, or [n] float32 for several labels (or one stored as an array).
 
-    MXNet's ``IRHeader``: flag 0 and the label in the header, or flag n, label 0 and n float32 behind the header.
+    MXNet's ``IRHeader``: flag 0 and the label in the header, or flag n, label 0 and n float32 after the header.
     """
 
     label: float | NDArray[np.float32]
@@ -27,7 +27,7 @@ class ImageHeader:
 
 
 def pack_header(header: ImageHeader, payload: bytes) -> bytes:
-    """Header and payload as one record's payload, as ``mx.recordio.pack`` makes it."""
+    """The payload of an image record, as ``mx.recordio.pack`` makes it."""
     if isinstance(header.label, float | int):
         return _HEADER.pack(0, header.label, header.id, header.id2) + payload
     labels = np.ascontiguousarray(header.label, "<f4").reshape(-1)
@@ -35,7 +35,7 @@ def pack_header(header: ImageHeader, payload: bytes) -> bytes:
 
 
 def unpack_header(record: bytes | memoryview) -> tuple[ImageHeader, memoryview]:
-    """The header and a view of what is behind it. Raises DataError where the record is too short for what it says."""
+    """The header, and a view of the image after it. Raises DataError if the record is shorter than its header says."""
     view = memoryview(record)
     flag, label, first, second = _HEADER.unpack_from(view) if len(view) >= _HEADER.size else (-1, 0.0, 0, 0)
     begin = _HEADER.size + 4 * flag

@@ -1,24 +1,25 @@
-"""What a ``.rec`` file cannot say by itself: where its records are, their checksums, their keys and whatever belongs to each.
+"""The index of a ``.rec`` file: offsets, checksums, keys and side columns of its records.
 
 ``name.uidx`` beside ``name.rec`` is a sidecar (``data.sidecar``) with the columns
 
     offset  u8  [records]  of the record's first magic word
     length  u4  [records]  bytes of its payload
     digest  u8  [records]  xxh3-64 of its payload
-    split   u8             numbers of the records of more than one part
-    key     i8  [records]  keys of ``name.idx``; left out where they are 0, 1, 2, …
-    side.*      [records]  anything else: labels, image sizes (``columns``)
+    split   u8             numbers of the records with more than one part
+    key     i8  [records]  keys of ``name.idx``; absent if they are 0, 1, 2, …
+    side.*      [records]  side columns: any number, or short array, per record, such as labels and image sizes
 
-``name.idx`` is MXNet's text index; where it exists it says which records there are and in which order. A missing sidecar
-is made by reading the file once, and says of its checksums that they were computed later: they then tell of damage since,
-not before.
+A side column of arrays has the concatenated arrays in ``side.NAME``, and their ends in ``ends.NAME`` u8 [records].
+
+``name.idx`` is MXNet's text index; if it exists, it defines the records and their order. A missing sidecar is made by reading the
+file once. Its checksums are marked as computed later: they reveal damage since then, not before.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +29,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
-from unisono.data.recordio.side_columns import ENDS_PREFIX, SIDE_PREFIX, SideColumn, decode_side_columns
 from unisono.data.sidecar import PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError
 
@@ -36,11 +36,85 @@ KIND: Final = "recordio"
 WRITTEN, COMPUTED = "written", "computed later"
 ENDS_BYTES: Final = 4096
 _LOG: Final = logging.getLogger("unisono.data")
+SIDE_PREFIX: Final = "side."
+ENDS_PREFIX: Final = "ends."
+_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
+
+
+class RaggedColumn:
+    """One array per record; ``column[i]`` is a read-only view. Indexing raises DataError for ends outside the column."""
+
+    def __init__(self, name: str, values: NDArray[Any], ends: NDArray[np.uint64]) -> None:
+        self._name, self._values, self._ends = name, values, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> NDArray[Any]:
+        low, high = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
+        if not 0 <= low <= high <= len(self._values):
+            raise DataError(
+                given=f"side column {self._name!r}: record {number} has values {low} to {high} of {len(self._values)}",
+                rule="the values of the records follow each other inside the column",
+                consequence="the sidecar is damaged, and this record's values cannot be told",
+                nearest="unisono data verify FILE; a sidecar made anew by reindex has no side columns",
+            )
+        return self._values[low:high]
+
+    def tolist(self) -> list[NDArray[Any]]:
+        """The arrays of all records."""
+        return [self[number] for number in range(len(self))]
+
+
+SideColumn = NDArray[Any] | RaggedColumn
+
+
+def encode_side_columns(side: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[Any]]:
+    """Sidecar columns of side values per record: int64 if all are integers, else float64, or arrays as they are."""
+    columns: dict[str, NDArray[Any]] = {}
+    for name, values in side.items():
+        if any(isinstance(value, np.ndarray) and value.ndim for value in values):
+            columns |= _stored_arrays(name, values)
+            continue
+        column = np.array(values, np.int64 if all(isinstance(value, int) for value in values) else np.float64)
+        if column.ndim != 1:
+            raise _refused(f"side values {name!r} of shape {list(column.shape[1:])}")
+        columns[SIDE_PREFIX + name] = column
+    return columns
+
+
+def decode_side_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, SideColumn]:
+    """The inverse of ``stored``."""
+    names = [name.removeprefix(SIDE_PREFIX) for name in columns if name.startswith(SIDE_PREFIX)]
+    return {
+        name: RaggedColumn(name, columns[SIDE_PREFIX + name], columns[ENDS_PREFIX + name])
+        if ENDS_PREFIX + name in columns
+        else columns[SIDE_PREFIX + name]
+        for name in names
+    }
+
+
+def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
+    arrays = [np.asarray(value) for value in values]
+    kinds = {(array.dtype.newbyteorder("<").str, array.ndim) for array in arrays}
+    if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in _DTYPES:
+        raise _refused(f"side values {name!r} of {sorted(kinds)} (dtype, dimensions)")
+    ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
+    return {SIDE_PREFIX + name: np.concatenate(arrays), ENDS_PREFIX + name: ends}
+
+
+def _refused(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule=f"a side value is a number, or for every record a 1-d array of one of {', '.join(_DTYPES)}",
+        consequence="the file was not written",
+        nearest="flatten it, or make it part of the payload",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordIndex:
-    """Columns of one file, each [records]; views of the mapped sidecar where there is one. ``keys`` None is 0, 1, 2, …"""
+    """Columns of one file, each [records], as views of the mapped sidecar if there is one. ``keys`` None means 0, 1, 2, …"""
 
     offsets: NDArray[np.uint64]
     lengths: NDArray[np.uint32]
@@ -63,9 +137,9 @@ def text_index_path(path: Path) -> Path:
 
 
 def open_index(path: Path, data: NDArray[np.uint8]) -> RecordIndex:
-    """The index of ``path``, whose bytes are ``data``. O(1) where the sidecar exists, else the file is read and it is made.
+    """Open the index of ``path``, whose bytes are ``data``: O(1) with a sidecar; else the file is read and the sidecar written.
 
-    Raises DataError where the sidecar is not of this file, or the file is damaged; nothing is rebuilt over an existing one.
+    Raises DataError for a sidecar of another file, or a damaged file; an existing sidecar is never replaced.
     """
     if sidecar_path(path).exists():
         return _from_sidecar(open_sidecar(sidecar_path(path), kind=KIND), path, data)
@@ -80,7 +154,7 @@ def open_index(path: Path, data: NDArray[np.uint8]) -> RecordIndex:
 
 
 def read_columns(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, NDArray[Any]], PayloadInfo]:
-    """Columns of a file made by reading it. Raises DataError at the first damage, with its offset."""
+    """Compute the columns by reading the file. Raises DataError with the offset of the first damage."""
     records, damage = assemble_records(data, find_parts(data))
     if damage:
         raise damaged_error(path, damage[0], len(damage))
@@ -102,20 +176,20 @@ def read_columns(path: Path, data: NDArray[np.uint8]) -> tuple[dict[str, NDArray
 
 
 def payload_of(data: NDArray[np.uint8]) -> PayloadInfo:
-    """What a sidecar says of the whole file."""
+    """Size and digest of the whole file."""
     return PayloadInfo(bytes=len(data), dtype="|u1", xxh3_128=xxhash.xxh3_128(view_of(data)).hexdigest())
 
 
 def write_index(
     path: Path, payload: PayloadInfo, columns: Mapping[str, NDArray[Any]], data: NDArray[np.uint8], *, checksums: str
 ) -> None:
-    """Write the sidecar of ``path``; ``data`` are the file's bytes, of which its two ends are kept to know it again."""
+    """Write the sidecar of ``path``, whose bytes are ``data``; a digest of both ends identifies the file."""
     facts = {"checksums": checksums, "ends": _ends_digest(data)}
     write_sidecar(sidecar_path(path), kind=KIND, payload=payload, columns=columns, facts=facts)
 
 
 def damaged_error(path: Path, damage: FramingDamage, count: int) -> DataError:
-    """The file's first damage as an error."""
+    """The error for a damaged file; ``damage`` is the first of ``count`` places."""
     more = f" (the first of {count} places)" if count > 1 else ""
     return DataError(
         given=f"{path}: {damage.what}{more}",
@@ -136,11 +210,10 @@ def _from_sidecar(sidecar: Sidecar, path: Path, data: NDArray[np.uint8]) -> Reco
     optional = {"key": "<i8"}
     count = len(columns.get("offset", ()))
     for name, column in columns.items():
-        kept = {SIDE_PREFIX: column.dtype.str, ENDS_PREFIX: "<u8"}.get(name[: len(SIDE_PREFIX)], "")
-        free = (
-            name == "split" or ENDS_PREFIX + name.removeprefix(SIDE_PREFIX) in columns
-        )  # of another length than the records
-        if column.dtype.str != (expected | optional).get(name, kept) or (not free and len(column) != count):
+        side_dtype = {SIDE_PREFIX: column.dtype.str, ENDS_PREFIX: "<u8"}.get(name[: len(SIDE_PREFIX)], "")
+        # these have another length than the records
+        any_length = name == "split" or ENDS_PREFIX + name.removeprefix(SIDE_PREFIX) in columns
+        if column.dtype.str != (expected | optional).get(name, side_dtype) or not (any_length or len(column) == count):
             raise _stale(
                 path, f"has a sidecar with column {name!r} of {len(column)} {column.dtype} for {count} records"
             )
@@ -177,7 +250,7 @@ def _digests(data: NDArray[np.uint8], records: RecordExtents) -> Iterator[int]:
 
 
 def _text_index(path: Path, records: RecordExtents) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-    """Keys and record numbers in the order of ``name.idx``; (None, None) where it is missing or lists all, keys 0, 1, 2, …"""
+    """Keys and record numbers in the order of ``name.idx``; (None, None) if it is missing, or lists all records as 0, 1, 2, …"""
     source = text_index_path(path)
     if not source.exists():
         return None, None
@@ -225,7 +298,7 @@ def _stale(path: Path, what: str) -> DataError:
 
 
 def map_file(path: Path) -> NDArray[np.uint8]:
-    """All bytes of a file, mapped read-only. Raises DataError where it cannot be read."""
+    """All bytes of a file, mapped read-only. Raises DataError."""
     try:
         size = path.stat().st_size
         return map_array(path, "|u1", count=size)

@@ -1,4 +1,4 @@
-"""Checking, mending and rearranging ``.rec`` files. Nothing here changes a file in place; nothing is lost without being named."""
+"""Verify, repair, reindex and reshard ``.rec`` files. Files are never changed in place, and every loss is reported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from unisono.data.recordio.framing import (
 )
 from unisono.data.recordio.index import (
     COMPUTED,
+    ENDS_PREFIX,
     KIND,
+    SIDE_PREFIX,
+    decode_side_columns,
     map_file,
     payload_of,
     read_columns,
@@ -35,7 +38,6 @@ from unisono.data.recordio.index import (
     write_index,
 )
 from unisono.data.recordio.reader import RecordFile
-from unisono.data.recordio.side_columns import ENDS_PREFIX, SIDE_PREFIX, decode_side_columns
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
 from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, view_of
 from unisono.errors import DataError
@@ -43,7 +45,7 @@ from unisono.errors import DataError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Bytes ``offset`` to ``end`` of ``path`` that are not as they should be; ``record`` is -1 where none is known."""
+    """Damaged bytes ``offset`` to ``end`` of ``path``; ``record`` is -1 if unknown."""
 
     path: Path
     record: int
@@ -58,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """``checksums``: ``written``, ``computed later``, or empty where there are none and only the framing was looked at."""
+    """``checksums``: ``written``, ``computed later``, or empty if there are none and only the framing was checked."""
 
     records: int
     bytes: int
@@ -68,7 +70,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RepairReport:
-    """``lost`` are the stretches of the old file (records, where they are known) of which nothing was saved."""
+    """``lost``: stretches of the old file, and records if known, that were not saved."""
 
     saved: int
     mended: int
@@ -76,7 +78,7 @@ class RepairReport:
 
 
 def verify(path: Path) -> VerifyReport:
-    """Read every byte of a file and its indexes and say all that is wrong. Raises DataError only where there is no file."""
+    """Read every byte of a file and its indexes and report all damage. Raises DataError only if there is no file."""
     data = map_file(path)
     records, damage = assemble_records(data, find_parts(data))
     findings = [Finding(path=path, record=-1, offset=d.offset, end=d.end, what=d.what) for d in damage]
@@ -88,7 +90,7 @@ def verify(path: Path) -> VerifyReport:
         if payload_of(data) != sidecar.head.payload:
             bad = list(_bad_records(path, data, sidecar))
             known = [(f.offset, f.end) for f in bad]
-            # what the checksums name by record needs no second line for its framing
+            # damage that the checksums assign to a record is not reported again as damaged framing
             findings = bad + [
                 f for f in findings if f.path != path or not any(a < f.end and f.offset < b for a, b in known)
             ]
@@ -96,7 +98,7 @@ def verify(path: Path) -> VerifyReport:
                 findings.append(
                     Finding(path=path, record=-1, offset=0, end=len(data), what="bytes between records have changed")
                 )
-    # a line into damaged bytes is not the index's fault; with a sidecar it is known where records begin
+    # a line that points into damaged bytes may be right; with a sidecar the starts of records are known
     known_offsets = records.offsets if sidecar is None else sidecar.columns["offset"]
     stretches = [(d.offset, d.end) for d in damage] if sidecar is None else []
     findings += _text_index_findings(path, set(known_offsets.tolist()), stretches)
@@ -105,10 +107,10 @@ def verify(path: Path) -> VerifyReport:
 
 
 def repair(path: Path, target: Path) -> RepairReport:
-    """Write what can be saved of ``path`` to ``target``, in order, with keys and side columns where they are known.
+    """Write the records of ``path`` that can be saved to ``target``, in order, with keys and side columns if known.
 
-    With a sidecar a record is saved when its bytes have its checksum, wherever they lie now; heads do not matter. Without
-    one, when its framing is whole, or when nothing but its magic word is damaged.
+    With a sidecar, a record is saved if its checksum is found, anywhere in the file and with any head. Without one, it is saved
+    if its framing is intact, or only its magic word is damaged.
     """
     if os.path.abspath(path) == os.path.abspath(target):
         raise DataError(
@@ -127,7 +129,7 @@ def repair(path: Path, target: Path) -> RepairReport:
 
 
 def reindex(path: Path) -> list[str]:
-    """Write both indexes of ``path`` anew, trusting the file as it is. Returns what of the old ones could not be kept."""
+    """Rewrite both indexes of ``path``, trusting the file as it is. Returns what was lost of the old ones."""
     data = map_file(path)
     dropped: list[str] = []
     old, broken = _sidecar(path)
@@ -157,9 +159,9 @@ def reindex(path: Path) -> list[str]:
 
 
 def rearrange(sources: Sequence[Path], prefix: Path, shards: int) -> list[Path]:
-    """All records of ``sources`` in order, in ``shards`` files ``prefix-00000-of-00004.rec`` of equal numbers of records (± 1).
+    """Write all records of ``sources``, in order, to ``shards`` files ``prefix-00000-of-00004.rec`` of equal size (± 1 record).
 
-    Keys are kept where no two are equal, else counted anew; side columns are kept where all files have the same.
+    Keys are preserved if they are unique, else renumbered; side columns are preserved if all files have the same.
     """
     files = [RecordFile(source) for source in sources]
     total = sum(len(file) for file in files)
@@ -195,7 +197,7 @@ def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[st
 
 
 def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
-    """The sidecar if there is one that can be trusted, and what is wrong with it otherwise."""
+    """The sidecar if it exists and is undamaged, and its damage otherwise."""
     beside = sidecar_path(path)
     if not beside.exists():
         return None, []
@@ -220,7 +222,7 @@ def _column(name: str) -> str:
 
 
 def _payload(data: memoryview, offset: int, length: int, split: bool) -> bytes | memoryview | None:
-    """The bytes where a record should be, without looking at its heads unless it is split; None where there are none."""
+    """The bytes at a record's position, without checking its head unless it is split; None beyond the end of the file."""
     if split:
         try:
             return join_parts(data, offset)
@@ -233,7 +235,7 @@ def _payload(data: memoryview, offset: int, length: int, split: bool) -> bytes |
 def _by_checksum(
     data: NDArray[np.uint8], sidecar: Sidecar
 ) -> Iterator[tuple[int, int, int, bytes | memoryview | None]]:
-    """(number, offset, end, payload or None) of every record of the sidecar; None where it does not have its checksum."""
+    """(number, offset, end, payload) of every record of the sidecar; payload is None if its checksum does not match."""
     view = view_of(data)
     columns = sidecar.columns
     split = set(columns["split"].tolist())
@@ -266,7 +268,7 @@ def _repair_by_checksum(
     path: Path, data: NDArray[np.uint8], records: RecordExtents, sidecar: Sidecar, writer: RecordWriter
 ) -> RepairReport:
     view = view_of(data)
-    # records that moved are found by their checksum among those whose framing is whole
+    # records that moved are found by checksum among those with intact framing
     moved: dict[int, int] = {}
     split = set(records.split.tolist())
     for place, (offset, length) in enumerate(zip(records.offsets.tolist(), records.lengths.tolist(), strict=True)):
@@ -279,8 +281,8 @@ def _repair_by_checksum(
     parted = set(sidecar.columns["split"].tolist())
     lost: list[Finding] = []
     mended = 0
-    for number, offset, end, found in _by_checksum(data, sidecar):
-        payload = found
+    for number, offset, end, in_place in _by_checksum(data, sidecar):
+        payload = in_place
         if payload is None and digests[number] in moved:
             place = moved[digests[number]]
             payload = _payload(view, int(records.offsets[place]), int(records.lengths[place]), place in split)
@@ -288,7 +290,9 @@ def _repair_by_checksum(
             what = "no bytes of the file have its checksum"
             lost.append(Finding(path=path, record=number, offset=offset, end=end, what=what))
             continue
-        mended += found is None or (number not in parted and data[offset : offset + 8].tobytes() != _head(len(found)))
+        mended += in_place is None or (
+            number not in parted and data[offset : offset + 8].tobytes() != _head(len(in_place))
+        )
         values = {name: column[number] for name, column in side.items()}
         writer.write(bytes(payload), key=int(keys[number]), side=values)
     return RepairReport(saved=len(writer), mended=mended, lost=lost)
@@ -331,21 +335,21 @@ def _repair_by_framing(
 
 
 def _chain(view: memoryview, begin: int, end: int) -> list[tuple[int, bytes]]:
-    """(offset, payload) of records that fill a gap exactly, by their lengths, whatever became of their magic words; or none."""
-    found: list[tuple[int, bytes]] = []
+    """(offset, payload) of records that fill a gap exactly by their lengths, with any magic words; else none."""
+    chain: list[tuple[int, bytes]] = []
     at = begin
     while at + HEAD_BYTES <= end:
         length = int.from_bytes(view[at + 4 : at + 8], "little")  # a flag other than 0 makes it too long
         stop = at + HEAD_BYTES + padded_length(length)
         if stop > end or any(view[at + HEAD_BYTES + length : stop]):
             return []
-        found.append((at, bytes(view[at + HEAD_BYTES : at + HEAD_BYTES + length])))
+        chain.append((at, bytes(view[at + HEAD_BYTES : at + HEAD_BYTES + length])))
         at = stop
-    return found if at == end else []
+    return chain if at == end else []
 
 
 def _text_index_rows(path: Path) -> Iterator[tuple[int, int]]:
-    """(offset, key) of the lines of ``.idx`` that can be read."""
+    """(offset, key) of the valid lines of ``.idx``."""
     source = text_index_path(path)
     for line in source.read_bytes().splitlines() if source.exists() else ():
         key, _, offset = line.partition(b"\t")
@@ -354,7 +358,7 @@ def _text_index_rows(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[int, int]]) -> list[Finding]:
-    """Lines of ``.idx`` that lead to no record; ``unknown`` are stretches in which nobody knows."""
+    """Lines of ``.idx`` that point to no record; lines into the ``unknown`` stretches are not judged."""
     source = text_index_path(path)
     if not source.exists():
         return []

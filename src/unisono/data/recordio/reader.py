@@ -1,11 +1,11 @@
-"""Reading records by number: from the page cache, without a cursor, so that threads, forks and several open files are safe."""
+"""Read records by number from a mapped file. There is no cursor: threads, forks and several open files are safe."""
 
 from __future__ import annotations
 
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,25 +14,25 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unisono.data.dataset import Batch, check_sample, collate
 from unisono.data.options import default_cache_dir
 from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, join_parts
-from unisono.data.recordio.index import ENDS_BYTES, map_file, open_index, sidecar_path, text_index_path
+from unisono.data.recordio.index import ENDS_BYTES, SideColumn, map_file, open_index, sidecar_path, text_index_path
 from unisono.data.recordio.remote_file import RemoteFile, is_url
-from unisono.data.recordio.side_columns import SideColumn
 from unisono.data.sidecar import view_of
-from unisono.errors import DataError
+from unisono.errors import DataError, UnisonoError
 
 ChecksumPolicy = Literal["first", "always", "never"]
 _LOG: Final = logging.getLogger("unisono.data")
 _HEAD: Final = struct.Struct("<II")
-# states of a record: what a read may take for granted
+# states of a record: not checked yet, or checked and in one part
 _UNSEEN, _PLAIN = 0, 1
-_STRETCH: Final = 4096  # records whose places are looked up at once when reading in order
+_STRETCH: Final = 4096  # records looked up at once when reading in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordBatch:
-    """Payloads one after the other: record i is ``data[offsets[i]:offsets[i + 1]]``. ``offsets`` [records + 1] int64."""
+    """Concatenated payloads: record i is ``data[offsets[i]:offsets[i + 1]]``. ``offsets`` [records + 1] int64."""
 
     data: NDArray[np.uint8]
     offsets: NDArray[np.int64]
@@ -48,14 +48,14 @@ class RecordBatch:
 
 
 class RecordFile:
-    """One ``.rec`` file, its records by number in the order of its ``.idx`` (of the file, where there is none).
+    """One ``.rec`` file; records are numbered in the order of its ``.idx`` (of the file, if there is none).
 
-    A URL (``s3://…``, any filesystem of fsspec) is read range by range into a copy in ``cache_dir`` (default: unisono/ in
-    the user's cache folder), which stays; without a sidecar beside it the whole file is fetched once.
+    A URL (``s3://…``, any fsspec filesystem) is read in ranges into a permanent copy in ``cache_dir`` (default: unisono/ in the
+    user's cache folder); without a sidecar beside it the whole file is fetched once.
 
-    ``check``: compare a record with its checksum the ``first`` time it is read in this process, ``always``, or ``never``;
-    that its head is where it belongs is looked at the first time in any case. Raises DataError where file and sidecar do not
-    fit, and, when a record is read that is not as it was written, naming file, record and offset.
+    ``check``: verify a record's checksum the ``first`` time it is read in this process, ``always``, or ``never``; its head is
+    always checked the first time. Raises DataError if file and sidecar do not match and, naming file, record and offset, for a
+    damaged record.
     """
 
     def __init__(self, path: Path | str, *, check: ChecksumPolicy = "first", cache_dir: Path | None = None) -> None:
@@ -70,7 +70,7 @@ class RecordFile:
             self.path = local = Path(path)
             self._bytes = map_file(local)
         self._view = view_of(self._bytes)
-        # the map itself makes bytes of a slice in one step, where a view takes two; an empty file has none
+        # slicing the map gives bytes in one step, a view needs two; an empty file has no map
         self._map: Any = getattr(self._bytes.base, "obj", b"")
         self._index = open_index(local, self._bytes)
         self._offsets = view_of(self._index.offsets)
@@ -79,7 +79,7 @@ class RecordFile:
         self._checks_here = self._remote is None and check != "never"
         self._split = frozenset(self._index.split.tolist())
         self._check: ChecksumPolicy = check
-        # Written to by any thread without a lock: the worst that happens is that two check the same record.
+        # Written by any thread without a lock: at worst, two check the same record.
         self._state = bytearray(len(self._index.offsets))
         self.fingerprint = f"recordio:{self._index.fingerprint}"
 
@@ -101,22 +101,22 @@ class RecordFile:
 
     @property
     def side(self) -> dict[str, SideColumn]:
-        """Side columns, each [records]: numbers, or ``Ragged`` arrays."""
+        """Side columns, each [records]: numbers, or ``RaggedColumn`` arrays."""
         return self._index.side
 
     @property
     def checksums(self) -> str:
-        """``written`` with the records, or ``computed later``: then they tell of damage since, not before."""
+        """``written`` with the records, or ``computed later``: those reveal only damage since then."""
         return self._index.checksums
 
     def read(self, number: int) -> bytes:
-        """A copy of one payload; ``number`` from 0, negative ones from the end."""
+        """A copy of one payload; negative numbers count from the end."""
         begin = self._offsets[number] + HEAD_BYTES
         length = self._lengths[number]
         if self._state[number] == _PLAIN:
             return self._map[begin : begin + length]
         payload = self._map[begin : begin + length]
-        # what ``_checked`` finds for a record of one part, without its steps; all else goes there
+        # a fast path of ``_checked`` for records of one part
         if (
             self._checks_here
             and xxhash.xxh3_64_intdigest(payload) == self._digests[number]
@@ -130,34 +130,34 @@ class RecordFile:
     __getitem__ = read
 
     def view(self, number: int) -> memoryview:
-        """One payload without a copy, read-only (a copy where RecordIO had to split the record)."""
+        """One payload as a read-only view (a copy if RecordIO split the record)."""
         if self._state[number] != _PLAIN:
             return self._admit(number)
         begin = self._offsets[number] + HEAD_BYTES
         return self._view[begin : begin + self._lengths[number]]
 
     def views(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> list[memoryview]:
-        """Many payloads without a copy, in the order asked for."""
+        """Many payloads as views, in the given order."""
         places = self._places(numbers)
         begins, ends = self._extents(places)
         view = self._view
-        found = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        payloads = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         unseen = np.flatnonzero(self._states[places] != _PLAIN)
-        if self._remote is not None and unseen.size:  # in one request; split records fetch their few bytes more alone
+        if self._remote is not None and unseen.size:  # in one request; split records fetch their extra bytes later
             self._remote.ensure(begins[unseen] - HEAD_BYTES, ends[unseen])
         for position in unseen.tolist():
-            found[position] = self._admit(int(places[position]))
-        return found
+            payloads[position] = self._admit(int(places[position]))
+        return payloads
 
     def read_many(self, numbers: Sequence[int] | NDArray[np.integer[Any]]) -> RecordBatch:
-        """Many payloads copied into one buffer, in the order asked for."""
-        found = self.views(numbers)
-        offsets = np.zeros(len(found) + 1, np.int64)
-        np.cumsum([len(view) for view in found], out=offsets[1:])
-        return RecordBatch(data=np.frombuffer(b"".join(found), np.uint8), offsets=offsets)
+        """Many payloads copied into one buffer, in the given order."""
+        payloads = self.views(numbers)
+        offsets = np.zeros(len(payloads) + 1, np.int64)
+        np.cumsum([len(view) for view in payloads], out=offsets[1:])
+        return RecordBatch(data=np.frombuffer(b"".join(payloads), np.uint8), offsets=offsets)
 
     def read_key(self, key: int) -> bytes:
-        """The payload of the record with this key. Raises DataError where there is none, or several."""
+        """The payload of the record with this key. Raises DataError for no or several such records."""
         places = [key] if self._index.keys is None else np.flatnonzero(self._index.keys == key).tolist()
         if len(places) != 1 or not 0 <= places[0] < len(self):
             raise DataError(
@@ -172,7 +172,7 @@ class RecordFile:
         return self.iterate()
 
     def iterate(self, start: int = 0, stop: int | None = None, step: int = 1) -> Iterator[bytes]:
-        """Copies of payloads ``start``, ``start + step``, … below ``stop``: a rank's strided share, or all in order."""
+        """Copies of payloads ``start``, ``start + step``, … below ``stop``."""
         numbers = range(len(self))[start:stop:step]
         for first in range(0, len(numbers), _STRETCH):
             places = self._places(numbers[first : first + _STRETCH])
@@ -183,11 +183,11 @@ class RecordFile:
                     yield from map(self.read, places.tolist())
                 continue
             mapped = self._map
-            for begin, end in zip(*(each.tolist() for each in self._extents(places)), strict=True):
+            for begin, end in zip(*(column.tolist() for column in self._extents(places)), strict=True):
                 yield mapped[begin:end]
 
     def _extents(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where payloads of one part begin and end."""
+        """Begins and ends of payloads of one part."""
         begins = (self._index.offsets[places] + np.uint64(HEAD_BYTES)).astype(np.int64)
         return begins, begins + self._index.lengths[places]
 
@@ -204,7 +204,7 @@ class RecordFile:
         return places % len(self) if places.size else places
 
     def _admit(self, number: int) -> memoryview:
-        """A record that cannot be taken for granted: look at its head, check it, and join it where it is split."""
+        """The payload of a record not checked yet: check head and checksum, and join its parts."""
         if not -len(self) <= number < len(self):
             raise IndexError(f"record {number} of {len(self)}")
         number %= len(self)
@@ -215,12 +215,12 @@ class RecordFile:
         try:
             return self._checked(number)
         except DataError:
-            self._remote.forget(begin, end)  # the copy may be what is damaged: once more from the store
+            self._remote.forget(begin, end)  # the copy may be damaged: fetch it once more
             self._remote.ensure([begin], [end])
             return self._checked(number)
 
     def _extent(self, number: int) -> tuple[int, int]:
-        """Bytes of the file that hold a record; a split one has a head more for each of its cuts, at most one in two words."""
+        """Bytes of the file that hold a record; a split one has another head per cut, at most one in two words."""
         offset, length = self._offsets[number], self._lengths[number]
         end = offset + HEAD_BYTES + (3 * length + HEAD_BYTES if number in self._split else length)
         return min(offset, len(self._view)), min(end, len(self._view))
@@ -257,7 +257,7 @@ class RecordFile:
 
 
 def _fetch_index(remote: RemoteFile) -> None:
-    """Copy the indexes beside the copy; where there is no sidecar it can only be made of the whole file."""
+    """Copy the indexes beside the copy; a missing sidecar can only be made from the whole file."""
     stem = remote.url.removesuffix(".rec")
     if remote.fetch_beside(f"{stem}.uidx", sidecar_path(remote.path).name) is None:
         remote.fetch_beside(f"{stem}.idx", text_index_path(remote.path).name)
@@ -268,3 +268,61 @@ def _fetch_index(remote: RemoteFile) -> None:
 
 def _open(path: Path | str, check: ChecksumPolicy, cache_dir: Path | None) -> RecordFile:
     return RecordFile(path, check=check, cache_dir=cache_dir)
+
+
+class RecordDataset:
+    """All records of ``files`` in order, each decoded to a sample.
+
+    ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``: a dict of arrays or
+    numbers, a pair (inputs, targets), or one value. The side columns ``side`` are added to it. Random augmentation belongs into
+    the loader's ``transform``, whose generator is keyed by sample. Reading raises DataError naming file and record if
+    ``decode`` fails.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[RecordFile | Path | str],
+        decode: Callable[[memoryview], Any],
+        *,
+        side: Sequence[str] = (),
+        fingerprint: str = "",
+    ) -> None:
+        self._files = [file if isinstance(file, RecordFile) else RecordFile(file) for file in files]
+        self._decode = decode
+        self._side = tuple(side)
+        self._starts = np.cumsum([0, *(len(file) for file in self._files)])
+        name = fingerprint or f"{decode.__module__}.{decode.__qualname__}"
+        parts = "\n".join([*(file.fingerprint for file in self._files), name])
+        self.fingerprint = f"records:{xxhash.xxh3_128(parts.encode()).hexdigest()}"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        """Samples by number, stacked."""
+        return collate(self.samples(indices), indices.tolist())
+
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+        """Samples by number, one by one; their shapes may differ."""
+        samples: list[Batch | None] = [None] * len(indices)
+        homes = np.searchsorted(self._starts, indices, side="right") - 1
+        for home in np.unique(homes).tolist():
+            rows = np.flatnonzero(homes == home)
+            file = self._files[home]
+            numbers = (indices[rows] - self._starts[home]).tolist()
+            for row, number, view in zip(rows.tolist(), numbers, file.views(numbers), strict=True):
+                samples[row] = self._sample(file, number, view)
+        return [sample for sample in samples if sample is not None]
+
+    def _sample(self, file: RecordFile, number: int, view: memoryview) -> Batch:
+        try:
+            return check_sample(self._decode(view)) | {name: np.asarray(file.side[name][number]) for name in self._side}
+        except Exception as error:
+            reason = "; ".join(p.given for p in error.problems) if isinstance(error, UnisonoError) else str(error)
+            raise DataError(
+                given=f"{file.path}: record {number} of {len(view)} bytes: "
+                f"decode raised {type(error).__name__}: {reason}",
+                rule="every record of a data set becomes a sample",
+                consequence="its batch cannot be made",
+                nearest=f"unisono data cat {file.path} --index {number} writes the payload to look at",
+            ) from error

@@ -1,8 +1,8 @@
-"""Files behind a URL, read range by range into a sparse local copy that stays.
+"""Files behind a URL, read in ranges into a permanent sparse local copy.
 
-The copy has the size of the file and is mapped like a local one; blocks are fetched when a record in them is first wanted,
-many at a time where the store can, and a byte per block says which are there. Processes may share a copy: they write the
-same bytes. It lies in a folder named by the store's own key of the file, so a file that changed gets a new one.
+The copy has the size of the file and is mapped like a local file. Blocks are fetched when one of their records is first read,
+many per request if the store can; one byte per block marks those present. Processes may share a copy: they write the same
+bytes. Its folder is named by the store's own key of the file, so a changed file gets a new copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.data.sidecar import map_array
 from unisono.errors import DataError
 
 BLOCK_BYTES: Final = 1 << 20
-_BLOCKS_AT_ONCE: Final = 64  # of one request: what may lie in memory before it is written
+_BLOCKS_AT_ONCE: Final = 64  # per request: limits the memory of fetched blocks
 
 
 def is_url(path: Path | str) -> bool:
@@ -31,8 +31,8 @@ def is_url(path: Path | str) -> bool:
 
 
 class RemoteFile:
-    """One file of any fsspec filesystem (``s3://``, ``gs://``, ``https://``, …). ``bytes`` is the mapped copy, ``path`` its
-    name: what ``ensure`` was not asked for is zeros. Raises DataError where the store does not answer."""
+    """One file of any fsspec filesystem (``s3://``, ``gs://``, ``https://``, …). ``path`` and ``bytes`` are the copy and its
+    mapping, which is zero where ``ensure`` has not fetched it. Raises DataError if the store does not answer."""
 
     def __init__(self, url: str, cache_dir: Path) -> None:
         self.url = url
@@ -54,7 +54,7 @@ class RemoteFile:
         weakref.finalize(self, _close, self._data, self._blocks)
 
     def ensure(self, begins: Sequence[int] | NDArray[Any], ends: Sequence[int] | NDArray[Any]) -> None:
-        """Fetch whatever is missing of the byte ranges ``[begins[i], ends[i])``."""
+        """Fetch the missing blocks of the byte ranges ``[begins[i], ends[i])``."""
         first = np.asarray(begins, np.int64) // BLOCK_BYTES
         last = np.minimum(np.asarray(ends, np.int64) - 1, self.size - 1) // BLOCK_BYTES
         wanted = np.unique(np.concatenate([np.arange(a, b + 1) for a, b in zip(first, last, strict=True)] or [first]))
@@ -75,15 +75,15 @@ class RemoteFile:
             if len(content) != stop - start:
                 raise _unreachable(self.url, EOFError(f"bytes {start} to {stop}: {len(content)} came"))
             _write(self._data, content, start)
-            _write(self._blocks, b"\1", block)  # after the bytes it speaks of
+            _write(self._blocks, b"\1", block)  # after the block itself
 
     def forget(self, begin: int, end: int) -> None:
-        """Have the blocks of a range fetched again: what is in the copy is not what it should be."""
+        """Mark the blocks of a range as missing, so that they are fetched again."""
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             _write(self._blocks, b"\0", block)
 
     def fetch_beside(self, url: str, name: str) -> Path | None:
-        """A small file of the same store, copied whole to ``name`` in the copy's folder; None where there is none."""
+        """Copy a small file of the same store to ``name`` in the copy's folder; None if it does not exist."""
         _, path = _filesystem(url)
         target = self.folder / name
         if not target.exists():
@@ -114,7 +114,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 def _sparse(path: Path, size: int) -> int:
-    """An open file of ``size`` bytes, zeros where nothing was written."""
+    """Open a sparse file of ``size`` bytes."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     if os.fstat(handle).st_size != size:
         os.ftruncate(handle, size)

@@ -1,4 +1,4 @@
-"""Writing a ``.rec`` file with its two indexes, so that it is there whole or not at all."""
+"""Write a ``.rec`` file with its two indexes, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.recordio.framing import frame_payload
-from unisono.data.recordio.index import WRITTEN, map_file, text_index_path, write_index
-from unisono.data.recordio.side_columns import encode_side_columns
+from unisono.data.recordio.index import WRITTEN, encode_side_columns, map_file, text_index_path, write_index
 from unisono.data.sidecar import PayloadInfo
 from unisono.errors import DataError
 from unisono.storage.files import sync_folder, write_atomically
@@ -26,9 +25,9 @@ SideValues = float | NDArray[Any]
 class RecordWriter:
     """Writes ``name.rec``, ``name.idx`` and ``name.uidx``; leaving the ``with`` block normally puts them in place.
 
-    Records and MXNet's text index are byte for byte what ``MXIndexedRecordIO`` writes. The data is written under a temporary
-    name and synced, then come the indexes, then the rename: a ``.rec`` file is always complete and indexed. Leaving with an
-    exception leaves what was there before. Raises DataError for an existing file unless ``overwrite``.
+    Records and MXNet's text index equal those of ``MXIndexedRecordIO``, byte for byte. The data is written under a temporary
+    name and synced, then the indexes are written, then the data is renamed: a ``.rec`` file is always complete and indexed.
+    After an exception the previous files remain. Raises DataError for an existing file unless ``overwrite``.
     """
 
     def __init__(self, path: Path | str, *, overwrite: bool = False) -> None:
@@ -56,14 +55,14 @@ class RecordWriter:
                 self._commit()
         finally:
             self._file.close()
-            self._temporary.unlink(missing_ok=True)  # it is only there still if it was not put in place
+            self._temporary.unlink(missing_ok=True)  # exists only if it was not renamed
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def write(self, payload: bytes, *, key: int | None = None, side: Mapping[str, SideValues] | None = None) -> int:
-        """Append a record and return its number. ``key`` is its number if not given; ``side`` are numbers or 1-d arrays kept
-        beside it, of the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
+        """Append a record and return its number, which is the default ``key``. ``side``: numbers or 1-d arrays stored with it,
+        with the same names for every record. Raises DataError for a payload of 2^29 bytes or more, or other names."""
         side = side or {}
         if self._offsets and side.keys() != self._side.keys():
             raise _refused(

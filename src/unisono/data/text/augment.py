@@ -1,11 +1,10 @@
-"""Text for classification: augmented word by word, then encoded to one length.
+"""Text for classification: augmented word by word, then encoded to a fixed length.
 
-Three of the four operations of EDA (Wei & Zou 2019): synonyms, swaps, deletions; random insertion is left out. A word is a
-run of letters, digits and underscores, with single apostrophes or hyphens inside (``don't``, ``well-known``); what stands between
-words is kept as it is. For scripts without spaces this is a whole phrase: use no augmentation there.
+Implements three of the four operations of EDA (Wei & Zou 2019): synonyms, swaps and deletions, without random insertion. A word
+is a run of letters, digits and underscores, with single apostrophes or hyphens inside (``don't``, ``well-known``). The text
+between words is unchanged. In scripts without spaces a "word" is a whole phrase: use no augmentation there.
 
-Everything random comes from the generator given, which a loader keys by sample, so a text is augmented alike on any rank and
-after any resume, and anew each time it comes.
+All randomness comes from the given generator. A loader keys it by sample and occurrence, independent of rank and resume.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 class TextAugment:
     """``augment(text, rng)``: replaces, then swaps, then deletes words of a text of n words.
 
-    ``replace``: max(1, ⌊replace · n⌋) words get a synonym each, drawn from ``synonyms``; words that have none there or are in
-    ``stopwords`` are passed over, so there may be fewer. Words are looked up in lower case; a capital first letter is kept.
-    ``swap``: max(1, ⌊swap · n⌋) times two words change places. ``delete``: each word goes with this probability, together
-    with what stands before it; where all would go, one stays. A text without words is returned as it is.
+    ``replace``: max(1, ⌊replace · n⌋) words, or fewer, are replaced by a synonym from ``synonyms``; words without one or in
+    ``stopwords`` are not. Words are looked up in lower case; a capital first letter is kept. ``swap``: max(1, ⌊swap · n⌋) times
+    two words are exchanged. ``delete``: each word is deleted with this probability, with the text before it; at least one
+    remains. A text without words is unchanged.
 
-    Raises DataError for rates outside [0, 1], and for settings that would act on nothing.
+    Raises DataError for rates outside [0, 1], and for settings without an effect.
     """
 
     replace: float = 0.0
@@ -71,24 +70,24 @@ class TextAugment:
             raise DataError(*problems)
 
     def __call__(self, text: str, rng: np.random.Generator) -> str:
-        """The augmented text; never empty where ``text`` is not."""
-        found = list(_WORD.finditer(text))
-        if not found:
+        """The augmented text, which is empty only if ``text`` is."""
+        matches = list(_WORD.finditer(text))
+        if not matches:
             return text
-        words = [match.group() for match in found]
-        ends = [match.end() for match in found]
-        before = [text[end : match.start()] for end, match in zip([0, *ends[:-1]], found, strict=True)]
+        words = [match.group() for match in matches]
+        ends = [match.end() for match in matches]
+        before = [text[end : match.start()] for end, match in zip([0, *ends[:-1]], matches, strict=True)]
         if self.replace:
             self._put_synonyms(words, rng)
         if self.swap and len(words) > 1:
             for _ in range(_times(self.swap, len(words))):
                 one, other = rng.choice(len(words), 2, replace=False)
                 words[one], words[other] = words[other], words[one]
-        kept = range(len(words))
+        remaining = range(len(words))
         if self.delete:
-            stays = rng.random(len(words)) >= self.delete
-            kept = np.flatnonzero(stays).tolist() or [int(rng.integers(len(words)))]
-        first, *others = kept
+            survives = rng.random(len(words)) >= self.delete
+            remaining = np.flatnonzero(survives).tolist() or [int(rng.integers(len(words)))]
+        first, *others = remaining
         return before[0] + words[first] + "".join(before[i] + words[i] for i in others) + text[ends[-1] :]
 
     def _put_synonyms(self, words: list[str], rng: np.random.Generator) -> None:
@@ -103,11 +102,11 @@ class TextAugment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextTransform:
-    """The transform of a loader that reads texts: ``text``, uint8 [bytes] of UTF-8, becomes ``tokens`` and ``mask``.
+    """A loader's transform for texts: ``text``, uint8 [bytes] of UTF-8, becomes ``tokens`` and ``mask``.
 
-    ``tokens`` int64 [length]: the text's first ``length`` token ids, what follows is cut off; a shorter text is filled up with
-    the end-of-document id. ``mask`` bool [length]: true for ids of the text. Other entries of a sample stay. Without
-    ``augment`` nothing is drawn. Raises DataError for a sample that is no text, or a ``length`` below 1.
+    ``tokens`` int64 [length]: the text's first ``length`` token ids, padded with the end-of-document id. ``mask`` bool
+    [length]: true for ids of the text. Other entries of the sample are unchanged. Raises DataError for a sample without text,
+    or a ``length`` below 1.
     """
 
     tokenizer: Tokenizer
@@ -135,10 +134,10 @@ class TextTransform:
 
 
 def load_synonyms(path: Path | str) -> dict[str, list[str]]:
-    """Word → synonyms, from ``.json`` (an object of lists) or ``.tsv`` (a word and its synonyms per line, tabs between).
+    """Word → synonyms, from ``.json`` (an object of lists) or ``.tsv`` (a word and its synonyms per line, separated by tabs).
 
-    Words become lower case, those that come twice are joined, a word is left out of its own synonyms. Raises DataError
-    naming the file, and the line, that is not understood.
+    Words are lower-cased, repeated entries merged, and a word is removed from its own synonyms. Raises DataError naming the file,
+    and the line, that is invalid.
     """
     path = Path(path)
     try:
@@ -158,7 +157,7 @@ def load_synonyms(path: Path | str) -> dict[str, list[str]]:
     lexicon: dict[str, list[str]] = {}
     for word, synonyms in rows:
         known = lexicon.setdefault(word.lower(), [])
-        known += [each for each in dict.fromkeys(synonyms) if each.lower() != word.lower() and each not in known]
+        known += [new for new in dict.fromkeys(synonyms) if new.lower() != word.lower() and new not in known]
     return {word: synonyms for word, synonyms in lexicon.items() if synonyms}
 
 

@@ -1,7 +1,7 @@
-"""Masked tokens to be predicted (Devlin et al. 2019): some of a text's tokens are hidden, and are its targets.
+"""Masked language modelling (Devlin et al. 2019): some tokens of a text are hidden and become its targets.
 
-Of 20 chosen tokens about 16 become the mask, 2 a random token and 2 stay, so that the model cannot rely on seeing a mask. What is
-random comes from the generator given, which a loader keys by sample: alike on any rank and after any resume, anew in each epoch.
+Of 20 chosen tokens about 16 become the mask token, 2 a random token and 2 stay, so that the model cannot rely on seeing a mask.
+All randomness comes from the given generator. A loader keys it by sample and epoch, independent of rank and resume.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _MASKED, _RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskTokens:
-    """A transform for ``BERT``. Of a text with n tokens that may be chosen max(1, round(rate · n)) are.
+    """A transform for ``BERT``. Of a text's n eligible tokens it chooses max(1, round(rate · n)).
 
-    A sample has ``tokens`` int64 [T] and, where it is filled up, ``mask`` bool [T], true for what is text; ``before`` may be a
+    A sample has ``tokens`` int64 [T] and, if padded, ``mask`` bool [T], true for tokens of the text; ``before`` may be a
     ``TextTransform`` that makes them. The result has
 
         tokens     int64    [T]  with the chosen ones hidden
-        padding    bool     [T]  true for a real token, false for filling
-        predicted  int64    [P]  places of the chosen tokens, in order; P = max(1, round(rate · T)) whatever the text
-        targets    int64    [P]  what was there
-        weights    float32  [P]  1, or 0 where fewer were chosen
+        padding    bool     [T]  true for a token of the text, false for padding
+        predicted  int64    [P]  positions of the chosen tokens, in order; P = max(1, round(rate · T)) for any text
+        targets    int64    [P]  the original tokens
+        weights    float32  [P]  1, or 0 where fewer tokens were chosen
 
     and other entries of the sample. ``special`` ids are never chosen. A random token is any of ``vocab_size``.
     Raises DataError for a rate outside (0, 1), a mask or special id outside the vocabulary, a sample without tokens.
@@ -51,7 +51,7 @@ class MaskTokens:
                     nearest="rate=0.15",
                 )
             )
-        strange = [each for each in (self.mask_id, *self.special) if not 0 <= each < self.vocab_size]
+        strange = [token for token in (self.mask_id, *self.special) if not 0 <= token < self.vocab_size]
         if strange:
             problems.append(
                 Problem(
@@ -67,7 +67,7 @@ class MaskTokens:
             raise DataError(*problems)
 
     def __call__(self, sample: Batch, rng: np.random.Generator) -> Batch:
-        """The sample with tokens hidden, and what they were."""
+        """The sample with some tokens hidden, and their targets."""
         if self.before is not None:
             sample = self.before(sample, rng)
         tokens = sample.get("tokens")

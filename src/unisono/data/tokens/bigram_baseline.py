@@ -1,4 +1,4 @@
-"""What any model of text should beat: pairs of neighbouring tokens, counted.
+"""A baseline for language models: counts of pairs of neighbouring tokens.
 
 With the byte tokenizer this is the byte-bigram model. For another tokenizer prepare the same corpus once more with
 ``tokenizer="bytes"``: the split depends on paths only, so the held-out text is the same.
@@ -19,10 +19,9 @@ _MAX_VOCAB = 4096  # counts are a square table
 def bigram_bits_per_byte(train: TokenWindows, evaluation: TokenWindows, *, add: float = 0.1) -> float:
     """Bits per byte of ``evaluation`` under p(b | a) = (count(a, b) + add) / (count(a) + add · vocabulary).
 
-    Counts are taken over the targets of ``train``, the bits over those of ``evaluation``: both skip what has weight 0,
-    as training does. ``evaluation`` must be made with ``target_bytes=True``. ``add`` of 0.1 is the best of 1, 0.3, 0.1, …
-    0.001 on CPython 3.11's library (3.472 bits per byte; 1 gives 3.474). Raises ``DataError`` for a vocabulary too large to
-    count.
+    Counts the targets of ``train`` and sums the bits of those of ``evaluation``, which needs ``target_bytes=True``; targets of
+    weight 0 are skipped, as in training. ``add`` of 0.1 is the best of 1, 0.3, 0.1, … 0.001 on CPython 3.11's library (3.472
+    bits per byte; 1 gives 3.474). Raises DataError for too large a vocabulary.
     """
     vocab = train.tokens.vocab_size
     if max(vocab, evaluation.tokens.vocab_size) > _MAX_VOCAB:

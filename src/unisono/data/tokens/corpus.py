@@ -1,10 +1,9 @@
-"""Where text comes from: the running interpreter's standard library, a folder, or one file. Nothing is downloaded.
+"""The text of a run: the running interpreter's standard library, a folder, or one file. Nothing is downloaded.
 
-The list of files and their split into train and eval are functions of the files' relative paths, so adding a file moves
-no other. Test code, generated tables, caches and installed packages do not belong to the standard library's
-corpus.
+The split of the files into train and eval is a function of their relative paths, so adding a file moves no other. The standard
+library's corpus leaves out tests, generated tables, caches and installed packages.
 
-Not here: archives, JSON, Parquet, files too large for memory. A file is read whole and is one document.
+Not here: archives, JSON, Parquet, files larger than memory. A file is read whole and is one document.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from unisono.errors import DataError
 
 STDLIB = "stdlib"
 
-# Parts of a standard library that are not its source: tests, other people's packages, what this machine's build wrote,
-# generated tables (codecs) and texts (pydoc's topics: one file, more than half of the bytes a split may hold out).
+# Not source code of the standard library: tests, installed packages, output of this machine's build, generated tables (codecs)
+# and texts (pydoc's topics: one file with more than half of the bytes that a split may hold out).
 _STDLIB_SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"}
     | {"encodings", "pydoc_data"}
@@ -38,7 +37,7 @@ _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """A file of the corpus and what tells whether it changed since it was last read."""
+    """A file of the corpus, with size and times by which a change is detected."""
 
     path: str  # relative to the corpus' root, with forward slashes
     size: int
@@ -48,7 +47,7 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Files in the order of their paths."""
+    """Files sorted by path."""
 
     name: str
     root: Path
@@ -63,7 +62,7 @@ class UndecodableError(Exception):
 def find_corpus(corpus: str) -> Corpus:
     """List the files of ``"stdlib"``, a folder (hidden files and folders apart) or one file.
 
-    Raises ``DataError`` where nothing is there, or something there cannot be read.
+    Raises DataError if there is nothing, or something that cannot be read.
     """
     if corpus == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
@@ -90,7 +89,7 @@ def find_corpus(corpus: str) -> Corpus:
 
 
 def read_text(raw: bytes, *, python_source: bool) -> str:
-    """The text of a file: UTF-8, and for Python source whatever encoding it declares (PEP 263). Line ends are kept.
+    """Decode a file: UTF-8, or the encoding that Python source declares (PEP 263). Line ends are kept.
 
     Raises ``UndecodableError``.
     """
@@ -106,9 +105,9 @@ def read_text(raw: bytes, *, python_source: bool) -> str:
 
 
 def held_out_files(paths: Sequence[str], eval_frac: float) -> frozenset[str]:
-    """The paths that belong to the eval split: those whose hash falls below ``eval_frac``, at least one and not all.
+    """The paths of the eval split: those whose hash is below ``eval_frac``, at least one and not all; needs two paths or more.
 
-    The hash is xxh3-64 of the relative path in UTF-8, as a fraction of 2^64. Needs two paths or more.
+    The hash is xxh3-64 of the relative path in UTF-8, as a fraction of 2^64.
     """
     by_hash = sorted(paths, key=lambda path: (xxhash.xxh3_64_intdigest(path.encode()), path))
     below = sum(xxhash.xxh3_64_intdigest(path.encode()) < eval_frac * 2.0**64 for path in by_hash)
@@ -116,7 +115,7 @@ def held_out_files(paths: Sequence[str], eval_frac: float) -> frozenset[str]:
 
 
 def split_text(text: str, eval_frac: float) -> tuple[str, str]:
-    """One text as (train, eval): its tail is held out, from the first line that begins in the last ``eval_frac``."""
+    """Split one text into (train, eval): eval is the tail from the first line that begins in the last ``eval_frac``."""
     cut = len(text) - int(len(text) * eval_frac)
     line = text.find("\n", cut - 1) + 1
     return (text[:line], text[line:]) if 0 < line < len(text) else (text[:cut], text[cut:])
@@ -135,14 +134,14 @@ def undecodable_error(problems: Sequence[tuple[str, str]]) -> DataError:
 
 
 def _walk(root: Path, *, stdlib: bool) -> list[str]:
-    """Relative paths of the corpus' files, sorted. Linked files are followed, linked folders are not."""
-    found: list[str] = []
+    """Relative paths of the corpus' files, sorted. Links to files are followed, links to folders are not."""
+    paths: list[str] = []
     for folder, folders, files in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not _skipped_folder(name, stdlib=stdlib)]
-        found.extend(
+        paths.extend(
             Path(folder, name).relative_to(root).as_posix() for name in files if not _skipped_file(name, stdlib=stdlib)
         )
-    return sorted(found)
+    return sorted(paths)
 
 
 def _skipped_folder(name: str, *, stdlib: bool) -> bool:
@@ -197,7 +196,7 @@ def _empty(given: str) -> DataError:
 
 
 def empty_split_error(corpus: Corpus, part: str) -> DataError:
-    """The error for a corpus of which nothing is left for ``part``, train or eval."""
+    """The error for a corpus without text for ``part``, train or eval."""
     size = sum(file.size for file in corpus.files)
     return _empty(f"corpus {corpus.name!r}: {len(corpus.files)} file(s), {size} bytes, no text for the {part} part")
 

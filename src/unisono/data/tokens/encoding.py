@@ -1,11 +1,10 @@
-"""Documents to token ids, in order, in this process or in several.
+"""Encode documents to token ids, in order, in this process or in several.
 
-A request to a process (``framed``) is the tokenizer's fingerprint and a list of texts in MessagePack, its answer uint32 arrays
-one after the other: tokens per text, ids, bytes of text per token.
+A request to a worker process is the tokenizer's fingerprint and a list of texts, in MessagePack. The answer is three concatenated
+uint32 arrays: tokens per text, ids, bytes of text per token.
 
-Each process runs the tokenizer on one thread. The package's own threads, used where everything is done in this process,
-encode as fast; but turning their results into arrays is left to one thread, at 20 MB of text per second (measured), which
-would bound any number of cores.
+Each worker process runs the tokenizer on one thread. Within one process the tokenizer package's own threads encode as fast, but
+one thread converts their results to arrays, at 20 MB of text per second (measured), which limits any number of cores.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from unisono.errors import UnisonoError
 
 Document = tuple[str, str]  # (label, text)
 
-_HERE_CHARS = 1 << 23  # text given to the tokenizer of this process at once: enough for its own threads
+_HERE_CHARS = 1 << 23  # text per call in this process: enough for the tokenizer's own threads
 _REQUEST_CHARS = 1 << 20
 
 
 def encode_documents(
     documents: Iterable[Document], tokenizer: Tokenizer, *, workers: int
 ) -> Generator[tuple[str, Encoded]]:
-    """(label, encoded text) of each document, in order, whatever the number of ``workers``; 0 = in this process.
+    """(label, encoded text) of each document, in order; ``workers`` processes, 0 = this one.
 
-    At most two requests of about a million characters per worker are under way. A tokenizer is loaded there by its
-    ``name``. Close the generator to end the processes early. Raises ``UnisonoError`` where one of them ends by itself.
+    At most two requests of about a million characters per worker are in flight. A worker loads the tokenizer by its ``name``.
+    Closing the generator ends the processes. Raises UnisonoError if a process ends by itself.
     """
     if workers == 0:
         for batch in _batches(documents, _HERE_CHARS):
@@ -91,7 +90,7 @@ def _ended(given: str) -> UnisonoError:
 
 
 def _answer(name: str) -> Callable[[bytes], bytes]:
-    """What a process does with a request; an empty answer says that its tokenizer is another one."""
+    """The worker's answer to a request; empty if the worker's tokenizer differs."""
     tokenizer = load_tokenizer(name)
 
     def answer(request: bytes) -> bytes:
@@ -99,12 +98,12 @@ def _answer(name: str) -> Callable[[bytes], bytes]:
         if fingerprint != tokenizer.fingerprint:
             return b""
         encoded = tokenizer.encode(texts)
-        counts = np.array([each.ids.size for each in encoded], "<u4")
-        columns = [counts, *(each.ids for each in encoded), *(each.token_bytes for each in encoded)]
+        counts = np.array([text.ids.size for text in encoded], "<u4")
+        columns = [counts, *(text.ids for text in encoded), *(text.token_bytes for text in encoded)]
         return np.concatenate(columns).astype("<u4").tobytes()
 
     return answer
 
 
 if __name__ == "__main__":
-    serve_requests(_answer(sys.argv[1]))
+    serve_requests(int(sys.argv[2]), _answer(sys.argv[1]))

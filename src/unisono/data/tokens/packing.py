@@ -1,19 +1,19 @@
-"""Samples that hold whole documents: best-fit packing (Ding et al. 2024, "Fewer Truncations Improve Language Modeling").
+"""Best-fit packing of whole documents into samples (Ding et al. 2024, "Fewer Truncations Improve Language Modeling").
 
-A document of n tokens, its closing one included, has n - 1 tokens that are followed by another: these are its slots, and a
-sample has T = ``seq_len`` slots. A document of more slots than T is cut into pieces of T slots and a rest; nothing else is
-ever cut. Pieces of T slots are samples by themselves, rests go, longest first, each into the sample with the least room
-that still holds it. A piece of s slots reads s + 1 tokens, so the last target of one piece is the first token of the next and
-every token of a document but its first is a target exactly once; no target crosses from one document to another.
+A document of n tokens, with its end-of-document token, has n - 1 slots: tokens followed by another. A sample has T = ``seq_len``
+slots. A document of more than T slots is cut into pieces of T slots and a remainder; no other document is cut. A piece of T slots
+is a sample. Remainders are placed longest first, each into the fullest sample that still has room. A piece of s slots reads s + 1
+tokens: the last target of one piece is the first token of the next, and every token of a document but its first is a target
+exactly once. No target crosses from one document to another.
 
-Packing is done by blocks of 4096 consecutive documents of a shard, each by itself: a block's samples are a function of its
-documents' lengths. The result is written once beside the shard:
+Each block of 4096 consecutive documents of a shard is packed independently, as a function of its documents' lengths. The result
+is written once, beside the shard:
 
     name-00000.best_fit-<T>.idx   sidecar of kind "packing": piece_starts uint64 (token of the shard), piece_lengths uint32
                                   (slots), bin_pieces uint64 (sample i has the pieces bin_pieces[i] … bin_pieces[i + 1] - 1)
 
-so opening costs O(1) and reading a sample costs its own pieces. The price is slots left empty; ``PackedWindows.stats``
-tells it beside what plain windows would cost.
+Opening is O(1), and reading a sample costs only its pieces. Packing leaves some slots empty; ``PackedWindows.stats`` compares
+this waste with that of plain windows.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _BIN_BITS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingStats:
-    """What packing costs and saves. Waste is the share of slots whose target does not count (weight 0 with boundaries
-    "mask"); a document is cut where its slots lie in more than one sample."""
+    """Costs and benefits of packing. Waste is the share of slots whose target has weight 0 (with boundaries "mask"). A document
+    is cut if its slots are in more than one sample."""
 
     documents: int
     samples: int
     waste_frac: float
     cut_documents: int
-    stream_samples: int  # the same of plain windows (``TokenWindows``)
+    stream_samples: int  # and the same with plain windows (``TokenWindows``)
     stream_waste_frac: float
     stream_cut_documents: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _PackingFacts:
-    """What an index was made from, and sums over it."""
+    """The source of an index, and sums over it; the field names are stored."""
 
     shard: str  # digest of the shard's sidecar
-    offset: int  # tokens of the set before the shard: plain windows count from there
+    offset: int  # tokens of the set before the shard, by which plain windows are aligned
     seq_len: int
     block_documents: int
     slots: int
@@ -86,8 +86,8 @@ class _PackingIndex:
 def pack_documents(slots: Ids, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
     """Pack documents of ``slots`` [documents] into samples of ``seq_len`` slots.
 
-    Returns (documents, begins, lengths) [pieces], the pieces in the order of their samples, ``begins`` counting slots from
-    the document's first, and how many pieces each sample has [samples]. Documents without a slot have no piece.
+    Returns (documents, begins, lengths) [pieces] in the order of the samples, ``begins`` in slots from the document's first,
+    and the number of pieces per sample [samples]. Documents without a slot have no piece.
     """
     whole, rest = np.divmod(slots, seq_len)
     documents = np.repeat(np.arange(slots.size), whole)
@@ -105,17 +105,17 @@ def pack_documents(slots: Ids, seq_len: int) -> tuple[Ids, Ids, Ids, Ids]:
 
 
 def _best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """The bin of each length, given longest first: the fullest that still holds it (the earliest of equals), else a new."""
+    """The bin of each length, longest first: the fullest bin with room for it (the earliest of equals), else a new one."""
     open_bins: list[int] = []  # room and number of each bin with room, as one sortable integer
     chosen: list[int] = []
-    made = 0
+    num_bins = 0
     for length in lengths:
         place = bisect_left(open_bins, length << _BIN_BITS)
         if place < len(open_bins):
             room, number = divmod(open_bins.pop(place), 1 << _BIN_BITS)
         else:
-            room, number = capacity, made
-            made += 1
+            room, number = capacity, num_bins
+            num_bins += 1
         chosen.append(number)
         if room > length:
             insort(open_bins, (room - length) << _BIN_BITS | number)
@@ -123,10 +123,10 @@ def _best_fit(lengths: list[int], capacity: int) -> list[int]:
 
 
 def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
-    """Write the indices of ``tokens`` that are not there yet; returns why any that were there had to be written again.
+    """Write the missing and damaged indices of ``tokens``; returns the reasons for replacing existing ones.
 
-    Memory is that of one shard's index: 12 bytes per document and 8 per sample. Raises ``OSError`` where the shards' folder
-    cannot be written. Processes that do this at once write the same file, each atomically.
+    Takes the memory of one shard's index: 12 bytes per document and 8 per sample. Raises OSError if the shards' folder cannot be
+    written. Concurrent processes write the same file, each atomically.
     """
     replaced: list[str] = []
     offset = 0
@@ -144,15 +144,14 @@ def pack_tokens(tokens: TokenSet, seq_len: int) -> list[str]:
 
 
 class PackedWindows:
-    """A ``Dataset`` of packed samples over ``tokens``, with the arrays of ``TokenWindows``; ``pack`` was called before.
+    """A ``Dataset`` of packed samples of ``tokens``, with the arrays of ``TokenWindows``; needs the index of ``pack_tokens``.
 
-    Slots left empty are at a sample's end: the end-of-document id with weight 0, a document of their own. Positions count
-    from the first token of the piece. With boundaries "ignore" positions and documents are left out, and the pieces of a
-    sample see each other; no target crosses between documents either way. The end-of-document token is predicted, never
-    an input.
+    Empty slots are at a sample's end: the end-of-document id with weight 0, as a document of their own. Positions count from
+    the first token of a piece. With boundaries "ignore" there are no positions and documents, and the pieces of a sample attend
+    to each other; no target crosses documents either way. The end-of-document token is a target, never an input.
 
-    Raises ``DataError`` where an index is missing, damaged or of other shards, where no document has two tokens, and for
-    ``target_bytes`` where the shards do not count them.
+    Raises DataError for an index that is missing, damaged or of other shards, if no document has two tokens, and for
+    ``target_bytes`` without bytes per token in the shards.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class PackedWindows:
         return int(self._ends[-1])
 
     def read(self, indices: Ids) -> Batch:
-        """The samples ``indices`` as the arrays of ``windows``."""
+        """The samples ``indices``, with the arrays of ``windows``."""
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"samples are numbered 0..{len(self) - 1}, asked for {indices.min()}..{indices.max()}")
         shard_of = np.searchsorted(self._ends, indices, side="right")
@@ -202,13 +201,13 @@ class PackedWindows:
         return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 
     def _read(self, number: int, indices: Ids) -> Batch:
-        """Samples of one shard, without a Python step per sample or piece."""
+        """Samples of one shard, vectorised over samples and pieces."""
         shard, packed = self.tokens.shards[number], self._packed[number]
         bins = indices - (self._ends[number] - len(packed))
         shape = (bins.size, self.seq_len)
         low = packed.bins[bins]
         counts = packed.bins[bins + 1] - low
-        # Every row is given one piece more, the slots left empty (often none): then the lengths fill the rows exactly.
+        # Each row gets one more piece, its empty slots (often none): then the lengths fill the rows exactly.
         ends = np.cumsum(counts + 1)
         first = ends - counts - 1
         empty = np.zeros(int(counts.sum()) + bins.size, np.bool_)
@@ -225,7 +224,7 @@ class PackedWindows:
         following = source + 1
         unused = np.repeat(empty, lengths)
         batch: Batch = {}
-        # Only slots left empty can point outside the shard.
+        # Only empty slots can point outside the shard.
         for name, where in (("tokens", source), ("targets", following)):
             flat = shard.tokens.take(where, mode="clip").astype(np.int64)
             flat[unused] = self.tokens.end_of_document
@@ -242,16 +241,16 @@ class PackedWindows:
 
     def _measure(self) -> PackingStats:
         facts = [packed.facts for packed in self._packed]
-        slots = sum(each.slots for each in facts)
+        slots = sum(shard.slots for shard in facts)
         stream_samples = -(-(self.tokens.num_tokens - 1) // self.seq_len)
         return PackingStats(
             documents=self.tokens.num_documents,
             samples=len(self),
             waste_frac=1 - slots / (len(self) * self.seq_len),
-            cut_documents=sum(each.cut_documents for each in facts),
+            cut_documents=sum(shard.cut_documents for shard in facts),
             stream_samples=stream_samples,
             stream_waste_frac=1 - slots / (stream_samples * self.seq_len),
-            stream_cut_documents=sum(each.stream_cut_documents for each in facts),
+            stream_cut_documents=sum(shard.stream_cut_documents for shard in facts),
         )
 
 
@@ -260,7 +259,7 @@ def _index_path(shard: TokenShard, seq_len: int) -> Path:
 
 
 def _write(shard: TokenShard, offset: int, seq_len: int) -> None:
-    """Pack a shard's documents, block by block, and write the index."""
+    """Pack a shard's documents block by block and write the index."""
     ends = np.append(shard.starts[1:], shard.tokens.size)
     slots = ends - shard.starts - 1
     starts: list[NDArray[np.uint64]] = []
@@ -271,7 +270,7 @@ def _write(shard: TokenShard, offset: int, seq_len: int) -> None:
         starts.append((shard.starts[low + documents] + begins).astype(np.uint64))
         lengths.append(taken.astype(np.uint32))
         counts.append(per_bin)
-    # Plain windows cut a document where its first and its last slot lie in different windows.
+    # Plain windows cut a document if its first and last slots are in different windows.
     window_of_first = (shard.starts + offset) // seq_len
     window_of_last = (ends - 2 + offset) // seq_len
     facts = _PackingFacts(
@@ -297,7 +296,7 @@ def _write(shard: TokenShard, offset: int, seq_len: int) -> None:
 
 
 def _open(shard: TokenShard, offset: int, seq_len: int) -> _PackingIndex:
-    """The index of a shard. O(1): heads and sizes are checked."""
+    """Open the index of a shard. O(1): checks heads and sizes."""
     path = _index_path(shard, seq_len)
     sidecar = open_sidecar(path, kind=_KIND)
     columns = sidecar.columns
@@ -310,7 +309,7 @@ def _open(shard: TokenShard, offset: int, seq_len: int) -> _PackingIndex:
     made_from = (facts.shard, facts.offset, facts.seq_len, facts.block_documents)
     if made_from != (shard.sidecar.digest, offset, seq_len, BLOCK_DOCUMENTS):
         raise _unusable(f"{path} was made from another shard or with other settings")
-    # Same bits as signed integers: uint64 beside int64 would make numpy go over to float64.
+    # The same bits as signed integers: numpy would convert a mix of uint64 and int64 to float64.
     bins = columns["bin_pieces"].view("<i8")
     starts, lengths = columns["piece_starts"].view("<i8"), columns["piece_lengths"]
     if not (bins.size and bins[0] == 0 and bins[-1] == starts.size == lengths.size):
@@ -319,7 +318,7 @@ def _open(shard: TokenShard, offset: int, seq_len: int) -> _PackingIndex:
 
 
 def _verify(packed: _PackingIndex) -> None:
-    """Raise ``DataError`` where a column is not as it was written; large indices are not read for it."""
+    """Raise DataError for a damaged column; large indices are not read."""
     if sum(column.nbytes for column in packed.sidecar.columns.values()) > _VERIFY_BYTES:
         return
     for name, column in packed.sidecar.columns.items():

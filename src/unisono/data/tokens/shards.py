@@ -1,11 +1,10 @@
-"""Token shards: raw little-endian arrays of token ids, each with a sidecar, several of them forming one set.
+"""Token shards: raw little-endian arrays of token ids, each with a sidecar. Several shards form a set.
 
-``name-00000.bin`` is nothing but uint16 ids (uint32 where the vocabulary needs it), documents one after the other,
-each closed by the end-of-document id. ``name-00000.idx`` is its sidecar (``sidecar.py``): where documents start,
-digests, the vocabulary, and, where asked for, how many bytes of the original text each token stands for. A document
-never spans two shards. Any tool that maps a raw array can read the payload alone.
+``name-00000.bin`` contains only uint16 ids (uint32 if the vocabulary needs it): concatenated documents, each ended by the
+end-of-document id. ``name-00000.idx`` is its sidecar (``data.sidecar``): document starts, digests, the vocabulary and,
+optionally, the bytes of text per token. A document never spans two shards. Any tool that maps a raw array can read the payload.
 
-Not here: cutting the stream into samples (``windows``), making tokens from text (``prepared``).
+Not here: samples (``windows``), tokens from text (``tokenized_cache``).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _SHARD_TOKENS = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShardFacts:
-    """What a token shard's sidecar says besides its columns."""
+    """What a token shard's sidecar holds besides its columns; the field names are stored."""
 
     vocab_size: int
     end_of_document: int
@@ -45,14 +44,14 @@ class TokenShard:
 
     tokens: NDArray[Any]  # [tokens] uint16 or uint32
     starts: NDArray[np.int64]  # [documents] index of each document's first token
-    token_bytes: NDArray[np.uint32] | None  # [tokens] bytes of text each token stands for
+    token_bytes: NDArray[np.uint32] | None  # [tokens] bytes of text per token
     facts: TokenShardFacts
     sidecar: Sidecar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSet:
-    """Shards read as one stream of ``tokens`` ids below ``vocab_size``."""
+    """Shards read as one stream of ``num_tokens`` ids below ``vocab_size``."""
 
     shards: tuple[TokenShard, ...]
     num_tokens: int
@@ -63,14 +62,14 @@ class TokenSet:
     fingerprint: str
 
     def verify(self) -> list[Problem]:
-        """Read every byte of every shard and compare digests; empty means all is as written."""
+        """Read every byte of every shard and compare digests; returns an empty list if all is as written."""
         return [problem for shard in self.shards for problem in verify_sidecar(shard.sidecar, shard.tokens)]
 
 
 def open_tokens(paths: Sequence[Path]) -> TokenSet:
-    """Open shards (their ``.bin`` paths), in the order given. O(1) per shard: sizes and head digests are checked.
+    """Open shards by their ``.bin`` paths, in the given order. O(1) per shard: checks sizes and head digests.
 
-    Raises ``DataError``: no shard given, a missing, cut or damaged file, or shards of different vocabularies.
+    Raises DataError for no shard, a missing, truncated or damaged file, or shards of different vocabularies.
     """
     if not paths:
         raise DataError(
@@ -100,7 +99,7 @@ def open_tokens(paths: Sequence[Path]) -> TokenSet:
 
 
 def check_token_bytes(tokens: TokenSet, name: str) -> None:
-    """Raises DataError where ``target_bytes`` cannot be given: some shard did not count the bytes its tokens stand for."""
+    """Raise DataError if a shard has no bytes of text per token, which ``target_bytes`` needs."""
     if any(shard.token_bytes is None for shard in tokens.shards):
         raise DataError(
             given=f"{name} data without a count of text bytes per token",
@@ -111,16 +110,16 @@ def check_token_bytes(tokens: TokenSet, name: str) -> None:
 
 
 def shard_path(folder: Path, name: str, number: int) -> Path:
-    """Where shard ``number`` of a set lies."""
+    """Path of shard ``number`` of a set."""
     return folder / f"{name}-{number:05d}.bin"
 
 
 class TokenWriter:
     """Writes a set of shards ``folder/name-NNNNN.bin``; leaving the ``with`` block normally commits the last one.
 
-    Each payload is written under a temporary name, synced, its sidecar put in place, and only then renamed, so that a
-    ``.bin`` file is always complete. ``token_bytes`` says whether the sidecars carry the bytes of text per token.
-    ``finished`` are shards an earlier writer has committed: these documents come after theirs.
+    A payload is written under a temporary name and synced, its sidecar is put in place, and then it is renamed: a ``.bin`` file
+    is always complete. ``token_bytes``: store the bytes of text per token. ``finished``: shards that an earlier writer committed,
+    which come before the new ones.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class TokenWriter:
             self._open = None
 
     def add(self, ids: NDArray[Any], token_bytes: NDArray[Any]) -> None:
-        """Append one document: its ids without the closing one, and the bytes of text each stands for."""
+        """Append one document: its ids without the end-of-document id, and the bytes of text per id."""
         shard = self._open
         if shard is not None and shard.tokens + ids.size + 1 > self._shard_tokens:
             self._commit(shard)
@@ -198,7 +197,7 @@ class TokenWriter:
 
 
 class _UnfinishedShard:
-    """What the writer knows of the shard it is filling."""
+    """The shard being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -232,7 +231,7 @@ def _open_shard(path: Path) -> TokenShard:
         raise _unusable(f"{sidecar.path} has unexpected facts: {error}") from error
     return TokenShard(
         tokens=tokens,
-        # Same bits as signed integers: comparing uint64 with int64 would make numpy copy the column to float64.
+        # The same bits as signed integers: to compare uint64 with int64, numpy would copy the column to float64.
         starts=sidecar.columns["starts"].view("<i8"),
         token_bytes=sidecar.columns.get("token_bytes"),
         facts=facts,

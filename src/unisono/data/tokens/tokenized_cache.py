@@ -1,16 +1,15 @@
-"""From options to token sets, once: text is read, split, tokenized and kept in a cache folder.
+"""The cache of tokenized corpora: text is read, split, tokenized and stored once.
 
-    cache/listing-<hash of the corpus' place>.json     digests of files by path, size and times, so that a second run
-                                                       looks at the files without reading them
-    cache/tokens-<hash of everything that matters>/    train-NNNNN.bin/.idx, eval-NNNNN.bin/.idx, set.json
+    cache/listing-<hash of the corpus' path>.json      digests of files by path, size and times, so that a second run does not
+                                                       read unchanged files
+    cache/tokens-<hash of all inputs>/                 train-NNNNN.bin/.idx, eval-NNNNN.bin/.idx, set.json
     cache/tokens-….lock                                held while that folder is being built
-    cache/tokens-….part/                               what is being built
+    cache/tokens-….part/                               the folder being built
 
-A folder is built under another name and renamed when complete, so a process killed half-way leaves nothing that counts.
-The shards it had finished are taken over by the next call, which goes on from there to the same bytes. Processes that
-start together (the ranks of a job) wait for one builder; where the file system has no locks each builds its own and the
-first rename wins. A cached folder that turns out damaged is built again, and the result says so. Packed samples
-(``packing``) are indexed beside the shards on the first call that asks for them.
+A folder is built under another name and renamed when it is complete, so a killed build leaves nothing that counts. The next call
+continues from its finished shards, to the same bytes. Processes that start together (the ranks of a job) wait for one
+builder; on a file system without locks each builds its own and the first rename wins. A damaged folder is built again, and
+the result reports it. The index of packed samples is written beside the shards by the first call that needs it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from unisono.data.loading.cpu_cores import allowed_cores
+from unisono.data.loading.worker_pool import allowed_cores
 from unisono.data.options import DataOptions, default_cache_dir
 from unisono.data.tokens.corpus import (
     Corpus,
@@ -49,12 +48,13 @@ from unisono.data.tokens.packing import PackedWindows, PackingStats, pack_tokens
 from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens, shard_path
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, load_tokenizer
 from unisono.errors import DataError
-from unisono.storage.files import sync_folder, write_atomically
+from unisono.storage.directory import commit_directory
+from unisono.storage.files import write_atomically
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
-_VERIFY_BYTES = 1 << 28  # sets up to this size are verified whole on opening: at most some tens of milliseconds
-_WORKER_BYTES = 1 << 23  # text for which a process more is worth its start, about a third of a second
+_VERIFY_BYTES = 1 << 28  # sets up to this size are verified completely when opened, in some tens of milliseconds
+_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process, about a third of a second
 _PROGRESS_S = 5.0
 _FRESH_NS = 2_000_000_000  # a file changed this shortly before it was read may change again within its time stamp
 _LOG = logging.getLogger("unisono")
@@ -79,20 +79,20 @@ class CorpusReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedCorpus:
-    """Token sets ready to be read. ``eval`` carries the bytes of text per token."""
+    """The token sets of a corpus. ``eval`` has the bytes of text per token."""
 
     train: TokenSet
     eval: TokenSet
     tokenizer: Tokenizer
     report: CorpusReport
     folder: Path
-    from_cache: bool  # found ready, nothing was built by this call
-    rebuild_reason: str  # why a cached folder was not good; empty otherwise
+    from_cache: bool  # this call built nothing
+    rebuild_reason: str  # damage of a cached folder that was replaced; else empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredSet:
-    """The content of ``set.json``: its shards, and what they must add up to."""
+    """The content of ``set.json``."""
 
     shards: dict[str, list[str]]
     fingerprints: dict[str, str]
@@ -100,30 +100,45 @@ class _StoredSet:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Inputs:
+    """Everything a token set depends on."""
+
+    corpus: Corpus
+    digests: dict[str, str]  # of files, by path
+    tokenizer: Tokenizer
+    eval_frac: float
+
+    def digest(self) -> str:
+        """Hash of all of it."""
+        content = (_FORMAT, self.tokenizer.fingerprint, self.eval_frac, self.corpus.skip_undecodable)
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode((*content, sorted(self.digests.items()))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _FileDigest:
-    """A file of the listing, as it was when its digest was taken."""
+    """An entry of the listing: a file's size and times when its digest was taken."""
 
     file: SourceFile
     digest: str
 
 
 def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> PreparedCorpus:
-    """Token sets of ``options.corpus``; built on the first call, found in the cache by every later one.
+    """Token sets of ``options.corpus``, built by the first call and found in the cache by later ones.
 
-    ``cache_dir`` defaults to ``options.cache_dir``, and that to the user's cache folder. Any number of processes may
-    call this at once. Progress is logged to ``unisono`` at level info every few seconds. Raises ``DataError`` for a corpus
-    that is missing, empty or not text, a bad tokenizer, a cache folder that cannot be written; ``ExtraError`` for a
-    tokenizer whose package is missing.
+    ``cache_dir`` defaults to ``options.cache_dir``, and that to the user's cache folder. Concurrent calls are safe. Progress is
+    logged to ``unisono`` at level info. Raises DataError for a corpus that is missing, empty or not text, an invalid tokenizer,
+    or a cache folder that cannot be written, and ExtraError for a tokenizer whose package is missing.
     """
     tokenizer = load_tokenizer(options.tokenizer)
     corpus = find_corpus(options.corpus)
     cache = cache_dir or (Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(os.environ))
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        digests = _digests(corpus, cache)
-        folder = cache / f"tokens-{_key(corpus, digests, tokenizer, options.eval_frac)}"
-        ready = _find_or_build(folder, corpus, digests, tokenizer, options.eval_frac)
-        return _with_packing(ready, options.seq_len) if options.packing == "best_fit" else ready
+        inputs = _Inputs(
+            corpus=corpus, digests=_digests(corpus, cache), tokenizer=tokenizer, eval_frac=options.eval_frac
+        )
+        prepared = _find_or_build(cache / f"tokens-{inputs.digest()}", inputs)
+        return _with_packing(prepared, options.seq_len) if options.packing == "best_fit" else prepared
     except OSError as error:
         raise DataError(
             given=f"the cache folder {cache} cannot be written: {error.strerror}",
@@ -133,41 +148,39 @@ def prepare_corpus(options: DataOptions, cache_dir: Path | None = None) -> Prepa
         ) from error
 
 
-def _find_or_build(
-    folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_frac: float
-) -> PreparedCorpus:
+def _find_or_build(folder: Path, inputs: _Inputs) -> PreparedCorpus:
     if (folder / "set.json").exists():
-        with suppress(DataError):  # a damaged one is met again, and said, under the lock
-            return _open(folder, corpus, tokenizer, cached=True)
-    with _locked(folder.with_suffix(".lock")) as alone:
+        with suppress(DataError):  # a damaged folder is opened again, and reported, under the lock
+            return _open(folder, inputs, from_cache=True)
+    with _locked(folder.with_suffix(".lock")) as exclusive:
         damage = ""
         if folder.exists():
             try:
-                return _open(folder, corpus, tokenizer, cached=True)
+                return _open(folder, inputs, from_cache=True)
             except DataError as error:
                 damage = "; ".join(problem.given for problem in error.problems)
                 _remove(folder)
-        if alone:
+        if exclusive:
             for leftover in folder.parent.glob(f"{folder.name}.*-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-        _build(folder, corpus, digests, tokenizer, eval_frac, alone)
-        return _open(folder, corpus, tokenizer, cached=False, rebuilt_because=damage)
+        _build(folder, inputs, exclusive)
+        return _open(folder, inputs, from_cache=False, rebuild_reason=damage)
 
 
-def _with_packing(ready: PreparedCorpus, seq_len: int) -> PreparedCorpus:
-    """The same with the train part's samples indexed."""
-    with _locked(ready.folder.with_suffix(".lock")):
-        damage = pack_tokens(ready.train, seq_len)
-    stats = PackedWindows(ready.train, seq_len=seq_len).stats
+def _with_packing(prepared: PreparedCorpus, seq_len: int) -> PreparedCorpus:
+    """The same with the packing index of the train part."""
+    with _locked(prepared.folder.with_suffix(".lock")):
+        damage = pack_tokens(prepared.train, seq_len)
+    stats = PackedWindows(prepared.train, seq_len=seq_len).stats
     return replace(
-        ready,
-        report=replace(ready.report, packing=stats),
-        rebuilt_because="; ".join([*([ready.rebuild_reason] if ready.rebuild_reason else []), *damage]),
+        prepared,
+        report=replace(prepared.report, packing=stats),
+        rebuild_reason="; ".join([*([prepared.rebuild_reason] if prepared.rebuild_reason else []), *damage]),
     )
 
 
 def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
-    """xxh3-128 of every file, taken from the listing of an earlier run where size and times are as they were."""
+    """xxh3-128 of every file, from the listing of an earlier run if size and times are unchanged."""
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     known: dict[str, _FileDigest] = {}
     with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
@@ -187,103 +200,99 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
     return {seen.file.path: seen.digest for seen in seen_now}
 
 
-def _key(corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_frac: float) -> str:
-    """Hash of everything the token sets depend on."""
-    parts = (_FORMAT, tokenizer.fingerprint, eval_frac, corpus.skip_undecodable, sorted(digests.items()))
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(parts))
-
-
-def _build(
-    folder: Path, corpus: Corpus, digests: dict[str, str], tokenizer: Tokenizer, eval_frac: float, alone: bool
-) -> None:
-    """Write ``folder`` whole, or not at all; ``alone`` = no other process does, so finished shards are kept for later."""
-    temporary = folder.with_name(f"{folder.name}.part" if alone else f"{folder.name}.tmp-{secrets.token_hex(4)}")
-    temporary.mkdir(exist_ok=alone)
+def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
+    """Write ``folder`` completely or not at all; ``exclusive``: no other process does, so finished shards remain for later."""
+    temporary = folder.with_name(f"{folder.name}.part" if exclusive else f"{folder.name}.tmp-{secrets.token_hex(4)}")
+    temporary.mkdir(exist_ok=exclusive)
     try:
-        finished = _finished_shards(temporary)
-        skipped: list[tuple[str, str]] = []
-        with ExitStack() as stack:
-            writers = {
-                split: stack.enter_context(
-                    TokenWriter(
-                        temporary,
-                        split,
-                        vocab_size=tokenizer.vocab_size,
-                        end_of_document=tokenizer.end_of_document,
-                        token_bytes=split == "eval",
-                        finished=finished[split],
-                    )
-                )
-                for split in _SPLITS
-            }
-            done = {split: open_tokens(paths).num_documents if paths else 0 for split, paths in finished.items()}
-            progress = _EncodingProgress(sum(file.size for file in corpus.files))
-            left = progress.leave_out(_documents(corpus, digests, eval_frac, skipped), done)
-            encoded = stack.enter_context(
-                closing(encode_documents(left, tokenizer, workers=_workers(tokenizer, corpus)))
-            )
-            for split, document in encoded:
-                writers[split].add(document.ids, document.token_bytes)
-                progress.add(int(document.token_bytes.sum()))
-        if skipped and not corpus.skip_undecodable:
+        paths, skipped = _write_shards(temporary, inputs)
+        if skipped and not inputs.corpus.skip_undecodable:
             raise undecodable_error(skipped)
         for split in _SPLITS:
-            if not writers[split].paths:
-                raise empty_split_error(corpus, split)
-        sets = {split: open_tokens(writers[split].paths) for split in _SPLITS}
-        report = CorpusReport(
-            corpus=corpus.name,
-            tokenizer=tokenizer.name,
-            train_documents=sets["train"].num_documents,
-            train_tokens=sets["train"].num_tokens,
-            train_bytes=sets["train"].text_bytes,
-            eval_documents=sets["eval"].num_documents,
-            eval_tokens=sets["eval"].num_tokens,
-            eval_bytes=sets["eval"].text_bytes,
-            empty_files=sum(file.size == 0 for file in corpus.files),
-            skipped=tuple(skipped),
-        )
-        content = msgspec.json.encode(
-            _StoredSet(
-                shards={split: [path.name for path in writers[split].paths] for split in _SPLITS},
-                fingerprints={split: sets[split].fingerprint for split in _SPLITS},
-                report=report,
-            )
-        )
-        write_atomically(temporary / "set.json", xxhash.xxh3_128_hexdigest(content).encode(), b"\n", content)
+            if not paths[split]:
+                raise empty_split_error(inputs.corpus, split)
         try:
-            temporary.rename(folder)
+            commit_directory(temporary, folder, manifest=("set.json", _set_content(inputs, paths, skipped)))
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             # without locks another process may be first; its set is the same
             shutil.rmtree(temporary, ignore_errors=True)
-        sync_folder(folder.parent)
     except BaseException as error:
-        # With a DataError the corpus is at fault: when this is called again it will be another.
-        if not alone or isinstance(error, DataError) or not any(temporary.glob("*.bin")):
+        # A DataError means that the corpus is at fault: the next call will have another.
+        if not exclusive or isinstance(error, DataError) or not any(temporary.glob("*.bin")):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
+def _write_shards(folder: Path, inputs: _Inputs) -> tuple[dict[str, list[Path]], list[tuple[str, str]]]:
+    """Encode the documents that are not in finished shards; returns paths by split, and (path, reason) of skipped files."""
+    tokenizer = inputs.tokenizer
+    finished = _finished_shards(folder)
+    skipped: list[tuple[str, str]] = []
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(
+                TokenWriter(
+                    folder,
+                    split,
+                    vocab_size=tokenizer.vocab_size,
+                    end_of_document=tokenizer.end_of_document,
+                    token_bytes=split == "eval",
+                    finished=finished[split],
+                )
+            )
+            for split in _SPLITS
+        }
+        done = {split: open_tokens(paths).num_documents if paths else 0 for split, paths in finished.items()}
+        progress = _EncodingProgress(sum(file.size for file in inputs.corpus.files))
+        documents = progress.leave_out(_documents(inputs, skipped), done)
+        encoded = encode_documents(documents, tokenizer, workers=_workers(tokenizer, inputs.corpus))
+        stack.enter_context(closing(encoded))
+        for split, document in encoded:
+            writers[split].add(document.ids, document.token_bytes)
+            progress.add(int(document.token_bytes.sum()))
+    return {split: writer.paths for split, writer in writers.items()}, skipped
+
+
+def _set_content(inputs: _Inputs, paths: dict[str, list[Path]], skipped: list[tuple[str, str]]) -> bytes:
+    """The content of ``set.json``: its digest, a line feed, JSON."""
+    train, evaluation = (open_tokens(paths[split]) for split in _SPLITS)
+    report = CorpusReport(
+        corpus=inputs.corpus.name,
+        tokenizer=inputs.tokenizer.name,
+        train_documents=train.num_documents,
+        train_tokens=train.num_tokens,
+        train_bytes=train.text_bytes,
+        eval_documents=evaluation.num_documents,
+        eval_tokens=evaluation.num_tokens,
+        eval_bytes=evaluation.text_bytes,
+        empty_files=sum(file.size == 0 for file in inputs.corpus.files),
+        skipped=tuple(skipped),
+    )
+    shards = {split: [path.name for path in paths[split]] for split in _SPLITS}
+    fingerprints = {"train": train.fingerprint, "eval": evaluation.fingerprint}
+    content = msgspec.json.encode(_StoredSet(shards=shards, fingerprints=fingerprints, report=report))
+    return xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content
+
+
 def _finished_shards(folder: Path) -> dict[str, list[Path]]:
-    """The shards that a build cut short has left complete and sound, in order; what else it left is deleted."""
+    """The complete and undamaged shards of an interrupted build, in order; deletes all other files."""
     finished: dict[str, list[Path]] = {split: [] for split in _SPLITS}
-    kept: set[Path] = set()
     for split, paths in finished.items():
-        with suppress(DataError):  # a damaged one, and those after it, are made again
+        with suppress(DataError):  # a damaged shard, and those after it, are written again
             while (path := shard_path(folder, split, len(paths))).exists() and not open_tokens([path]).verify():
                 paths.append(path)
-                kept |= {path, path.with_suffix(".idx")}
-    for other in set(folder.iterdir()) - kept:
+    shards = [path for paths in finished.values() for path in paths]
+    for other in set(folder.iterdir()) - {*shards, *(path.with_suffix(".idx") for path in shards)}:
         other.unlink()
-    if kept:
-        _LOG.info("%s: %d finished shards are taken over", folder, len(kept) // 2)
+    if shards:
+        _LOG.info("%s: %d finished shards are taken over", folder, len(shards))
     return finished
 
 
 def _workers(tokenizer: Tokenizer, corpus: Corpus) -> int:
-    """Processes that encode: none for bytes, which are copied faster than sent, or for little text."""
+    """Encoding processes: none for bytes, which are copied faster than sent, or for little text."""
     if tokenizer.name == BYTES:
         return 0
     workers = min(allowed_cores(), sum(file.size for file in corpus.files) // _WORKER_BYTES)
@@ -291,7 +300,7 @@ def _workers(tokenizer: Tokenizer, corpus: Corpus) -> int:
 
 
 class _EncodingProgress:
-    """Counts what is encoded and says so every few seconds: documents, MB of text, MB/s, time left."""
+    """Logs the progress of encoding every few seconds: documents, MB of text, MB/s, time left."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -299,7 +308,7 @@ class _EncodingProgress:
         self._begin = self._said = time.monotonic()
 
     def leave_out(self, documents: Iterator[Document], done: dict[str, int]) -> Iterator[Document]:
-        """``documents`` without the first ``done`` of each split, which count as text that need not be encoded."""
+        """``documents`` without the first ``done`` of each split, which are counted as encoded."""
         for split, text in documents:
             if done[split]:
                 done[split] -= 1
@@ -323,10 +332,8 @@ class _EncodingProgress:
         )  # fmt: skip
 
 
-def _open(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, cached: bool, rebuilt_because: str = ""
-) -> PreparedCorpus:
-    """Open a built folder; raises ``DataError`` where anything in it is not as it was written."""
+def _open(folder: Path, inputs: _Inputs, *, from_cache: bool, rebuild_reason: str = "") -> PreparedCorpus:
+    """Open a built folder. Raises DataError for any damage."""
     path = folder / "set.json"
     try:
         digest, _, content = path.read_bytes().partition(b"\n")
@@ -346,23 +353,23 @@ def _open(
     return PreparedCorpus(
         train=sets["train"],
         eval=sets["eval"],
-        tokenizer=tokenizer,
-        report=replace(stored.report, corpus=corpus.name, tokenizer=tokenizer.name),  # a set may be built elsewhere
+        tokenizer=inputs.tokenizer,
+        # the set may have been built from a copy elsewhere
+        report=replace(stored.report, corpus=inputs.corpus.name, tokenizer=inputs.tokenizer.name),
         folder=folder,
-        from_cache=cached,
-        rebuild_reason=rebuilt_because,
+        from_cache=from_cache,
+        rebuild_reason=rebuild_reason,
     )
 
 
-def _documents(
-    corpus: Corpus, digests: dict[str, str], eval_frac: float, skipped: list[tuple[str, str]]
-) -> Iterator[Document]:
-    """(split, text) of every document, in the order of the files; what is not text is added to ``skipped``."""
+def _documents(inputs: _Inputs, skipped: list[tuple[str, str]]) -> Iterator[Document]:
+    """(split, text) of every document, in the order of the files; adds files that are not text to ``skipped``."""
+    corpus, eval_frac = inputs.corpus, inputs.eval_frac
     paths = [file.path for file in corpus.files if file.size]
-    held = held_out_files(paths, eval_frac) if len(paths) > 1 else frozenset[str]()
+    held_out = held_out_files(paths, eval_frac) if len(paths) > 1 else frozenset[str]()
     for path in paths:
         raw = _read(corpus, path)
-        if xxhash.xxh3_128_hexdigest(raw) != digests[path]:
+        if xxhash.xxh3_128_hexdigest(raw) != inputs.digests[path]:
             raise unreadable_file_error(corpus.root / path, "it changes while it is being read")
         try:
             text = read_text(raw, python_source=path.endswith(".py"))
@@ -372,7 +379,7 @@ def _documents(
         if len(paths) == 1:
             parts = zip(_SPLITS, split_text(text, eval_frac), strict=True)
         else:
-            parts = iter([("eval" if path in held else "train", text)])
+            parts = iter([("eval" if path in held_out else "train", text)])
         yield from ((split, part) for split, part in parts if part)
 
 
@@ -384,7 +391,7 @@ def _read(corpus: Corpus, path: str) -> bytes:
 
 
 def _remove(folder: Path) -> None:
-    """Take a damaged folder out of the way in one step, then delete it: a killed deletion leaves no half of it."""
+    """Rename a damaged folder, then delete it: a killed deletion does not leave half of it under its name."""
     trash = folder.with_name(f"{folder.name}.bad-{secrets.token_hex(4)}")
     folder.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
@@ -392,16 +399,16 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[bool]:
-    """Hold an exclusive lock on ``path``; yields whether the file system granted one. Ends with the process."""
+    """Hold an exclusive lock on ``path``; yields False if the file system has no locks. The lock ends with the process."""
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
+            exclusive = True
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
-            alone = False
-        yield alone
+            exclusive = False
+        yield exclusive
 
 
 def _damaged(given: str) -> DataError:

@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes as they are, or a tokenizer file of Hugging Face's ``tokenizers`` package.
+"""Tokenizers: raw bytes, or a tokenizer file of Hugging Face's ``tokenizers`` package.
 
-Both add nothing to the text: no beginning or end marks, no padding; text that looks like a special token stays text.
-The end-of-document id is put in by whoever joins documents.
+They add no marks or padding, and encode text that looks like a special token as text. The writer of token shards adds the
+end-of-document id.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from unisono.errors import DataError, missing_extra
 
 BYTES = "bytes"
 
-# What published tokenizers call the end of a document, most specific first.
+# Names of the end-of-document token in published tokenizers, most specific first.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """Token ids of one text, and the bytes of it each stands for: they add up to the text's UTF-8 length."""
+    """Token ids of one text, and the bytes of text per token, in sum the text's UTF-8 length."""
 
     ids: NDArray[np.uint32]  # [tokens]
     token_bytes: NDArray[np.uint32]  # [tokens]
 
 
 class Tokenizer(Protocol):
-    """Ids are in ``[0, vocab_size)``. ``fingerprint`` changes whenever any text could encode otherwise."""
+    """Encodes text to ids in ``[0, vocab_size)``. ``fingerprint`` changes whenever the encoding of a text could."""
 
     @property
     def name(self) -> str: ...
@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD, the end-of-document id is left out."""
+        """Text of ``ids``, without the end-of-document id; invalid UTF-8 becomes U+FFFD."""
         ...
 
 
@@ -67,17 +67,15 @@ class ByteTokenizer:
     fingerprint: str = "bytes-1"
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """See ``Tokenizer.encode``."""
         raws = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         return [Encoded(ids=raw.astype(np.uint32), token_bytes=np.ones(raw.size, np.uint32)) for raw in raws]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See ``Tokenizer.decode``."""
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A ``tokenizer.json``. Made by ``load_tokenizer``."""
+    """A ``tokenizer.json``, opened by ``load_tokenizer``."""
 
     def __init__(self, name: str, backend: Any, *, fingerprint: str) -> None:
         vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
@@ -99,7 +97,7 @@ class FileTokenizer:
         self._backend = backend
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
-        """See ``Tokenizer.encode``; texts are encoded in parallel by the package's own threads."""
+        """See ``Tokenizer.encode``; the package encodes on its own threads."""
         encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [
             Encoded(ids=np.array(e.ids, np.uint32), token_bytes=_token_bytes(text, e.offsets))
@@ -107,16 +105,15 @@ class FileTokenizer:
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """See ``Tokenizer.decode``."""
-        kept = [int(i) for i in ids if i != self.end_of_document]
-        return self._backend.decode(kept, skip_special_tokens=False)
+        text_ids = [int(i) for i in ids if i != self.end_of_document]
+        return self._backend.decode(text_ids, skip_special_tokens=False)
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """``"bytes"``, or the path of a ``tokenizer.json``.
+    """Open ``"bytes"``, or the path of a ``tokenizer.json``.
 
-    Raises ``ExtraError`` where the package is not installed, ``DataError`` for a missing file, one that is no
-    tokenizer, or one without an end-of-document token.
+    Raises ExtraError if the package is not installed, and DataError for a missing or invalid file, or one without an
+    end-of-document token.
     """
     if spec == BYTES:
         return ByteTokenizer()
@@ -136,7 +133,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
-    """Raise ``DataError`` where the model has fewer embeddings than the tokenizer has ids."""
+    """Raise DataError if the model has fewer embeddings than the tokenizer has ids."""
     if model_vocab < tokenizer_vocab:
         raise DataError(
             given=f"a model vocabulary of {model_vocab} for data with {tokenizer_vocab} token ids",
@@ -147,7 +144,7 @@ def check_vocab(model_vocab: int, tokenizer_vocab: int) -> None:
 
 
 def _token_bytes(text: str, offsets: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
-    """UTF-8 bytes from the end of the token before to each token's end; the last token takes what is left."""
+    """UTF-8 bytes from the end of the previous token to each token's end; the last token takes the rest of the text."""
     if not offsets:
         return np.zeros(0, np.uint32)
     code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)

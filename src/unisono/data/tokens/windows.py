@@ -1,23 +1,21 @@
-"""Samples of a language model: windows of ``seq_len`` tokens over the stream of a token set, aware of documents.
+"""Samples of a language model: document-aware windows of ``seq_len`` tokens over the stream of a token set.
 
-Window ``i`` reads tokens ``[i·S, i·S + T)`` and predicts each one's successor; the last window is padded, with weight 0. The
-stride S is T unless said otherwise: then every token of the stream but the first is a target exactly once. With a smaller one
-windows overlap; with 1 one begins at each token, which drawn in random order is what many scripts do (nanoGPT).
+Window ``i`` reads tokens ``[i·S, i·S + T)``; the target of each is its successor. The last window is padded, with weight 0. By
+default the stride S is T: every token of the stream but the first is a target exactly once. With a smaller stride windows
+overlap; with stride 1 a window starts at each token, as in nanoGPT.
 
 Arrays of ``read`` (B windows, T = seq_len):
 
     tokens        int64    [B, T]
     targets       int64    [B, T]  the next token
-    weights       float32  [B, T]  1, or 0 where the target must not count: padding, and with boundaries "mask" the
-                                   first token of another document, which nothing in this document can predict; the
-                                   end-of-document token is predicted like any other
-    positions     int64    [B, T]  place in the document or, for one that began earlier, in the window ("mask" only)
+    weights       float32  [B, T]  1; 0 for padding and, with boundaries "mask", for the first token of the next document, which
+                                   this document does not predict; the end-of-document token counts like any other
+    positions     int64    [B, T]  position in the document or, if it began earlier, in the window     ("mask" only)
     documents     int32    [B, T]  number of the document within its window, from 0                    ("mask" only)
-    target_bytes  float32  [B, T]  bytes of text the target stands for, 0 where its weight is 0        (on request)
+    target_bytes  float32  [B, T]  bytes of text of the target, 0 where its weight is 0                (on request)
 
-Bits per byte = Σ loss · weights / ln 2 / Σ target_bytes, exact for any tokenizer and any subset of windows: a token
-stands for the bytes of its document from the end of the token before to its own end, so the bytes of a document's
-tokens add up to the document; the end-of-document token stands for none.
+Bits per byte = Σ loss · weights / ln 2 / Σ target_bytes, exact for any tokenizer and any subset of windows: a token has the bytes
+of its document from the end of the previous token to its own end, in sum the document; the end-of-document token has none.
 """
 
 from __future__ import annotations
@@ -41,11 +39,10 @@ _NONE = np.empty(0, np.int64)
 
 
 class TokenWindows:
-    """A ``Dataset`` of windows over ``tokens``. Raises ``DataError`` where the set is shorter than one window or the stride is
-    outside 1..``seq_len``.
+    """A ``Dataset`` of windows over ``tokens``; ``name`` (train, eval) is for errors.
 
-    ``name`` says in errors which data is meant (train, eval). Reading is vectorised over windows; only the few windows
-    that run over the end of a shard are put together one by one.
+    Reading is vectorised over windows; only windows that span shards are assembled one by one. Raises DataError if the set is
+    shorter than one window, or the stride is outside 1..``seq_len``.
     """
 
     def __init__(
@@ -96,8 +93,8 @@ class TokenWindows:
         return self._count
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
-        """The windows ``indices`` as the arrays above."""
-        numbers: list[int] = indices.tolist()  # a batch is short: numpy's reductions take longer to begin
+        """The windows ``indices``, as the arrays above."""
+        numbers: list[int] = indices.tolist()  # for a short batch Python's min and max are faster than numpy's
         first, last = min(numbers, default=0), max(numbers, default=0)
         if first < 0 or last >= self._count:
             raise IndexError(f"windows are numbered 0..{self._count - 1}, asked for {first}..{last}")
@@ -117,7 +114,7 @@ class TokenWindows:
         return batch
 
     def _read_across(self, indices: Ids) -> tuple[Batch, Ids]:
-        """Windows of several shards, or over a shard's end, and their edges (see ``_Grid``)."""
+        """Windows of several shards, or across a shard's end, and their edges (see ``_ShardWindows``)."""
         shape = (indices.size, self.seq_len)
         batch: Batch = {
             "tokens": np.empty(shape, np.int64),
@@ -154,7 +151,7 @@ class TokenWindows:
         return int(np.searchsorted(self._ends, token, side="right"))
 
     def _assemble(self, start: int) -> tuple[Ids, NDArray[np.float32], Ids]:
-        """One window over the end of a shard or of the stream: T + 1 tokens, their bytes, where documents begin."""
+        """One window across the end of a shard or of the stream: T + 1 tokens, their bytes, and the starts of documents."""
         length = self.seq_len + 1
         stream = np.full(length, self.tokens.end_of_document, np.int64)
         sizes = np.zeros(length, np.float32)
@@ -178,14 +175,14 @@ class TokenWindows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ShardWindows:
-    """The windows that lie whole in one shard: window ``first + i`` of the set is row i, one copy and no index per token.
+    """The windows entirely within one shard, as rows of a strided view: window ``first + i`` of the set is row i.
 
-    A row holds T + 1 tokens and begins S behind the one before. An edge is a flat place ``row · T + j - 1`` in the batch
-    where token j of the row's window, j in 1..T, begins a document.
+    A row has T + 1 tokens and starts S tokens after the previous one. An edge is the flat index ``row · T + j - 1`` in the batch
+    where token j of the row's window, j in 1..T, starts a document.
     """
 
     first: int
-    phase: int  # token of the shard that row 0 begins with: windows count from the start of the set
+    phase: int  # first token of row 0 in the shard; windows are aligned to the start of the set
     stride: int
     starts: Ids  # [documents]
     windows: NDArray[Any]  # [rows, T + 1] view
@@ -210,7 +207,7 @@ class _ShardWindows:
         )
 
     def read(self, rows: Ids, *, target_bytes: bool) -> Batch:
-        """Tokens, targets, weights of 1 and, where asked for, the bytes each target stands for."""
+        """Tokens, targets, weights of 1 and, on request, the bytes of each target."""
         raw = self.windows[rows]  # [B, T + 1]
         tokens = raw[:, :-1].astype(np.int64)
         weights = np.empty(tokens.shape, np.float32)
@@ -221,7 +218,7 @@ class _ShardWindows:
         return batch
 
     def edges(self, rows: Ids) -> Ids:
-        """The edges of windows ``rows``, as rows 0, 1, … of a batch."""
+        """The edges of windows ``rows``, which are rows 0, 1, … of a batch."""
         length = self.windows.shape[1] - 1
         local = self.phase + rows * self.stride
         low, high = np.searchsorted(self.starts, [local, local + length], side="right")
@@ -236,7 +233,7 @@ def _segments(edges: Ids, shape: tuple[int, int]) -> tuple[Ids, NDArray[np.int32
     num_rows, length = shape
     places = np.arange(num_rows * length)
     rows = places[::length]
-    # Flat place of each segment's first token: every row begins one. An edge at j = T is a target, no token of its row.
+    # Flat index of each segment's first token; every row starts a segment. An edge at j = T is a target, not a token of its row.
     heads = np.sort(np.concatenate([rows, edges[(edges + 1) % length != 0] + 1]))
     lengths = np.append(heads[1:], places.size) - heads
     numbers = np.arange(heads.size) - np.searchsorted(heads, heads - heads % length)

@@ -1,16 +1,16 @@
-"""Bucketed all-reduce, overlapped with the backward pass, in an order fixed by the parameters alone.
+"""Bucketed gradient all-reduce, overlapped with the backward pass, in an order fixed by the parameters alone.
 
-torch's DistributedDataParallel rebuilds its buckets after the first iteration from the order in which gradients arrived,
-so from three ranks on a resumed process adds in another order than the one it continues. Here bucket contents and launch
-order are a pure function of names, shapes and dtypes: the same in every process, from the first step on.
+torch's DistributedDataParallel rebuilds its buckets after the first iteration in the order in which gradients arrived,
+so with three or more ranks a resumed process adds in another order than the one it continues. Here bucket contents and
+launch order are a pure function of names, shapes and dtypes, equal in every process from the first step.
 
-Where all ranks share a host, and the gradients are in its memory, sums go through memory they share (``shared_memory``): there
-they are added in the order of ranks, which from three ranks on may differ from gloo's sum in the last bit. Which of the two it is
-depends on the hosts and the parameters' devices alone, and ``path`` says so. These sums wait for the end of the backward pass:
-they are work of the same cores. With 2 ranks on 2 cores, a step of 4 M parameters took 70 ms with gloo, 52 so and 53 with a
-thread that overlaps; of 21 M 301, 255 and 263.
+Where all ranks share a host and the gradients are in host memory, they are summed through shared memory
+(``shared_memory``), in rank order; with three or more ranks this may differ from Gloo's sum in the last bit. The choice
+depends on hosts and devices only, and ``path`` reports it. These sums start after the backward pass, because they use
+the same cores: with 2 ranks on 2 cores a step of 4 M parameters took 70 ms with Gloo, 52 ms this way and 53 ms with an
+overlapping thread; of 21 M parameters 301, 255 and 263 ms.
 
-With a codec, compressed gradients travel in their place (``unisono.kvstore.compression``); order and overlap stay the same.
+With a codec, compressed gradients are sent instead (``kvstore.compression``); order and overlap stay the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore.allreduce.hierarchical import hierarchical_all_reduce, host_id, is_hierarchy_useful
+from unisono.kvstore.allreduce.network import hierarchical_all_reduce, host_id, is_hierarchy_useful
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum
 from unisono.plan.plan import BUCKET_BYTES
@@ -34,12 +34,12 @@ from unisono.plan.plan import BUCKET_BYTES
 class _Bucket:
     """A flat buffer whose slices are the gradients of some parameters."""
 
-    def __init__(self, members: list[tuple[str, nn.Parameter]], travels: torch.dtype) -> None:
+    def __init__(self, members: list[tuple[str, nn.Parameter]], reduce_dtype: torch.dtype) -> None:
         self.names = [name for name, _ in members]
         first = members[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
-        # what is sent: the gradients themselves, or a copy in another dtype
-        self._travels, self.sent = travels, self.flat
+        # the gradients themselves, or a copy in another dtype
+        self._reduce_dtype, self.sent = reduce_dtype, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0
         for name, parameter in members:
@@ -48,29 +48,30 @@ class _Bucket:
         self.missing = len(members)
 
     def pack(self) -> Tensor:
-        """What is summed over ranks, [elements]."""
-        self.sent = self.flat.to(self._travels)
+        """The tensor to sum over ranks, [elements]."""
+        self.sent = self.flat.to(self._reduce_dtype)
         return self.sent
 
     def unpack(self) -> None:
-        """Take the sums over."""
+        """Copy the sums back into the gradients."""
         if self.sent is not self.flat:
             self.flat.copy_(self.sent)
             self.sent = self.flat
 
 
 class BucketedAllReduce:
-    """Gradients live in flat buckets, last parameter first, because backward finishes them roughly in that order.
+    """Gradient synchronisation through flat buckets, last parameter first, roughly the order in which backward
+    completes them.
 
-    A bucket leaves when its gradients are complete and all buckets before it have left, so that every rank
-    issues the same collectives in the same order whatever its autograd threads do. Gradients are summed over ``group``,
-    all ranks if there is none. ``travels`` names dtypes other than the gradients' own to send and add in; ``codec`` compresses
-    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank. ``path`` says
-    how gradients travel: "shared memory", or by which transport and why; ``workers`` between how many. ``sent_bytes`` and
-    ``received_bytes`` count what this rank gave to sums and got of them, not what a transport makes of it (a ring sends
-    2 (n - 1) / n of it). The constructor is a collective of all ranks of ``world``.
+    A bucket is sent once its gradients are complete and all buckets before it were sent, so every rank issues the same
+    collectives in the same order, whatever its autograd threads do. Gradients are summed over ``group``, or over all
+    ranks. ``reduce_dtypes``: by name the dtype to send and add in, if not the gradient's own; ``codec`` compresses
+    instead. With a codec every step ends with ``commit``, and ``state_dict`` is checkpointed state of this rank.
 
-    Raises ConfigError for a codec beside ``travels``.
+    ``path`` describes the transport: "shared memory", or a torch backend and the reason for it. ``num_workers``: how
+    many ranks sum. ``sent_bytes`` and ``received_bytes`` count what this rank gives to the sums and gets from them, not
+    the transport's traffic (a ring sends 2 (n - 1) / n of it). The constructor is a collective over all ranks of
+    ``world``. Raises ConfigError for a codec together with ``reduce_dtypes``.
     """
 
     def __init__(
@@ -80,28 +81,28 @@ class BucketedAllReduce:
         bucket_bytes: int = BUCKET_BYTES,
         *,
         group: ProcessGroup | None = None,
-        travels: Mapping[str, torch.dtype] | None = None,
+        reduce_dtypes: Mapping[str, torch.dtype] | None = None,
         codec: Codec | PowerSGD | None = None,
     ) -> None:
-        if codec is not None and travels:
-            raise _two_ways(codec, travels)
+        if codec is not None and reduce_dtypes:
+            raise _codec_with_reduce_dtypes(codec, reduce_dtypes)
         self._world, self._group = world, group or world.group
         self.num_workers = self._group.size() if self._group is not None else 1
         self._parameters = dict(parameters)
-        sent = {name: (travels or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
+        sent = {name: (reduce_dtypes or {}).get(name, _dtype(p)) for name, p in self._parameters.items()}
         self._buckets = [
             _Bucket(members, sent[members[0][0]]) for members in _partition(self._parameters, bucket_bytes, sent)
         ]
-        self._home = {name: bucket for bucket in self._buckets for name in bucket.names}
-        views = {name: self._home[name].views[name] for name in self._parameters}
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
+        views = {name: self._bucket_of[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else compressed_sum(codec, views, self._group)
         self._memory: SharedMemoryAllReduce | None = None
-        self._sum: Callable[[Tensor], Any] = self._plain_sum
-        self.path = self._way() if codec is None else f"{transport_name(self._group)}: compressed"
+        self._sum: Callable[[Tensor], Any] = self._group_sum
+        self.path = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
         self.sent_bytes = self.received_bytes = 0
-        self._armed = False
+        self._sending = False
         self._next = 0
-        self._works: list[Any] = []
+        self._pending: list[Any] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
             for name, parameter in self._parameters.items()
@@ -109,23 +110,23 @@ class BucketedAllReduce:
         self.zero_grad()
 
     def _hook(self, name: str) -> Any:
-        bucket = self._home[name]
+        bucket = self._bucket_of[name]
         view = bucket.views[name]
 
         def ready(parameter: Tensor) -> None:
             grad = parameter.grad
             if grad is not None and grad.data_ptr() != view.data_ptr():
-                # Someone replaced the view (zero_grad(set_to_none=True), say): take the values over and put it back.
+                # the view was replaced, by zero_grad(set_to_none=True) for example: copy the values and restore it
                 view.copy_(grad)
                 parameter.grad = view
-            if self._armed:
+            if self._sending:
                 bucket.missing -= 1
                 self._launch(only_complete=True)
 
         return ready
 
-    def _way(self) -> str:
-        """How to sum, and why; the same answer on all ranks."""
+    def _choose_transport(self) -> str:
+        """Choose the transport; returns ``path``, the same on all ranks."""
         by = transport_name(self._group)
         if self.num_workers == 1:
             return "nothing travels: no other rank has these parameters"
@@ -147,14 +148,15 @@ class BucketedAllReduce:
     def _sum_over_all(self, tensor: Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._world.group, async_op=True)
 
-    def _plain_sum(self, tensor: Tensor) -> Any:
+    def _group_sum(self, tensor: Tensor) -> Any:
         return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
-        """Count the coming backward pass's gradients as final. Those of a part wait until all are: buckets leave in order."""
+        """Count the next backward pass's gradients as final. With a ``part`` nothing is sent early: buckets are sent in
+        order."""
         if part is not None:
             return
-        self._armed, self._next = True, 0
+        self._sending, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.names)
 
@@ -169,11 +171,11 @@ class BucketedAllReduce:
                 if self._exchange is not None:
                     pending = self._exchange.launch(bucket.views)
                     self._count(pending.sent_bytes, pending.received_bytes)
-                    self._works.append(pending)
+                    self._pending.append(pending)
                 else:
                     sent = bucket.pack()
                     self._count(sent.nbytes, sent.nbytes)
-                    self._works.append(self._sum(sent))
+                    self._pending.append(self._sum(sent))
             self._next += 1
 
     def _count(self, sent_bytes: int, received_bytes: int) -> None:
@@ -181,52 +183,52 @@ class BucketedAllReduce:
         self.received_bytes += received_bytes
 
     def wait(self, totals: Tensor) -> None:
-        """Send what never became complete (parameters no sample of this rank used), then wait for everything."""
+        """Send the incomplete buckets (parameters that no sample of this rank used), then wait for all sums."""
         self._launch(only_complete=False)
-        self._armed = False
+        self._sending = False
         with self._world.guard("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
             everywhere = self._sum if whole else self._sum_over_all
-            self._works.append(everywhere(totals))
-            for work in self._works:
+            self._pending.append(everywhere(totals))
+            for work in self._pending:
                 work.wait()
-        self._works.clear()
+        self._pending.clear()
         for bucket in self._buckets:
             bucket.unpack()
 
     def gradients(self) -> list[Tensor]:
-        """In parameter order, each a view into its bucket."""
-        return [self._home[name].views[name] for name in self._parameters]
+        """Views into the buckets, in parameter order."""
+        return [self._bucket_of[name].views[name] for name in self._parameters]
 
     def zero_grad(self) -> None:
         """Zero the buckets and make every gradient a view again."""
         for bucket in self._buckets:
             bucket.flat.zero_()
         for name, parameter in self._parameters.items():
-            parameter.grad = self._home[name].views[name]
+            parameter.grad = self._bucket_of[name].views[name]
 
     def commit(self, good: Tensor | bool) -> None:
-        """The step is over; where ``good`` (0-dim bool, on the device) is false, what compression holds back stays bit-equal."""
+        """End the step; where ``good`` (0-dim bool, on the device) is false, residuals stay bit-equal."""
         if self._exchange is not None:
             self._exchange.commit(good)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What compression holds back on this rank, by parameter name; nothing without a codec."""
+        """This rank's residuals by parameter name; empty without a codec."""
         return {} if self._exchange is None else self._exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError if the state is of other parameters or another compression."""
+        """Raises CheckpointError for a state of other parameters or another codec."""
         if self._exchange is not None:
             self._exchange.load_state_dict(state)
         elif state:
-            raise _left_over(state)
+            raise _unused_residuals(state)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Of each compressed parameter bytes in and out and how much is held back, see ``Feedback.stats``."""
+        """Compression statistics by parameter, see ``ErrorFeedback.stats``."""
         return {} if self._exchange is None else self._exchange.stats()
 
     def close(self) -> None:
-        """Take the hooks off and let the gradients go. Not a collective."""
+        """Remove the hooks and drop the gradients. Not a collective."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -236,17 +238,17 @@ class BucketedAllReduce:
             parameter.grad = None
 
 
-def _two_ways(codec: Codec | PowerSGD, travels: Mapping[str, torch.dtype]) -> ConfigError:
-    name = next(iter(travels))
+def _codec_with_reduce_dtypes(codec: Codec | PowerSGD, reduce_dtypes: Mapping[str, torch.dtype]) -> ConfigError:
+    name = next(iter(reduce_dtypes))
     return ConfigError(
-        given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {travels[name]}",
-        rule="one of both says what travels",
+        given=f"compression {codec.name!r}, and gradients such as that of {name!r} sent as {reduce_dtypes[name]}",
+        rule="a gradient is either compressed or sent in another dtype",
         consequence="the other would act on nothing, so nothing was started",
         nearest="leave compression out, or let gradients be reduced in their own dtype",
     )
 
 
-def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
+def _unused_residuals(state: Mapping[str, Tensor]) -> CheckpointError:
     return CheckpointError(
         given=f"the checkpoint holds what compression held back, such as {min(state)!r}; this run has no compression",
         rule="a run goes on with the compression it had",
@@ -256,24 +258,25 @@ def _left_over(state: Mapping[str, Tensor]) -> CheckpointError:
 
 
 def transport_name(group: ProcessGroup | None) -> str:
-    """The name of torch's backend that carries its collectives."""
+    """The name of the torch backend behind ``group``."""
     return "alone" if group is None else dist.get_backend(group)
 
 
 def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Its gradient's."""
+    """The dtype of the parameter's gradient."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def _partition(
-    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, travels: Mapping[str, torch.dtype]
+    parameters: Mapping[str, nn.Parameter], bucket_bytes: int, reduce_dtypes: Mapping[str, torch.dtype]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Cut the parameters, last first, into runs of one dtype, here and under way, and device, of at most ``bucket_bytes``."""
+    """Split the parameters, last first, into runs of one dtype, one communication dtype and one device, of at most
+    ``bucket_bytes``."""
     buckets: list[list[tuple[str, nn.Parameter]]] = []
     size, last = 0, None
     for name, parameter in reversed(list(parameters.items())):
         nbytes = parameter.numel() * _dtype(parameter).itemsize
-        kind = (_dtype(parameter), travels[name], parameter.device)
+        kind = (_dtype(parameter), reduce_dtypes[name], parameter.device)
         same = kind == last
         if not same or size + nbytes > bucket_bytes:
             buckets.append([])

@@ -1,12 +1,12 @@
-"""Sums over the workers of one host through memory they share: no sockets, no kernel between them.
+"""Sums over the workers of one host through shared memory, without sockets or the kernel between them.
 
-The memory has a slot for each worker and one for the sum. A tensor goes through it in pieces of a slot: each worker copies its
-piece in, adds its share of the elements over all slots in the order of ranks, and copies the sum out. One worker adds each
-element, so all get the same bits, in every run. It is an anonymous file of rank 0, which the others open through /proc: it never
-has a name, does not count against the size of /dev/shm, and nothing is left of it after a kill.
+The memory has a slot per worker and one for the sum. A tensor is processed in pieces of a slot: each worker copies its
+piece in, adds its share of the elements over all slots in rank order, and copies the sum out. One worker adds each
+element, so all get the same bits, in every run. The memory is an anonymous file of rank 0, which the others open
+through /proc: it has no name, does not count against the size of /dev/shm, and disappears with its last process.
 
-Workers wait for each other by counters in the memory, each written by one worker only: a short spin that yields the core, then
-sleeps. A worker that is gone ends the others' wait with a CommError that names it, and so does the World's time-out.
+Workers wait for each other through counters in the memory, each written by one worker: a short spin that yields the
+core, then sleeps. A lost worker, or the World's time-out, ends the others' wait with a CommError that names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from torch import Tensor
 from unisono.dist import World
 from unisono.dist.roll_call import identity, missing_ranks
 from unisono.errors import CommError, ConfigError
+from unisono.kvstore.allreduce.network import CompletedWork
 
 SLOT_BYTES = 4 * 2**20
-_LINE = 64  # a cache line for what one worker tells: its turn, and the last two numbers it came with
+_LINE = 64  # a cache line per worker: its turn, and its last two numbers
 _COUNTERS = _LINE // 8
 _YIELDS = 200
 _SLEEP_S = 50e-6
@@ -37,8 +39,8 @@ _LOOK_EVERY_S = 0.5
 class SharedMemoryAllReduce:
     """All-reduce of host tensors, for a World whose workers share one host.
 
-    The constructor is a collective. Raises ConfigError where memory cannot be shared, on all workers alike: on several
-    hosts, for several users, on other systems than Linux and other processors than x86-64.
+    The constructor is a collective. Raises ConfigError on all workers alike where memory cannot be shared: on several
+    hosts, for several users, on systems other than Linux and processors other than x86-64.
     """
 
     def __init__(self, world: World, slot_bytes: int = SLOT_BYTES) -> None:
@@ -59,20 +61,18 @@ class SharedMemoryAllReduce:
         return self._as(dtype)[self._world.rank]
 
     def sums(self, dtype: torch.dtype) -> Tensor:
-        """Where sums are, as large as a slot."""
+        """The sums, as large as a slot."""
         return self._as(dtype)[-1]
 
     def _as(self, dtype: torch.dtype) -> list[Tensor]:
-        """All slots and the sum."""
+        """All slots and the sum, as ``dtype``."""
         if dtype not in self._typed:
             self._typed[dtype] = [part.view(dtype) for part in self._parts]
         return self._typed[dtype]
 
     def all_reduce(self, tensor: Tensor) -> CompletedWork:
-        """Sums a contiguous host tensor in place; what it returns is done, as ``torch.distributed``'s work after ``wait``.
-
-        A collective. Raises CommError naming the worker that is gone or late.
-        """
+        """Sum a contiguous host tensor in place; returns completed work. A collective. Raises CommError naming the
+        worker that is lost or late."""
         slot, total = self.slot(tensor.dtype), self.sums(tensor.dtype)
         for piece in tensor.detach().view(-1).split(len(slot)):
             slot[: len(piece)].copy_(piece)
@@ -82,7 +82,7 @@ class SharedMemoryAllReduce:
         return CompletedWork()
 
     def all_equal(self, number: int) -> bool:
-        """Whether all workers came with the same ``number``, of 63 bits. A collective; slots may be added afterwards."""
+        """Whether all workers passed the same ``number`` of 63 bits. A collective; slots may be summed afterwards."""
         # two places in turn: a fast worker may write its next number while a slow one still reads this one
         place = 1 + self._turn % 2
         self._counters[self._world.rank * _COUNTERS + place] = number
@@ -91,25 +91,25 @@ class SharedMemoryAllReduce:
 
     @torch.no_grad()
     def reduce_slots(self, runs: Sequence[tuple[torch.dtype, int, int]]) -> None:
-        """Adds all workers' slots into ``total`` where ``runs`` say: dtype, first element of it and end. A collective.
+        """Add all workers' slots into ``sums`` over ``runs`` of (dtype, first element, end). A collective.
 
-        ``slot`` may be written at once afterwards; ``total`` holds until the next meeting of all workers.
+        ``slot`` may be overwritten at once afterwards; ``sums`` is valid until all workers meet again.
         """
         rank, workers = self._world.rank, self._world.world_size
         for dtype, first, end in runs:
             count = end - first
             mine = slice(first + rank * count // workers, first + (rank + 1) * count // workers)
-            one, other, *others, total = (each[mine] for each in self._as(dtype))
+            one, other, *others, total = (slot[mine] for slot in self._as(dtype))
             torch.add(one, other, out=total)
             for part in others:
                 total.add_(part)
         self._meet(sum((end - first) * dtype.itemsize for dtype, first, end in runs))
 
     def _meet(self, num_bytes: int) -> None:
-        """Return once all workers have come as far as this one.
+        """Return once all workers have made as many calls as this one.
 
-        A worker may write its slot for the next sum while others still read this one; the sum itself is written only after
-        the next meeting.
+        A worker may overwrite its slot for the next sum while others still read this sum; the sum is overwritten only
+        after the next meeting.
         """
         self._turn += 1
         self._counters[self._world.rank * _COUNTERS] = self._turn
@@ -127,10 +127,10 @@ class SharedMemoryAllReduce:
                     self._look(rank, num_bytes, now - started)
 
     def _look(self, rank: int, num_bytes: int, waited_s: float) -> None:
-        """Raises CommError if a worker has ended, or the wait is over."""
-        found = missing_ranks(self._peers, self._world.rank, settle=False)
-        if any(each.endswith("has ended") for each in found) or waited_s > self._world.timeout_s:
-            why = "; ".join(found) if found else f"rank {rank} has not come"
+        """Raise CommError if a worker has ended or the wait has timed out."""
+        missing = missing_ranks(self._peers, self._world.rank, settle=False)
+        if any(rank_state.endswith("has ended") for rank_state in missing) or waited_s > self._world.timeout_s:
+            why = "; ".join(missing) if missing else f"rank {rank} has not come"
             raise CommError(
                 given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world_size} "
                 f"after {waited_s:.1f} s: {why}",
@@ -140,45 +140,34 @@ class SharedMemoryAllReduce:
             )
 
     def close(self) -> None:
-        """Free the segment, which goes with its last worker. Not a collective."""
+        """Free the memory, which disappears with its last worker. Not a collective."""
         self._counters.release()
-        self._parts.clear()  # the mapping itself goes with the last tensor that looks into it
+        self._parts.clear()  # the mapping is freed with its last view
         self._typed.clear()
         del self._memory
 
 
-class CompletedWork:
-    """What is done already, in the form of asynchronous work."""
-
-    def wait(self) -> None:
-        """At once."""
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
-
-
 def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
-    """The same memory on all workers, all zeros. Raises ConfigError on all of them if one cannot share."""
+    """The same zeroed memory on all workers. Raises ConfigError on all of them if one cannot share."""
     if world.world_size < 2:
         raise _refused("1 worker", "no sum is needed")
-    if len({each["host"] for each in peers}) > 1:
+    if len({peer["host"] for peer in peers}) > 1:
         raise _refused("workers on several hosts", "a sum over torch.distributed")
     if set(world.gather_json(_able())) != {True}:
         raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
     if world.rank == 0:
         handle = os.memfd_create("unisono-sum", os.MFD_CLOEXEC)
-        os.posix_fallocate(handle, 0, size)  # the memory is there, or an error is
+        os.posix_fallocate(handle, 0, size)  # reserves the memory now, or fails now
         world.broadcast_json(handle)
     else:
         try:
             handle = os.open(f"/proc/{peers[0]['pid']}/fd/{world.broadcast_json()}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             handle = -1
-    opened = [rank for rank, each in enumerate(world.gather_json(handle >= 0)) if not each]
+    refused = [rank for rank, is_open in enumerate(world.gather_json(handle >= 0)) if not is_open]
     try:
-        if opened:
-            raise _refused(f"rank {opened[0]}, which may not open rank 0's memory", "the same user for all workers")
+        if refused:
+            raise _refused(f"rank {refused[0]}, which may not open rank 0's memory", "the same user for all workers")
         return mmap.mmap(handle, size)
     finally:
         if handle >= 0:
@@ -186,7 +175,8 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
 
 
 def _able() -> bool:
-    """Anonymous files are Linux's. Stores of x86-64 become visible in order; elsewhere a counter could overtake the data."""
+    """Whether this machine can share memory safely. Anonymous files need Linux. Stores of x86-64 become visible in
+    order; elsewhere a counter could overtake the data."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
@@ -197,3 +187,89 @@ def _refused(given: str, nearest: str) -> ConfigError:
         consequence="nothing was shared",
         nearest=nearest,
     )
+
+
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a tensor from ``first`` on, at ``start`` to ``end`` of a slot of their dtype."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    first: int
+    start: int
+    end: int
+
+
+class PushStaging:
+    """Pushes staged in this worker's slot of ``memory``: a push is copied there once, and nowhere else.
+
+    Tensors are laid out one after the other, large ones in parts. When the slot is full, or a caller waits, its content
+    is summed. The layout follows from the calls, so workers that make the same calls have the same layout.
+    """
+
+    def __init__(self, memory: SharedMemoryAllReduce) -> None:
+        self._memory = memory
+        self._parts: list[_Part] = []
+        self._used_bytes = 0
+        # by key the sum of a tensor staged in parts, reused: fresh memory costs more than the copy into it, page by page
+        self._wholes: dict[str, Tensor] = {}
+
+    def put(self, key: str, value: Tensor, flush: Callable[[], None]) -> None:
+        """Copy a host tensor in. ``flush`` is called whenever the slot is full, and has to empty it with ``drain``."""
+        flat, slot = value.detach().reshape(-1), self._memory.slot(value.dtype)
+        first = 0
+        while True:
+            start = self._used_bytes // value.itemsize
+            end = min(start + len(flat), len(slot))
+            if end > start or not value.numel():
+                slot[start:end].copy_(flat[: end - start])
+                self._parts.append(_Part(key, value.shape, value.dtype, first, start, end))
+                self._used_bytes = -(-end * value.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+            first, flat = first + end - start, flat[end - start :]
+            if not len(flat):
+                return
+            flush()
+
+    def all_equal(self, number: int) -> bool:
+        """Whether all workers passed the same ``number``. A collective."""
+        return self._memory.all_equal(number)
+
+    def drain(self) -> Iterator[tuple[str, Tensor]]:
+        """Sum what all workers have staged, after ``all_equal``; yields each key with its sum, valid until the next
+        one. A collective."""
+        parts, self._parts, self._used_bytes = self._parts, [], 0
+        if parts:
+            self._memory.reduce_slots(_runs(parts))
+        for part in parts:
+            total = self._memory.sums(part.dtype)[part.start : part.end]
+            if len(total) == part.shape.numel():
+                yield part.key, total.view(part.shape)
+                continue
+            whole = self._wholes.get(part.key)
+            if whole is None or (whole.shape, whole.dtype) != (part.shape, part.dtype):
+                whole = self._wholes[part.key] = torch.empty(part.shape, dtype=part.dtype)
+            rest = whole.view(-1)[part.first :]
+            rest[: len(total)].copy_(total)
+            if len(rest) == len(total):
+                yield part.key, whole
+
+    def close(self) -> None:
+        """Drop what was not summed and free the memory. Not a collective."""
+        self._parts.clear()
+        self._wholes.clear()
+        self._memory.close()
+
+
+def _runs(parts: list[_Part]) -> list[tuple[torch.dtype, int, int]]:
+    """Neighbours of one dtype merged; the alignment gaps between them are summed too, and never read."""
+    runs: list[tuple[torch.dtype, int, int]] = []
+    for part in parts:
+        if runs and runs[-1][0] == part.dtype:
+            runs[-1] = (part.dtype, runs[-1][1], part.end)
+        else:
+            runs.append((part.dtype, part.start, part.end))
+    return runs

@@ -1,27 +1,27 @@
-"""``dist_sync`` as a store: values and optimizer on every worker, bit for bit the same, because every worker applies the
-same sums.
+"""The kind ``dist_sync``: every worker holds the values and the optimizer, bit-identical because all apply the same
+sums.
 
-Pushes queue. The queue leaves when someone waits for one of its keys, at a barrier, when one of its keys is pushed again,
-and when ``QUEUE_BYTES`` have come together: higher priority first, then in the order of the calls, small tensors of one
-dtype and device in one flat buffer. All of it is a function of the calls alone, so workers that call alike send alike.
-Whether they did is compared before anything is sent, by a hash of all calls so far: one 16-byte all-reduce per queue. Two
-workers that pushed in different orders get an error that names the keys, not each other's tensors.
+Pushes queue. The queue is sent when a caller waits for one of its keys, at a barrier, when one of its keys is pushed
+again, and when it holds ``QUEUE_BYTES``: higher priority first, then in call order, with small tensors of one dtype and
+device in one flat buffer. All of this is a function of the calls, so workers that make the same calls send the same
+collectives. Workers first compare a hash of all calls so far, with one 16-byte all-reduce per queue: workers that
+pushed in different orders get an error that names the keys, instead of each other's tensors.
 
-With a codec, dense floating point tensors are summed as ``codecs`` does, one buffer under way at a time; rows and whole numbers
-travel in full.
+With a codec, dense floating-point tensors are summed by ``compression``, one buffer at a time; rows and integer tensors
+are sent uncompressed.
 
-Where all workers share a host, sums of host tensors go through memory they share, which takes the queue's place: a push
-copies into it, and is added when it is full (``staging``). With several workers on several hosts the sum
-goes host-wise: to the first worker of each host, across hosts, back. Only 1 of k workers' tensors then crosses the network.
+Where all workers share a host, host tensors are summed through shared memory instead of the queue: a push copies into
+it, and a full buffer is summed (``allreduce.shared_memory``). With several workers on several hosts the sum is
+hierarchical (``allreduce.network``): only 1 of k workers' tensors crosses the network.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,10 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.errors import ConfigError
-from unisono.kvstore.allreduce.hierarchical import hierarchical_all_reduce, host_id, is_hierarchy_useful
-from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
-from unisono.kvstore.allreduce.staging import PushStaging
-from unisono.kvstore.compression import (
-    CompressedSum,
-    codec_is_fixed,
-    compressed_sum,
-    find_codec,
-    no_traffic_to_compress,
-)
+from unisono.kvstore.allreduce.network import CollectiveWork, CompletedWork, network_all_reduce
+from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
+from unisono.kvstore.compression import CompressedSum, compressed_sum, find_codec
+from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions
@@ -49,26 +43,11 @@ from unisono.optim.options import OptimOptions
 # more; 40 keys of 1 MiB: 121, 90, 145.
 QUEUE_BYTES = 4 * 2**20
 _LARGE_BYTES = QUEUE_BYTES // 4
-# Gloo works on several collectives at once, each in its own thread. Measured as above, 100 MB: 260 ms in one piece, 133 in
-# pieces of 4 or 8 MiB, 177 of 16.
-_PIECE_BYTES = 8 * 2**20
-
-
-class CollectiveWork(Protocol):
-    """What an asynchronous collective returns."""
-
-    def wait(self) -> Any:
-        """Return when it is done."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether it is."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """One push on its way, and the pulls that wait for it."""
+    """A pending push, and the pulls that wait for it."""
 
     key: str
     value: PushValue
@@ -83,7 +62,7 @@ class _Entry:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Pushes that travel in one buffer; ``totals`` are their sums, read after ``work``."""
+    """Pushes in one buffer; ``totals`` are their sums, valid after ``work``."""
 
     entries: list[_Entry]
     work: CollectiveWork
@@ -102,23 +81,23 @@ class AllReduceBackend:
     ) -> None:
         self._world = world
         self._staging = _staging(world, hierarchical, shared_memory)
-        self._insists = shared_memory is True or hierarchical is True
+        self._requires_uncompressed = shared_memory is True or hierarchical is True
         self._values = ValueStore()
         self._queue: list[_Entry] = []
         self._queued_bytes = 0
-        self._open: dict[str, _Entry] = {}
+        self._pending: dict[str, _Entry] = {}
         # by key the memory of its last large push: fresh memory costs more than the copy into it, page by page
         self._spare: dict[str, Tensor] = {}
         self._batches: deque[_Batch] = deque()
         self._calls: dict[str, str] = {}
         self._number, self._hash = 0, 0
-        self._over_network = _all_reduce(world, hierarchical)
+        self._over_network = network_all_reduce(world, hierarchical)
         self._codec: str | None = None
         self._exchange: CompressedSum | None = None
         self._pushed = False
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors. Raises ConfigError once something was sent compressed."""
+        """Store these tensors. Raises ConfigError once compressed data was sent."""
         if self._exchange is not None:
             raise ConfigError(
                 given=f"init of {', '.join(map(repr, list(values)[:5]))} after the first push with compression",
@@ -129,20 +108,19 @@ class AllReduceBackend:
         self._values.init(values)
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Beside the first one."""
         return first.device
 
     # --- calls -----------------------------------------------------------------------------------------------------
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
-        """Queue; the future's ``wait`` sends."""
+        """Queue the items; the future's ``wait`` sends them."""
         entries: list[_Entry] = []
         self._pushed = True
         for key, value in items:
-            if key in self._open:  # pushes of one key take effect in the order of the calls
-                self._settle(self._open[key])
-            self._note(f"push {key!r} priority {priority} {'dense' if isinstance(value, Tensor) else 'rows'}")
-            entry = self._open[key] = _Entry(key, value, priority)
+            if key in self._pending:  # pushes of one key take effect in the order of the calls
+                self._apply_until(self._pending[key])
+            self._record_call(f"push {key!r} priority {priority} {'dense' if isinstance(value, Tensor) else 'rows'}")
+            entry = self._pending[key] = _Entry(key, value, priority)
             entries.append(entry)
             # the caller may change its tensor, and all-reduce works in place
             if isinstance(value, Tensor) and self._staging is not None and value.device.type == "cpu":
@@ -158,10 +136,10 @@ class AllReduceBackend:
         return self._when_applied(entries)
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """Written when the pushes before it are applied; at once where there are none."""
+        """Copy now, or, where pushes of the key are pending, after they are applied."""
         awaited: list[_Entry] = []
         for key, targets in items:
-            entry = self._open.get(key)
+            entry = self._pending.get(key)
             if entry is None:
                 for target in targets:
                     target.copy_(self._values.tensors[key])
@@ -171,93 +149,92 @@ class AllReduceBackend:
         return self._when_applied(awaited)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of what is here already."""
-        if key in self._open:
-            self._settle(self._open[key])
+        """Rows of the value after all pending pushes of the key."""
+        if key in self._pending:
+            self._apply_until(self._pending[key])
         stored = self._values.tensors[key]
-        found = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: found)
+        rows = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
+        return Future(lambda: rows)
 
     def barrier(self) -> None:
-        """Send and apply everything, then compare the calls once more, which no worker leaves before the last has come."""
+        """Send and apply all pushes, then compare the calls once more; no worker returns before the last one has come."""
         self.apply_all()
-        self._note("barrier")
+        self._record_call("barrier")
         self._compare()
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Pushes so far still replace."""
+        """Pending pushes still replace."""
         self.apply_all()
         self._values.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Pushes so far are applied with the rate before."""
+        """Pending pushes are applied with the previous rate."""
         self.apply_all()
-        self._note(f"set_learning_rate {lr!r}")
+        self._record_call(f"set_learning_rate {lr!r}")
         self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
-        """Of dense floating point sums, in place of plain all-reduces."""
+        """Compress dense floating-point sums instead of plain all-reduces."""
         if self._pushed:
             raise codec_is_fixed(codec)
         if codec is not None:
             find_codec(codec)
             if self._world.group is None:
                 raise no_traffic_to_compress(codec, "with one worker")
-            if self._insists:
+            if self._requires_uncompressed:
                 raise no_traffic_to_compress(
                     codec, "beside sums through shared memory or host by host, which are not coded"
                 )
-            self._unstage()
+            self._close_staging()
         self._codec = codec
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By key."""
         return {} if self._exchange is None else self._exchange.stats()
 
     def step(self) -> None:
-        """Sums keep the workers in step."""
+        pass
 
     def state_dict(self) -> dict[str, Tensor]:
-        """After all pushes so far; residuals are this worker's own."""
+        """State after all pending pushes; residuals are this worker's own."""
         self.apply_all()
         coder = self._coder()
-        held = {} if coder is None else coder.state_dict()
-        return self._values.state_dict() | {f"{_HELD}{name}": each for name, each in held.items()}
+        residuals = {} if coder is None else coder.state_dict()
+        return self._values.state_dict() | {f"{_RESIDUAL}{name}": tensor for name, tensor in residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """After all pushes so far, which it overwrites."""
+        """Apply all pending pushes, then overwrite."""
         self.apply_all()
         coder = self._coder()
         if coder is not None:
-            held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
-            coder.load_state_dict(held)
-            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
+            prefixed = {name for name in state if name.startswith(_RESIDUAL)}
+            coder.load_state_dict({name.removeprefix(_RESIDUAL): state[name] for name in prefixed})
+            state = {name: state[name] for name in state.keys() - prefixed}
         self._values.load_state_dict(state)
 
     def close(self) -> None:
-        """Drop what was not sent, and the values."""
+        """Drop unsent pushes and the values."""
         self._queue.clear()
-        self._open.clear()
+        self._pending.clear()
         self._batches.clear()
         self._spare.clear()
         self._values = ValueStore()
-        self._unstage()
+        self._close_staging()
 
     # --- sending and applying --------------------------------------------------------------------------------------
 
     def apply_all(self) -> None:
-        """Send and apply everything."""
-        for entry in list(self._open.values()):
-            self._settle(entry)
+        """Send and apply all pending pushes."""
+        for entry in list(self._pending.values()):
+            self._apply_until(entry)
 
     def _when_applied(self, entries: list[_Entry]) -> Future[None]:
         def wait() -> None:
             for entry in entries:
-                self._settle(entry)
+                self._apply_until(entry)
 
         return Future(wait, lambda: all(entry.ready() for entry in entries))
 
-    def _settle(self, entry: _Entry) -> None:
+    def _apply_until(self, entry: _Entry) -> None:
         if entry.applied:
             return
         if entry.batch is None:
@@ -278,7 +255,7 @@ class AllReduceBackend:
         for target in entry.targets:
             target.copy_(self._values.tensors[entry.key])
         entry.applied = True
-        del self._open[entry.key]
+        del self._pending[entry.key]
 
     def _copied(self, key: str, value: Tensor) -> Tensor:
         spare = self._spare.pop(key, None)
@@ -286,13 +263,13 @@ class AllReduceBackend:
             return value.clone(memory_format=torch.contiguous_format)
         return spare.copy_(value)
 
-    def _note(self, call: str) -> None:
+    def _record_call(self, call: str) -> None:
         self._number += 1
         self._hash = xxhash.xxh3_64_intdigest(call.encode(), seed=self._hash)
         self._calls[f"call {self._number}"] = call
 
     def _compare(self) -> None:
-        """Raises CommError, on all workers, unless all have made the same calls."""
+        """Raise CommError on all workers unless all have made the same calls."""
         mine = self._hash >> 1  # fits int64, and so does its negative
         if self._staging is not None:
             alike = self._staging.all_equal(mine)
@@ -304,15 +281,15 @@ class AllReduceBackend:
         self._calls.clear()
 
     def _send(self) -> None:
-        """Launch the queue, highest priority first; what lies in shared memory is added and applied at once."""
+        """Launch the queue, highest priority first; tensors in shared memory are summed and applied here."""
         self._compare()
         if self._staging is not None:
             for key, total in self._staging.drain():
-                self._apply_one(self._open[key], total)
+                self._apply_one(self._pending[key], total)
         queue = sorted(self._queue, key=lambda entry: -entry.priority)  # stable: then in the order of the calls
         self._queue, self._queued_bytes = [], 0
-        for kind, run in groupby(queue, key=_travels_as):
-            for entries in [[each] for each in run] if kind in (_ROWS, _LARGE) else [list(run)]:
+        for kind, run in groupby(queue, key=_buffer_kind):
+            for entries in [[entry] for entry in run] if kind in (_ROWS, _LARGE) else [list(run)]:
                 with self._world.guard(f"push of {', '.join(repr(entry.key) for entry in entries[:3])}"):
                     batch = self._launch(entries)
                 for entry in entries:
@@ -324,15 +301,15 @@ class AllReduceBackend:
         dense = [value for value in values if isinstance(value, Tensor)]
         if not dense:
             return _Batch(
-                entries, _Done(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
+                entries, CompletedWork(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
             )
         coder = self._coder()
         if coder is not None and dense[0].is_floating_point():
-            # residuals of one buffer are kept or dropped before those of the next are read
+            # residuals of one buffer are committed before those of the next are read
             while self._batches:
                 self._apply(self._batches.popleft())
             sums = dict(zip([entry.key for entry in entries], dense, strict=True))
-            return _Batch(entries, _Coded(coder, sums), values)
+            return _Batch(entries, _CompressedWork(coder, sums), values)
         if len(dense) == 1:
             whole = dense[0]
             return _Batch(entries, self._over_network(whole.view(-1)), [whole])
@@ -342,74 +319,56 @@ class AllReduceBackend:
         return _Batch(entries, self._over_network(flat), totals)
 
     def _coder(self) -> CompressedSum | None:
-        """What sums coded tensors; made when it is needed first, for all keys."""
+        """The compressed sum over all keys; created at first use."""
         if self._codec is not None and self._exchange is None:
             coded = {key: value for key, value in self._values.tensors.items() if value.is_floating_point()}
             self._exchange = compressed_sum(find_codec(self._codec), coded, self._world.group)
         return self._exchange
 
-    def _unstage(self) -> None:
+    def _close_staging(self) -> None:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
 
     def _sum_rows(self, ids: Tensor, rows: Tensor) -> SparseRows:
-        """All workers' rows, each id once and sorted, added in the order of ranks and then of each worker's own list."""
+        """All workers' rows, sorted by id and distinct, added in rank order and then in each worker's own order."""
         group = self._world.group
         ids = ids.to(rows.device, torch.int64)
         if group is not None:
             counts = [ids.new_zeros(1) for _ in range(self._world.world_size)]
             dist.all_gather(counts, ids.new_tensor([len(ids)]), group=group)
-            longest = max(int(count) for count in counts)
-            ids, rows = (
-                torch.cat(
-                    [part[: int(count)] for part, count in zip(_gather(each, longest, group), counts, strict=True)]
-                )
-                for each in (ids, rows)
-            )
+            lengths = [int(count) for count in counts]
+            ids, rows = _gather(ids, lengths, group), _gather(rows, lengths, group)
         distinct, places = ids.unique(return_inverse=True)
         return SparseRows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
 
 
 _ROWS, _LARGE = "rows", "large"
-_HELD = "compression/"
+_RESIDUAL = "compression/"
 
 
 def _nbytes(value: PushValue) -> int:
     return value.nbytes if isinstance(value, Tensor) else value[0].nbytes + value[1].nbytes
 
 
-def _travels_as(entry: _Entry) -> object:
-    """Neighbours for which this is equal may share a buffer."""
+def _buffer_kind(entry: _Entry) -> object:
+    """A grouping key: neighbours with equal keys may share a buffer."""
     if not isinstance(entry.value, Tensor):
         return _ROWS
     return _LARGE if entry.value.nbytes >= _LARGE_BYTES else (entry.value.dtype, entry.value.device)
 
 
-def _gather(part: Tensor, longest: int, group: ProcessGroup) -> list[Tensor]:
-    padded = part.new_zeros(longest, *part.shape[1:])
+def _gather(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """All workers' parts [sum(lengths), ...], in rank order."""
+    padded = part.new_zeros(max(lengths), *part.shape[1:])
     padded[: len(part)] = part
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
-    return parts
+    return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
-# --- sums ----------------------------------------------------------------------------------------------------------
-
-
-class _Done:
-    """Work that was done at once."""
-
-    def wait(self) -> None:
-        """At once."""
-
-    def is_completed(self) -> bool:
-        """Always."""
-        return True
-
-
-class _Coded:
-    """Coded sum, in place."""
+class _CompressedWork:
+    """A compressed sum, in place, finished in ``wait``, which all workers call in the same order."""
 
     def __init__(self, exchange: CompressedSum, tensors: Mapping[str, Tensor]) -> None:
         self._exchange, self._tensors = exchange, tensors
@@ -417,55 +376,23 @@ class _Coded:
         self._waited = False
 
     def wait(self) -> None:
-        """In step with the other workers, as a low-rank code has a second part."""
         self._pending.wait()
-        self._exchange.commit(torch.stack([each.isfinite().all() for each in self._tensors.values()]).all())
+        self._exchange.commit(torch.stack([tensor.isfinite().all() for tensor in self._tensors.values()]).all())
         self._waited = True
 
     def is_completed(self) -> bool:
-        """The rest is done in ``wait``."""
         return self._waited
-
-
-class _Pieces:
-    """One all-reduce, or several of ``_PIECE_BYTES`` where the tensor is larger and on the host."""
-
-    def __init__(self, tensor: Tensor, group: ProcessGroup) -> None:
-        whole = tensor.numel() if tensor.device.type != "cpu" else _PIECE_BYTES // tensor.element_size()
-        self._works: list[Any] = [
-            dist.all_reduce(piece, group=group, async_op=True) for piece in tensor.split(max(whole, 1))
-        ]
-
-    def wait(self) -> None:
-        """For all of them."""
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        """Whether all are."""
-        return all(work.is_completed() for work in self._works)
 
 
 def _staging(
     world: World, hierarchical: Literal["auto"] | bool, shared_memory: Literal["auto"] | bool
 ) -> PushStaging | None:
-    """For memory that all workers share; None where it is not wanted, or auto and cannot be had. A collective."""
-    if shared_memory is True:
-        return PushStaging(SharedMemoryAllReduce(world))
-    if not shared_memory or hierarchical is True or world.group is None:
+    """Staging in shared memory; None where it is not wanted, or 'auto' and unavailable. A collective."""
+    if shared_memory is not True and (not shared_memory or hierarchical is True or world.group is None):
         return None
     try:
         return PushStaging(SharedMemoryAllReduce(world))
     except ConfigError:
+        if shared_memory is True:
+            raise
         return None
-
-
-def _all_reduce(world: World, hierarchical: Literal["auto"] | bool) -> Callable[[Tensor], CollectiveWork]:
-    """How this world adds: in place, asynchronously."""
-    group = world.group
-    if group is None:
-        return lambda tensor: _Done()
-    hosts: list[str] = world.gather_json(host_id()) if hierarchical else []
-    if hierarchical is True or is_hierarchy_useful(hosts):
-        return hierarchical_all_reduce(world, hosts)
-    return lambda tensor: _Pieces(tensor, group)

@@ -1,17 +1,17 @@
-"""Local steps: every worker trains on its own and the copies are averaged now and then.
+"""The kind ``dist_local``: every worker trains on its own, and the copies are averaged periodically.
 
-* LocalSGD (Stich 2019, arXiv 1805.09767): every H steps, parameters become the mean over workers. ``outer_lr=1,
+* LocalSGD (Stich 2019, arXiv 1805.09767): every H steps the parameters become the mean over workers. ``outer_lr=1,
   outer_momentum=0``.
-* DiLoCo (Douillard et al. 2023, arXiv 2311.08105): how far each worker came in H steps is a gradient; its mean over workers
-  makes a step of an outer SGD with Nesterov momentum, 0.9 at a rate of 0.7.
-* Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the parameters are cut into fragments with boundaries at different
-  steps, what is sent arrives ``overlap_steps`` later, and is then mixed with what the worker has learnt meanwhile.
+* DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each worker's parameter change over H steps is a gradient; its mean
+  over workers makes a step of an outer SGD with Nesterov momentum, 0.9 at a rate of 0.7.
+* Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the parameters are split into fragments with boundaries at
+  different steps; a sum is applied ``outer_delay_steps`` later and mixed with the worker's current parameters.
 
 With outer parameters w (equal on all workers), local parameters x_i and D = mean_i(w - x_i) at the boundary:
 
     m = mu m + D;   w = w - lr (D + mu m);   x_i = mix x_i + (1 - mix) w
 
-``mix`` is 0 without overlap. What a worker holds between boundaries is its own: a checkpoint needs every worker's parameters.
+``mix`` is 0 without a delay. Between boundaries the parameters differ over workers: a checkpoint needs every worker's.
 """
 
 from __future__ import annotations
@@ -27,35 +27,30 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
-from unisono.kvstore.compression import (
-    Codec,
-    PowerSGD,
-    codec_is_fixed,
-    compressed_sum,
-    find_codec,
-    no_traffic_to_compress,
-)
+from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum, find_codec
+from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions
+from unisono.plan.validate import round_problems
 
-_HELD = "compression/"
+_RESIDUAL = "compression/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDConfig:
-    """When and how copies are averaged. Raises ConfigError with everything that is wrong."""
+    """When and how ``dist_local`` averages copies. Raises ConfigError with all problems."""
 
     local_steps: int
-    """H: steps from one boundary of a parameter to its next."""
+    """H: steps between averages of a parameter."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     num_fragments: int = 1
     """Fragment f of F has its boundaries at steps (f + 1) H // F, and then every H."""
     outer_delay_steps: int = 0
-    """Steps between a boundary and the use of the sum."""
+    """Steps between a boundary and the application of its sum."""
     mix: float | None = None
-    """Share of a worker's own parameters in the mixture; unset: 0.5 with overlap, else 0."""
+    """Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0."""
 
     def __post_init__(self) -> None:
         own = self.outer_delay_steps == 0 and self.mix not in (None, 0)
@@ -67,16 +62,6 @@ class LocalSGDConfig:
                 "outer_momentum is at least 0 and below 1",
                 not 0 <= self.outer_momentum < 1,
             ),
-            (
-                f"fragments = {self.num_fragments} with local_steps = {self.local_steps}",
-                "each fragment has a boundary of its own within local_steps",
-                not 1 <= self.num_fragments <= max(self.local_steps, 1),
-            ),
-            (
-                f"overlap_steps = {self.outer_delay_steps} with local_steps = {self.local_steps}",
-                "a sum arrives before the next boundary of its fragment",
-                not 0 <= self.outer_delay_steps < max(self.local_steps, 1),
-            ),
             (f"mix = {self.mix}", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
             (f"mix = {self.mix} without overlap", "own parameters are mixed in where a sum arrives later", own),
         ]
@@ -85,11 +70,12 @@ class LocalSGDConfig:
                 given=given,
                 rule=rule,
                 consequence="copies would not be averaged as meant",
-                nearest="Rounds(local_steps=16)",
+                nearest="LocalSGDConfig(local_steps=16)",
             )
             for given, rule, bad in broken
             if bad
         ]
+        problems += round_problems(self.local_steps, self.num_fragments, self.outer_delay_steps)
         if problems:
             raise ConfigError(*problems)
 
@@ -99,8 +85,8 @@ class LocalSGDConfig:
         return self.mix if self.mix is not None else 0.5 if self.outer_delay_steps else 0.0
 
 
-class _Piece:
-    """Parameters of one fragment, dtype and device. What is outer is flat, and float32 or wider."""
+class _FragmentPart:
+    """Parameters of one fragment, dtype and device. The outer state is flat, in float32 or wider."""
 
     def __init__(self, name: str, members: Mapping[str, Tensor]) -> None:
         self.name, self._members = name, members
@@ -111,124 +97,130 @@ class _Piece:
         self.delta = torch.zeros_like(self.outer)
 
     def flat(self) -> Tensor:
-        """The local parameters, a copy [elements]."""
-        return torch.cat([each.detach().reshape(-1).to(self._dtype) for each in self._members.values()])
+        """A copy of the local parameters, [elements]."""
+        return torch.cat([tensor.detach().reshape(-1).to(self._dtype) for tensor in self._members.values()])
 
     def named(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of ``flat`` [elements] in the shapes of the parameters, by name."""
-        parts = flat.split([each.numel() for each in self._members.values()])
-        return {name: part.view(each.shape) for (name, each), part in zip(self._members.items(), parts, strict=True)}
+        parts = flat.split([tensor.numel() for tensor in self._members.values()])
+        return {
+            name: part.view(tensor.shape) for (name, tensor), part in zip(self._members.items(), parts, strict=True)
+        }
 
-    def update(self, workers: int, rounds: LocalSGDConfig) -> None:
-        """The outer step, with ``delta`` the sum over workers, and what it makes of the local parameters."""
+    def update(self, workers: int, config: LocalSGDConfig) -> None:
+        """Make the outer step, with ``delta`` the sum over workers, and update the local parameters."""
         mean = self.delta.div_(workers)
-        self.momentum.mul_(rounds.outer_momentum).add_(mean)
-        self.outer.sub_(mean.add(self.momentum, alpha=rounds.outer_momentum), alpha=rounds.outer_lr)
-        parts = self.outer.split([each.numel() for each in self._members.values()])
+        self.momentum.mul_(config.outer_momentum).add_(mean)
+        self.outer.sub_(mean.add(self.momentum, alpha=config.outer_momentum), alpha=config.outer_lr)
+        parts = self.outer.split([tensor.numel() for tensor in self._members.values()])
         for local, new in zip(self._members.values(), parts, strict=True):
             new = new.view(local.shape).to(local.dtype)
-            local.detach().mul_(rounds.local_weight).add_(
-                new, alpha=1 - rounds.local_weight
-            ) if rounds.local_weight else local.detach().copy_(new)
+            local.detach().mul_(config.local_weight).add_(
+                new, alpha=1 - config.local_weight
+            ) if config.local_weight else local.detach().copy_(new)
 
 
 class LocalSGD:
-    """Averages ``parameters`` (which start equal on all workers) in place; call ``after_step`` after every local step.
+    """Averages ``parameters`` (equal on all workers at the start) in place; call ``after_step`` after every local step.
 
-    All workers call it alike. Deterministic, and exact on resume from ``state_dict`` and the worker's own parameters.
-    With ``codec`` w - x_i travels coded, and what the code leaves out is added at the fragment's next boundary.
-    ``sent_bytes`` and ``received_bytes`` count what this worker gave to sums and got of them.
+    All workers make the same calls. Deterministic, and exact on resume from ``state_dict`` and the worker's own
+    parameters. With ``codec`` the change w - x_i is compressed, and its residual is added at the fragment's next
+    boundary. ``sent_bytes`` and ``received_bytes`` count what this worker gives to the sums and gets from them.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], world: World, rounds: LocalSGDConfig, codec: Codec | None = None
+        self, parameters: Mapping[str, Tensor], world: World, config: LocalSGDConfig, codec: Codec | None = None
     ) -> None:
-        self._world, self._rounds = world, rounds
+        self._world, self._config = world, config
         self._fragments = [
             [
-                _Piece(f"{number}/{place}", {name: parameters[name] for name in names})
+                _FragmentPart(f"{number}/{place}", {name: parameters[name] for name in names})
                 for place, (_, names) in enumerate(_by_kind(run, parameters))
             ]
-            for number, run in enumerate(split_into_fragments(parameters, rounds.num_fragments))
+            for number, run in enumerate(split_into_fragments(parameters, config.num_fragments))
         ]
         self._pending: dict[int, list[Any]] = {}
         self.sent_bytes = self.received_bytes = 0
-        # one for each fragment, as several may be under way
+        # one per fragment, as several may be in flight
         self._exchanges = [
-            compressed_sum(codec, {piece.name: piece.delta for piece in pieces}, world.group)
-            for pieces in self._fragments
+            compressed_sum(codec, {part.name: part.delta for part in parts}, world.group)
+            for parts in self._fragments
             if codec is not None
         ]
 
     def due_fragments(self, step: int) -> list[int]:
-        """The fragments whose boundary lies behind step ``step`` (counted from 0)."""
-        every, count = self._rounds.local_steps, self._rounds.num_fragments
+        """The fragments whose boundary follows step ``step`` (counted from 0)."""
+        every, count = self._config.local_steps, self._config.num_fragments
         return [f for f in range(count) if (step + 1 - (f + 1) * every // count) % every == 0]
 
     @torch.no_grad()
     def after_step(self, step: int) -> bool:
-        """Do what is due behind step ``step``; whether any parameter was changed. Raises CommError when a worker is gone."""
-        overlap = self._rounds.outer_delay_steps
+        """Start and finish the averages that are due after step ``step``; returns whether a parameter changed. Raises
+        CommError if a worker is lost."""
+        delay = self._config.outer_delay_steps
         for fragment in self.due_fragments(step):
             self._launch(fragment)
-        arriving = [fragment for fragment in self.due_fragments(step - overlap) if fragment in self._pending]
-        for fragment in arriving:
+        finished = [fragment for fragment in self.due_fragments(step - delay) if fragment in self._pending]
+        for fragment in finished:
             self._wait(fragment)
             del self._pending[fragment]
-            for piece in self._fragments[fragment]:
-                piece.update(self._world.world_size, self._rounds)
-        return bool(arriving)
+            for part in self._fragments[fragment]:
+                part.update(self._world.world_size, self._config)
+        return bool(finished)
 
     def outer_state(self) -> dict[str, Tensor]:
-        """By parameter name what all workers agree on, and the outer momentum as ``momentum/<name>``: the tensors themselves."""
-        pieces = [piece for each in self._fragments for piece in each]
-        values = {name: part for piece in pieces for name, part in piece.named(piece.outer).items()}
-        return values | {
-            f"momentum/{name}": part for piece in pieces for name, part in piece.named(piece.momentum).items()
-        }
+        """The outer parameters by name, and the outer momentum as ``momentum/<name>``: the live tensors, equal on all
+        workers."""
+        parts = [part for fragment in self._fragments for part in fragment]
+        values = {name: tensor for part in parts for name, tensor in part.named(part.outer).items()}
+        momenta = {name: tensor for part in parts for name, tensor in part.named(part.momentum).items()}
+        return values | {f"momentum/{name}": tensor for name, tensor in momenta.items()}
 
     def in_flight_state(self) -> dict[str, Tensor]:
-        """``state_dict`` without ``outer``: sums under way, and what a codec holds back."""
-        return {name: each for name, each in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))}
+        """``state_dict`` without the outer state: pending sums and residuals."""
+        return {
+            name: tensor for name, tensor in self.state_dict().items() if not name.startswith(("outer/", "momentum/"))
+        }
 
     def load_in_flight_state(self, underway: Mapping[str, Tensor]) -> None:
-        """Go on with that; ``outer`` stays as it is. Raises CheckpointError for another cut of the parameters, or compression."""
-        agreed = {n: each for n, each in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
-        self.load_state_dict(agreed | dict(underway))
+        """Load pending sums and residuals; the outer state stays. Raises CheckpointError for other fragments or another
+        codec."""
+        outer = {n: tensor for n, tensor in self.state_dict().items() if n.startswith(("outer/", "momentum/"))}
+        self.load_state_dict(outer | dict(underway))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Outer parameters, momentum, and the sums under way, for which it waits; these are equal on all workers. With a codec
-        also what this worker holds back. Copies."""
+        """Copies of the outer parameters, the momentum and the pending sums, for which it waits; these are equal on all
+        workers. With a codec also this worker's residuals."""
         state: dict[str, Tensor] = {}
-        for fragment, pieces in enumerate(self._fragments):
+        for fragment, parts in enumerate(self._fragments):
             self._wait(fragment)
-            for piece in pieces:
-                state[f"outer/{piece.name}"] = piece.outer.clone()
-                state[f"momentum/{piece.name}"] = piece.momentum.clone()
+            for part in parts:
+                state[f"outer/{part.name}"] = part.outer.clone()
+                state[f"momentum/{part.name}"] = part.momentum.clone()
                 if fragment in self._pending:
-                    state[f"delta/{piece.name}"] = piece.delta.clone()
+                    state[f"delta/{part.name}"] = part.delta.clone()
         for fragment, coder in enumerate(self._exchanges):
-            held = coder.state_dict()
-            state |= {f"{_HELD}{fragment}/{name}": each.clone() for name, each in held.items()}
+            residuals = coder.state_dict()
+            state |= {f"{_RESIDUAL}{fragment}/{name}": tensor.clone() for name, tensor in residuals.items()}
         return state
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """See ``Feedback.stats``; by fragment, and number of the dtype in it."""
-        return {name: each for coder in self._exchanges for name, each in coder.stats().items()}
+        """Compression statistics, see ``ErrorFeedback.stats``, by fragment and the index of the dtype in it."""
+        return {name: stats for coder in self._exchanges for name, stats in coder.stats().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where ``state_dict`` was taken. Raises CheckpointError for another cut of the parameters, or compression."""
+        """Continue from ``state_dict``. Raises CheckpointError for other fragments or another codec."""
         for fragment, coder in enumerate(self._exchanges):
-            start = f"{_HELD}{fragment}/"
-            coder.load_state_dict({n.removeprefix(start): each for n, each in state.items() if n.startswith(start)})
+            start = f"{_RESIDUAL}{fragment}/"
+            coder.load_state_dict({n.removeprefix(start): tensor for n, tensor in state.items() if n.startswith(start)})
         if self._exchanges:
-            state = {name: each for name, each in state.items() if not name.startswith(_HELD)}
+            state = {name: tensor for name, tensor in state.items() if not name.startswith(_RESIDUAL)}
         own = {
-            f"{what}/{piece.name}": tensor
-            for pieces in self._fragments
-            for piece in pieces
-            for what, tensor in (("outer", piece.outer), ("momentum", piece.momentum), ("delta", piece.delta))
+            f"{what}/{part.name}": tensor
+            for parts in self._fragments
+            for part in parts
+            for what, tensor in (("outer", part.outer), ("momentum", part.momentum), ("delta", part.delta))
         }
         wrong = {name for name in own if name not in state and not name.startswith("delta/")} | {
             name for name, tensor in state.items() if name not in own or own[name].shape != tensor.shape
@@ -238,26 +230,26 @@ class LocalSGD:
                 given=f"saved local steps that differ in {', '.join(map(repr, sorted(wrong)[:5]))}",
                 rule="fragments and parameters are those of the run that was saved",
                 consequence="nothing was loaded",
-                nearest=f"the number of fragments it was saved with (here {self._rounds.num_fragments}) and the same model",
+                nearest=f"the number of fragments it was saved with (here {self._config.num_fragments}) and the same model",
             )
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._pending = {
             number: []
-            for number, pieces in enumerate(self._fragments)
-            if any(f"delta/{piece.name}" in state for piece in pieces)
+            for number, parts in enumerate(self._fragments)
+            if any(f"delta/{part.name}" in state for part in parts)
         }
 
     def _launch(self, fragment: int) -> None:
         works: list[Any] = []
-        for piece in self._fragments[fragment]:
-            torch.sub(piece.outer, piece.flat(), out=piece.delta)
+        for part in self._fragments[fragment]:
+            torch.sub(part.outer, part.flat(), out=part.delta)
             if self._world.group is not None and not self._exchanges:
-                self._count(piece.delta.nbytes, piece.delta.nbytes)
+                self._count(part.delta.nbytes, part.delta.nbytes)
                 with self._world.guard(f"average of fragment {fragment}"):
-                    works.append(dist.all_reduce(piece.delta, group=self._world.group, async_op=True))
+                    works.append(dist.all_reduce(part.delta, group=self._world.group, async_op=True))
         if self._exchanges:
-            deltas = {piece.name: piece.delta for piece in self._fragments[fragment]}
+            deltas = {part.name: part.delta for part in self._fragments[fragment]}
             with self._world.guard(f"average of fragment {fragment}"):
                 pending = self._exchanges[fragment].launch(deltas)
             self._count(pending.sent_bytes, pending.received_bytes)
@@ -278,7 +270,7 @@ class LocalSGD:
 
 
 def split_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[list[str]]:
-    """Cut the names, in their order, into ``count`` runs of about the same number of elements; none is empty.
+    """Split the names, in order, into ``count`` non-empty runs of about the same number of elements.
 
     Raises ConfigError for more fragments than parameters.
     """
@@ -288,7 +280,7 @@ def split_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[l
             given=f"{count} fragments of {len(names)} parameters",
             rule="a fragment has at least one parameter",
             consequence="some boundaries would have nothing to average",
-            nearest=f"fragments = {max(len(names), 1)}",
+            nearest=f"num_fragments = {max(len(names), 1)}",
         )
     runs: list[list[str]] = []
     left = sum(value.numel() for value in parameters.values())
@@ -311,14 +303,13 @@ def _by_kind(names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[tup
 
 
 class LocalSGDBackend:
-    """``dist_local`` as a store: a push updates this worker's copy at once; after every ``local_steps``-th of all keys
-    copies are averaged.
+    """A push updates this worker's copy; after every ``local_steps``-th push of all keys the copies are averaged.
 
     A step is one push of every key.
     """
 
-    def __init__(self, world: World, rounds: LocalSGDConfig) -> None:
-        self._world, self._rounds = world, rounds
+    def __init__(self, world: World, config: LocalSGDConfig) -> None:
+        self._world, self._config = world, config
         self._values = ValueStore()
         self._steps = 0
         self._pushed: set[str] = set()
@@ -326,7 +317,7 @@ class LocalSGDBackend:
         self._codec: Codec | None = None
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Keep these tensors. Raises ConfigError once steps have begun."""
+        """Store these tensors. Raises ConfigError once steps have begun."""
         if self._local is not None:
             raise _refused(
                 f"init of {', '.join(values)} after the first push", "all keys are there before the first push", "init"
@@ -334,7 +325,6 @@ class LocalSGDBackend:
         self._values.init(values)
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Beside the first one."""
         return first.device
 
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
@@ -342,7 +332,7 @@ class LocalSGDBackend:
         if not self._values.has_optimizer:
             raise _refused("a push without an optimizer", "'dist_local' averages what optimizers did", "set_optimizer")
         if self._local is None:
-            self._local = LocalSGD(self._values.tensors, self._world, self._rounds, self._codec)
+            self._local = LocalSGD(self._values.tensors, self._world, self._config, self._codec)
         for key, value in items:
             if key in self._pushed:
                 missing = sorted(self._values.tensors.keys() - self._pushed)
@@ -360,58 +350,57 @@ class LocalSGDBackend:
         return Future(lambda: None)
 
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """This worker's copy."""
         return self._values.copy_to(items)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of this worker's copy."""
         return self._values.pull_rows(key, ids)
 
     def barrier(self) -> None:
-        """Nothing is under way but averages, which their boundary waits for."""
         self._world.barrier()
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """The inner one."""
+        """Set the inner optimizer."""
         self._values.set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The inner one."""
+        """Set the inner optimizer's learning rate."""
         self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
-        """Of what is averaged."""
         if self._local is not None:
             raise codec_is_fixed(codec)
-        found = None if codec is None else find_codec(codec)
+        parsed = None if codec is None else find_codec(codec)
         if codec is not None and self._world.group is None:
             raise no_traffic_to_compress(codec, "with one worker")
-        if isinstance(found, PowerSGD):
+        if isinstance(parsed, PowerSGD):
             raise no_traffic_to_compress(
                 codec or "", "with 'dist_local', whose parameters travel flat and have no factors"
             )
-        self._codec = found
+        self._codec = parsed
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """By fragment, and number of the dtype in it."""
         return {} if self._local is None else self._local.stats()
 
     def step(self) -> None:
-        """Pushes of all keys are a step."""
+        pass
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a step."""
+        """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a
+        step."""
         self._between_steps()
         outer = (
-            {} if self._local is None else {f"rounds/{name}": each for name, each in self._local.state_dict().items()}
+            {}
+            if self._local is None
+            else {f"rounds/{name}": tensor for name, tensor in self._local.state_dict().items()}
         )
         return self._values.state_dict() | outer | {"steps": torch.tensor(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a step."""
+        """Load a state of the same worker. Raises CheckpointError for any difference, ConfigError in the middle of a
+        step."""
         self._between_steps()
-        outer = {name.removeprefix("rounds/"): each for name, each in state.items() if name.startswith("rounds/")}
-        inner = {name: each for name, each in state.items() if not name.startswith("rounds/")}
+        outer = {name.removeprefix("rounds/"): tensor for name, tensor in state.items() if name.startswith("rounds/")}
+        inner = {name: tensor for name, tensor in state.items() if not name.startswith("rounds/")}
         steps = inner.pop("steps", None)
         if steps is None:
             raise CheckpointError(
@@ -420,14 +409,13 @@ class LocalSGDBackend:
                 consequence="nothing was loaded",
                 nearest="what state_dict of a 'dist_local' store gave",
             )
-        local = LocalSGD(self._values.tensors, self._world, self._rounds, self._codec) if outer else None
+        local = LocalSGD(self._values.tensors, self._world, self._config, self._codec) if outer else None
         if local is not None:
             local.load_state_dict(outer)
         self._values.load_state_dict(inner)
         self._local, self._steps = local, int(steps)
 
     def close(self) -> None:
-        """Let the values go."""
         self._values, self._local = ValueStore(), None
 
     def _between_steps(self) -> None:

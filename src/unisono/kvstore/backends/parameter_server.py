@@ -1,12 +1,13 @@
-"""``dist_async`` as a store: servers hold values and optimizer, and every push of every worker is an update of its own.
+"""The kind ``dist_async``: servers hold values and optimizer, and every worker's push is an update of its own.
 
-A worker needs no other worker: it is a world of one (docs/adr/0010), whose rank is its number to the servers. What differs from
-the other kinds follows from that. Values can only be updated, never replaced, so there is an optimizer before the first push. All
-keys are there in one ``init``, because their table says where everything lies. Rank 0's values are kept, and ``init`` writes what
-the servers hold into every worker's own: a worker that comes later starts from the values of now.
+A worker needs no other worker: it is a world of one (docs/adr/0010), and its rank is its number at the servers. The
+differences from the other kinds follow from that. Values can only be updated, not replaced, so an optimizer is set
+before the first push. All keys come in one ``init``, because their table determines the placement. Rank 0's values are
+stored, and ``init`` overwrites every worker's own with the servers' current values, so a worker that joins later starts
+from the current values.
 
-The learning rate travels with every push. With a codec, gradients travel coded, chunk by chunk with feedback, and values come
-back as codes of what this worker lacks if the codec is for that (``server.shadows``). Rows travel in full.
+Every push carries the learning rate. With a codec, gradients are compressed chunk by chunk with error feedback, and
+pulls as deltas if the codec supports it (``server.pull_compression``). Rows are sent uncompressed.
 """
 
 from __future__ import annotations
@@ -21,138 +22,119 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.backends.server_client import PushResult, ServerClient
+from unisono.kvstore.backends.server_client import PushResult, ServerClient, ServerConfig
 from unisono.kvstore.compression import Codec
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.value_store import ValueStore, learning_rate_without_optimizer, require_floating, role_of
-from unisono.kvstore.wire.tls import TLSContexts
 from unisono.optim.options import OptimOptions
 
 _HOST = torch.device("cpu")
 _MEETING_S = 60.0
-_LOOK_S = 0.05
+_CHECK_S = 0.05
 
 
 class ParameterServerBackend:
-    """Values on the servers at ``addresses``, which share ``secret``; this worker is ``world.rank`` in its ``incarnation``.
+    """Values on the servers of ``config``; this worker is ``world.rank``.
 
-    ``staleness``: steps a worker may be ahead of the slowest, None for any. ``damped``: a gradient computed before tau pushes of
-    others is applied with lr / (1 + tau). Connects at ``init``. Raises CommError where another worker says otherwise.
+    Connects at ``init``. Raises CommError where another worker's settings differ.
     """
 
     def __init__(
-        self,
-        world: World,
-        addresses: Sequence[tuple[str, int]],
-        secret: bytes,
-        *,
-        staleness: int | None = None,
-        damped: bool = False,
-        incarnation: int = 0,
-        tls: TLSContexts | None = None,
+        self, world: World, config: ServerConfig, *, staleness: int | None = None, staleness_lr_decay: bool = False
     ) -> None:
-        self._world, self._addresses, self._secret, self._tls = world, list(addresses), secret, tls
-        self._staleness, self._damped, self._incarnation = staleness, damped, incarnation
+        self._world, self._config = world, config
+        self._staleness, self._staleness_lr_decay = staleness, staleness_lr_decay
         self._codec: Codec | None = None
         self._options: OptimOptions | None = None
         self._lr = math.nan
-        self._facts: dict[str, Tensor] = {}  # shape and dtype by key, without memory
-        self._last: dict[str, tuple[Future[None], int]] = {}  # push of a key, and its priority
-        self._open: list[Future[None]] = []  # pushes of which it is not known what became of them
+        self._specs: dict[str, Tensor] = {}  # shape and dtype by key, without memory
+        self._last_push: dict[str, tuple[Future[None], int]] = {}  # push of a key, and its priority
+        self._unchecked: list[Future[None]] = []  # pushes whose result nobody has seen
         self._meetings = itertools.count()
         self._clock = 0
-        self._connected: ServerClient | None = None
+        self._client: ServerClient | None = None
 
     # --- values ----------------------------------------------------------------------------------------------------
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Connect, and have rank 0's values kept unless there are some. Returns when the servers have all and, at the first
-        start, every worker has come."""
-        if self._connected is not None:
+        """Connect, and store rank 0's values unless the servers have values. Returns when the servers have all values
+        and, at the first start, all workers have connected."""
+        if self._client is not None:
             raise _refused(
                 f"a second init, of {', '.join(map(repr, list(values)[:5]))}",
                 "the table of all keys says which server holds what",
                 "one init of all keys",
             )
-        self._facts = {key: value.to("meta") for key, value in values.items()}
+        self._specs = {key: value.to("meta") for key, value in values.items()}
         if self._options is not None:
             require_floating(values)
         layerwise = self._options is not None and self._options.kind in LAYERWISE_OPTIMIZERS
-        agreed = RunSpec(
+        run_spec = RunSpec(
             table={key: (tuple(value.shape), value.dtype) for key, value in values.items()},
-            num_servers=len(self._addresses),
+            num_servers=len(self._config.addresses),
             uncut_keys=tuple(sorted(values)) if layerwise else (),
             staleness=self._staleness,
             codec=self._codec.name if self._codec is not None else "none",
             labels={"run": self._world.job.run_id},
         )
-        servers = ServerClient(
-            self._addresses,
-            self._secret,
-            agreed,
-            worker=self._world.rank,
-            incarnation=self._incarnation,
-            codec=self._codec,
-            tls=self._tls,
-        )
+        client = ServerClient(self._config, run_spec, worker=self._world.rank, codec=self._codec)
         try:
-            if not servers.is_initialised:
+            if not client.is_initialised:
                 if self._world.rank == 0:
-                    servers.init(values)
-                self._meet(servers)
+                    client.init(values)
+                self._wait_for_workers(client)
             if self._options is not None:
-                servers.set_optimizer(self._recipe(self._options))
+                client.set_optimizer(self._recipe(self._options))
         except BaseException:
-            servers.close()
+            client.close()
             raise
-        self._connected, self._clock = servers, servers.clock
+        self._client, self._clock = client, client.clock
 
     def reduce_device(self, key: str, first: Tensor) -> torch.device:
-        """Beside the first one."""
         return first.device
 
     @torch.no_grad()
     def push(self, items: Sequence[tuple[str, PushValue]], priority: int) -> Future[None]:
-        """Send at once. The future's ``wait`` raises CommError for values that are not finite, which change nothing."""
-        servers = self._servers("push")
+        """Send now. The future's ``wait`` raises CommError for non-finite values, which change nothing."""
+        client = self._connected_client("push")
         if self._options is None:
             raise _refused("a push without an optimizer", "servers of 'dist_async' update values", "set_optimizer")
-        self._settle(only_done=True)
+        self._raise_errors(only_done=True)
         futures: list[Future[None]] = []
-        for run in _distinct(items):
-            priority = self._behind(run, priority)
-            dense = {key: _staged(value) for key, value in run.items() if isinstance(value, Tensor)}
-            sent = servers.push(dense, lr=self._lr, priority=priority)
+        for run in _runs_of_distinct_keys(items):
+            priority = self._ordered_priority(run, priority)
+            dense = {key: _host_copy(value) for key, value in run.items() if isinstance(value, Tensor)}
+            sent = client.push(dense, lr=self._lr, priority=priority)
             if self._codec is not None:
-                servers.commit(all(bool(value.isfinite().all()) for value in dense.values()))
+                client.commit(all(bool(value.isfinite().all()) for value in dense.values()))
             self._remember(futures, list(dense), sent, priority)
             for key, value in run.items():
                 if not isinstance(value, Tensor):
-                    ids, rows = _added(*value)
-                    sent = servers.push_rows(key, ids, rows, lr=self._lr, priority=priority)
+                    ids, rows = _sum_rows(*value)
+                    sent = client.push_rows(key, ids, rows, lr=self._lr, priority=priority)
                     self._remember(futures, [key], sent, priority)
 
         def wait() -> None:
-            for each in futures:
-                each.wait()
+            for future in futures:
+                future.wait()
 
-        return Future(wait, lambda: all(each.done() for each in futures))
+        return Future(wait, lambda: all(future.done() for future in futures))
 
     @torch.no_grad()
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """Straight into host memory; for an accelerator by way of pinned memory."""
+        """Receive straight into host tensors; through pinned memory into an accelerator's."""
         into: dict[str, Tensor] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for key, targets in items:
             first = targets[0]
             if key not in into:
                 direct = first.device == _HOST and first.is_contiguous()
-                into[key] = first if direct else _empty(first.shape, first)
+                into[key] = first if direct else _host_buffer(first.shape, first)
             copies += [(into[key], target) for target in targets if target is not into[key]]
-        pulled = self._servers("pull").pull(into, priority=self._behind(into, priority))
+        pulled = self._connected_client("pull").pull(into, priority=self._ordered_priority(into, priority))
 
         @torch.no_grad()
         def finish() -> None:
@@ -163,136 +145,148 @@ class ParameterServerBackend:
         return Future(finish, pulled.done)
 
     def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        """Some rows of the servers' value."""
         ids = ids.to(_HOST)
-        found = self._servers("row_sparse_pull").pull_rows(key, ids, priority=self._behind([key], 0))
-        return Future(lambda: SparseRows(ids, found.wait()), found.done)
+        pulled = self._connected_client("row_sparse_pull").pull_rows(
+            key, ids, priority=self._ordered_priority([key], 0)
+        )
+        return Future(lambda: SparseRows(ids, pulled.wait()), pulled.done)
 
     # --- meetings and clocks ---------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return once every live worker has called it, with all pushes applied."""
-        servers = self._servers("barrier")
-        self._settle()
-        servers.barrier(next(self._meetings))
+        """Return once every live worker has called it and all pushes are applied."""
+        client = self._connected_client("barrier")
+        self._raise_errors()
+        client.barrier(next(self._meetings))
 
     def step(self) -> None:
         """Count a step; return when the slowest live worker is at most ``staleness`` steps behind."""
-        servers = self._servers("step")
-        self._settle()
+        client = self._connected_client("step")
+        self._raise_errors()
         self._clock += 1
-        servers.tick(self._clock)
+        client.tick(self._clock)
 
     # --- updates ---------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, options: OptimOptions) -> None:
-        """Servers keep the first one they are told. Raises CommError for another, ConfigError where LAMB or LARS would see parts
-        of keys."""
-        servers = self._connected
-        if servers is not None:
-            require_floating(self._facts)
-            cut = [key for key in self._facts if len(servers.placement.chunks_of(key)) > 1]
+        """Set the optimizer on the servers, which keep the first one. Raises CommError for a different one, ConfigError
+        where LAMB or LARS would see parts of keys."""
+        client = self._client
+        if client is not None:
+            require_floating(self._specs)
+            cut = [key for key in self._specs if len(client.placement.chunks_of(key)) > 1]
             if options.kind in LAYERWISE_OPTIMIZERS and cut:
                 raise _refused(
                     f"set_optimizer({options.kind!r}) after init, which has cut {', '.join(map(repr, cut[:5]))}",
                     "it needs the norms of whole keys, and keys are placed at init",
                     "set_optimizer, then init",
                 )
-            servers.set_optimizer(self._recipe(options))
+            client.set_optimizer(self._recipe(options))
         self._options = options
 
     def set_learning_rate(self, lr: float) -> None:
-        """It goes with every push from now on."""
+        """Later pushes carry it."""
         if self._options is None:
             raise learning_rate_without_optimizer(lr)
         self._lr = lr
 
     def set_compression(self, codec: str | None) -> None:
-        """Of gradients, before ``init``, which tells the servers."""
-        if self._connected is not None:
+        """Set the codec before ``init``, which sends its name to the servers."""
+        if self._client is not None:
             raise _refused(
-                f"compression {codec!r} after init", "servers are told at init how pushes are coded", "set_compression"
+                f"compression {codec!r} after init", "init sends the codec to the servers", "set_compression"
             )
         self._codec = None if codec is None else server_codec(codec)
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Of this worker's codec, by key."""
-        return {} if self._connected is None else self._connected.compression_stats()
+        return {} if self._client is None else self._client.compression_stats()
 
     # --- state -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the servers hold after this worker's pushes so far, and what its own codec holds back. Others may be pushing: call
-        ``barrier`` before and after, for a state between steps. Where pulls are coded, a worker that pulls now goes on exactly as
-        one that has loaded this: that pull is in full."""
-        servers = self._servers("state_dict")
-        self._settle()
-        found = servers.state()
-        state = {name if name.startswith("optim/") else f"value/{name}": tensor for name, tensor in found.items()}
-        state = self._template().state_dict() | state  # servers have no optimizer state for what was never pushed
-        return dict(sorted(state.items())) | {f"{_HELD}{name}": each for name, each in servers.residuals().items()}
+        """The servers' state after this worker's pushes so far, and this worker's residuals. Other workers may be
+        pushing: call ``barrier`` before and after for a state between steps. With compressed pulls, this worker's next
+        pull is exact, as it is for a worker that loads the state."""
+        client = self._connected_client("state_dict")
+        self._raise_errors()
+        tensors = client.state()
+        state = {name if name.startswith("optim/") else f"value/{name}": tensor for name, tensor in tensors.items()}
+        state = self._template().state_dict() | state  # servers have no optimizer state of keys without pushes
+        return dict(sorted(state.items())) | {
+            f"{_RESIDUAL}{name}": tensor for name, tensor in client.residuals().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Called by all workers, with the values and optimizer of one state; residuals are each worker's own."""
-        servers = self._servers("load_state_dict")
-        held = {name.removeprefix(_HELD): each for name, each in state.items() if name.startswith(_HELD)}
-        whole = {name: each for name, each in state.items() if self._codec is None or not name.startswith(_HELD)}
+        """Load values and optimizer of one state on all workers; residuals are each worker's own."""
+        client = self._connected_client("load_state_dict")
+        residuals = {
+            name.removeprefix(_RESIDUAL): tensor for name, tensor in state.items() if name.startswith(_RESIDUAL)
+        }
+        whole = {
+            name: tensor for name, tensor in state.items() if self._codec is None or not name.startswith(_RESIDUAL)
+        }
         template = self._template()
         template.load_state_dict(whole)
-        servers.load_residuals(held)
+        client.load_residuals(residuals)
         self.barrier()
-        # all load the same: no worker is needed for it
-        servers.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
+        # all workers load the same state
+        client.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
         self.barrier()
 
     def close(self) -> None:
-        """Leave the servers. What was not waited for may have arrived or not."""
-        self._open.clear()
-        self._last.clear()
-        if self._connected is not None:
-            self._connected.close()
-            self._connected = None
+        """Disconnect. Pushes that were not waited for may or may not have arrived."""
+        self._unchecked.clear()
+        self._last_push.clear()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
     # --- how -------------------------------------------------------------------------------------------------------
 
-    def _servers(self, call: str) -> ServerClient:
-        if self._connected is None:
+    def _connected_client(self, call: str) -> ServerClient:
+        if self._client is None:
             raise _refused(f"{call} before init", "init connects to the servers", "init of all keys")
-        return self._connected
+        return self._client
 
     def _recipe(self, options: OptimOptions) -> ServerOptimizerSpec:
-        roles = {key: role_of(key, each.shape, options) for key, each in self._facts.items()}
-        return ServerOptimizerSpec(options=options, roles=roles, staleness_lr_decay=self._damped)
+        roles = {key: role_of(key, spec.shape, options) for key, spec in self._specs.items()}
+        return ServerOptimizerSpec(options=options, roles=roles, staleness_lr_decay=self._staleness_lr_decay)
 
-    def _meet(self, servers: ServerClient) -> None:
-        """At the first start all come, so that the first barrier is one; a worker that comes later finds values and goes on."""
+    def _wait_for_workers(self, client: ServerClient) -> None:
+        """At the first start wait for all workers, so that they share the first barrier; a worker that joins later
+        finds values and goes on."""
         deadline = time.monotonic() + _MEETING_S
         while True:
-            stats = servers.stats()
-            here, chunks = int(stats[0].get("workers_ever", 0)), sum(int(each.get("chunks", 0)) for each in stats)
-            if here >= self._world.world_size and chunks == len(servers.placement.chunks):
+            stats = client.stats()
+            num_workers, chunks = (
+                int(stats[0].get("workers_ever", 0)),
+                sum(int(counts.get("chunks", 0)) for counts in stats),
+            )
+            if num_workers >= self._world.world_size and chunks == len(client.placement.chunks):
                 return
             if time.monotonic() > deadline:
                 raise CommError(
-                    given=f"{here} of {self._world.world_size} workers, and values for {chunks} of "
-                    f"{len(servers.placement.chunks)} chunks, after {_MEETING_S:.0f} s",
+                    given=f"{num_workers} of {self._world.world_size} workers, and values for {chunks} of "
+                    f"{len(client.placement.chunks)} chunks, after {_MEETING_S:.0f} s",
                     rule="at the first start all workers come, and rank 0 gives the values",
                     consequence="no step was made",
                     nearest="look why a worker did not start",
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_S)
 
-    def _behind(self, keys: Mapping[str, object] | Sequence[str], priority: int) -> int:
+    def _ordered_priority(self, keys: Mapping[str, object] | Sequence[str], priority: int) -> int:
         """A priority with which a request does not overtake pushes of the same keys."""
-        pushes = [self._last[key] for key in keys if key in self._last]
-        return min([priority, *(each for push, each in pushes if not push.done())])
+        pushes = [self._last_push[key] for key in keys if key in self._last_push]
+        return min([priority, *(earlier for push, earlier in pushes if not push.done())])
 
     def _remember(
         self, futures: list[Future[None]], keys: Sequence[str], sent: Future[PushResult], priority: int
     ) -> None:
         def finish() -> None:
             refused = sent.wait().refused
-            self._open = [push for push in self._open if push is not future]  # whoever waits is told: once is enough
+            self._unchecked = [
+                push for push in self._unchecked if push is not future
+            ]  # the waiting caller gets the error, once
             if refused:
                 raise CommError(
                     given=f"a push of {', '.join(map(repr, keys[:5]))} with a NaN or an infinity",
@@ -303,30 +297,30 @@ class ParameterServerBackend:
 
         future = Future(finish, sent.done)
         futures.append(future)
-        self._open.append(future)
-        self._last |= dict.fromkeys(keys, (future, priority))
+        self._unchecked.append(future)
+        self._last_push |= dict.fromkeys(keys, (future, priority))
 
-    def _settle(self, *, only_done: bool = False) -> None:
-        """Raises what became of pushes nobody waited for."""
-        over = [push for push in self._open if push.done() or not only_done]
-        self._open = [push for push in self._open if push not in over]
+    def _raise_errors(self, *, only_done: bool = False) -> None:
+        """Raise the errors of pushes that nobody waited for."""
+        over = [push for push in self._unchecked if push.done() or not only_done]
+        self._unchecked = [push for push in self._unchecked if push not in over]
         for push in over:
             push.wait()
 
     def _template(self) -> ValueStore:
-        """Values and optimizer state as one process would have them, of zeros."""
-        made = ValueStore()
-        made.init({key: torch.zeros(each.shape, dtype=each.dtype) for key, each in self._facts.items()})
+        """Values and optimizer state of one process, all zeros."""
+        template = ValueStore()
+        template.init({key: torch.zeros(spec.shape, dtype=spec.dtype) for key, spec in self._specs.items()})
         if self._options is not None:
-            made.set_optimizer(self._options)
-        return made
+            template.set_optimizer(self._options)
+        return template
 
 
-_HELD = "compression/"
+_RESIDUAL = "compression/"
 
 
-def _distinct(items: Sequence[tuple[str, PushValue]]) -> list[dict[str, PushValue]]:
-    """The items in their order, in runs that name each key once."""
+def _runs_of_distinct_keys(items: Sequence[tuple[str, PushValue]]) -> list[dict[str, PushValue]]:
+    """The items in order, in runs without a repeated key."""
     runs: list[dict[str, PushValue]] = [{}]
     for key, value in items:
         if key in runs[-1]:
@@ -335,19 +329,19 @@ def _distinct(items: Sequence[tuple[str, PushValue]]) -> list[dict[str, PushValu
     return runs
 
 
-def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Host memory for what goes to or comes from ``like``'s device; pinned for an accelerator."""
+def _host_buffer(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Host memory to copy to or from ``like``'s device; pinned for an accelerator."""
     return torch.empty(shape, dtype=like.dtype, pin_memory=like.device != _HOST)
 
 
-def _staged(value: Tensor) -> Tensor:
+def _host_copy(value: Tensor) -> Tensor:
     """A copy in host memory, which the caller cannot change."""
-    return _empty(value.shape, value).copy_(value)
+    return _host_buffer(value.shape, value).copy_(value)
 
 
-def _added(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in rising order, each once, on the host."""
-    ids, rows = ids.to(_HOST, torch.int64), _staged(rows)
+def _sum_rows(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows on the host, sorted by id, with equal ids added."""
+    ids, rows = ids.to(_HOST, torch.int64), _host_copy(rows)
     distinct, places = ids.unique(return_inverse=True)
     return distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows)
 

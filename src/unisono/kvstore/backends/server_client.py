@@ -1,10 +1,10 @@
-"""A worker's side of ``dist_async``: everything that is said to the servers that hold the parameters.
+"""A worker's client of the parameter servers.
 
-Each server has a connection for values. Server 0, the coordinator, has a second one for what may wait (work, a
-barrier, a clock), so that waiting holds up neither values nor signs of life. All of it survives a server's restart:
-the wire sends again what was not answered, and every request may come twice.
+Each server has one connection for values. Server 0, the coordinator, has a second one for requests that may block
+(claims, barriers, clocks), so that waiting delays neither values nor heartbeats. All connections survive a server's
+restart: unanswered requests are sent again, and every request is idempotent.
 
-Values are in host memory while they travel; copying them from and to an accelerator is the caller's business.
+Values travel from and to host memory; copies from and to an accelerator are the caller's.
 """
 
 from __future__ import annotations
@@ -13,40 +13,43 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future as Answer
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.backends.pull_decoder import PullDecoder
-from unisono.kvstore.compression import Codec, ErrorFeedback, can_compress_values
+from unisono.kvstore.compression import Codec, ErrorFeedback
+from unisono.kvstore.compression.codec import can_compress_values
 from unisono.kvstore.keys import Future
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, SLOT_BYTES, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks, split_into_chunks
 from unisono.kvstore.server.placement import Chunk
+from unisono.kvstore.server.process import server_addresses
+from unisono.kvstore.server.pull_compression import PullDecoder
 from unisono.kvstore.server.range_set import RangeSet
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.connection import Connection, Traffic
-from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
-from unisono.kvstore.wire.tls import TLSContexts
+from unisono.kvstore.wire.connection import Connection, Endpoint, Traffic
+from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views, read_json
+from unisono.kvstore.wire.secret import read_secret
+from unisono.kvstore.wire.tls import TLSContexts, read_tls
+from unisono.launch.secret import SECRET_BYTES
 
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
-_WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
+_WAIT_S = 5.0  # of one claim; asking again also detects a lost server
 _GOODBYE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushResult:
-    """What became of a push: chunks that had it already, whether it was refused as not finite, the oldest version there was."""
+    """The result of a push: how many chunks had it already, and whether it was refused as non-finite."""
 
     num_duplicates: int
     refused: bool
@@ -54,102 +57,140 @@ class PushResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """``weight``: of all units that are done. ``last``: nothing comes after this save, as far as is known."""
+    """A claimed item. ``weight``: total weight of the finished batch shards. ``is_last``: no work follows this save, as
+    far as is known."""
 
     item: WorkItem
     weight: float
     is_last: bool
 
 
-class ServerClient:
-    """Connections to all servers of a run, as ``worker`` in its ``incarnation`` (one higher at each restart of it).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """How a worker reaches the parameter servers. Raises ConfigError for invalid addresses and secrets.
 
-    ``agreed`` is what all workers say alike; a server refuses one who says otherwise, naming the first difference. ``say`` is
-    told of what was lost with a server. ``shared_memory``: values go to servers on this host through it. Raises CommError when
-    a server cannot be reached within ``deadline_s``, AuthError when it, or this worker, does not hold ``secret`` or a
-    good certificate where there is ``tls``.
+    ``addresses``: host and port of each server. ``secret``: the job's 32 bytes. ``tls``: encrypt, and check certificates.
+    ``worker_restart_count``: one higher at each restart of this worker.
+    """
+
+    addresses: Sequence[tuple[str, int]]
+    secret: bytes = field(repr=False)
+    tls: TLSContexts | None = None
+    worker_restart_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.addresses:
+            raise _invalid_config("no servers", "servers that know the secret hold a store's values")
+        for address in self.addresses:
+            if not _is_address(address):
+                raise _invalid_config(
+                    f"server {address!r}", "each server is a pair of its host and its port, 1 to 65535"
+                )
+        if len(self.secret) != SECRET_BYTES:
+            raise _invalid_config(f"a secret of {len(self.secret)} bytes", f"it has {SECRET_BYTES}")
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str], *, worker_restart_count: int = 0) -> ServerConfig:
+        """The servers of UNISONO_SERVER_ADDRESSES, with the job's secret (``read_secret``) and, if UNISONO_TLS is set, TLS.
+
+        Raises LaunchError and ConfigError for variables that are missing or wrong.
+        """
+        return cls(
+            addresses=server_addresses(environ),
+            secret=read_secret(environ),
+            tls=read_tls(environ),
+            worker_restart_count=worker_restart_count,
+        )
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """One per server."""
+        return [Endpoint(address, self.secret, self.tls) for address in self.addresses]
+
+
+class ServerClient:
+    """Connections of one ``worker`` to all servers of a run.
+
+    Every worker sends the same ``run_spec``; a server refuses a worker whose spec differs, naming the first difference.
+    ``report`` gets a line about pushes that a restarted server has lost. ``shared_memory``: exchange values with
+    servers on this host through it. Raises CommError when a server cannot be reached within ``deadline_s``, AuthError
+    when either side lacks the secret or, under TLS, a valid certificate.
     """
 
     def __init__(
         self,
-        addresses: Sequence[tuple[str, int]],
-        secret: bytes,
-        agreed: RunSpec,
+        config: ServerConfig,
+        run_spec: RunSpec,
         *,
         worker: int,
-        incarnation: int = 0,
         codec: Codec | None = None,
         deadline_s: float = 60.0,
         shared_memory: bool = True,
-        tls: TLSContexts | None = None,
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
-        self.placement = agreed.placement()
+        self.placement = run_spec.placement()
         self.worker = worker
-        self._codec, self._say = codec, say
+        self._codec, self._report = codec, report
         self._feedback = None if codec is None else self._residuals()
-        self._copies = PullDecoder(codec) if codec is not None and can_compress_values(codec) else None
+        self._pull_decoder = PullDecoder(codec) if codec is not None and can_compress_values(codec) else None
         self._groups = cache(self._grouped)
-        me = Peer("worker", worker, incarnation, agreed.job, "")
-        facts = agreed.to_json()
-        self._links: list[Connection] = []
-        self._versions = [0] * len(addresses)
-        self._acknowledged = [0] * len(addresses)  # one more than the last push of this worker's own stream
-        self._units = [RangeSet() for _ in addresses]  # acknowledged too
-        self._noting = threading.Lock()
-        self._beats = threading.Event()
-        try:
-            for server, address in enumerate(addresses):
-                self._links.append(
-                    Connection(
-                        address,
-                        secret,
-                        me,
-                        facts,
-                        limits=PEER_LIMITS,
-                        deadline_s=deadline_s,
-                        slot_bytes=SLOT_BYTES if shared_memory else 0,
-                        on_reconnect=self._back(server),
-                        tls=tls,
-                    )
-                )
-            self._talk = Connection(addresses[0], secret, me, facts, limits=PEER_LIMITS, deadline_s=deadline_s, tls=tls)
-        except BaseException:
-            for link in self._links:
-                link.close()
-            raise
-        self._numbers = itertools.count(max(int(link.hello["seq"]) for link in self._links))
-        self._asked = itertools.count(1)
-        self._heart = threading.Thread(target=self._beat, name="unisono-heartbeat", daemon=True)
+        self._versions = [0] * len(config.addresses)
+        # by server, what it has acknowledged: one more than the last push of this worker's own stream; batch shards
+        self._acknowledged = [0] * len(config.addresses)
+        self._acknowledged_shards = [RangeSet() for _ in config.addresses]
+        self._acknowledging = threading.Lock()
+        me = Peer("worker", worker, config.worker_restart_count, run_spec.job, "")
+        connect = partial(Connection, me=me, facts=run_spec.to_json(), limits=PEER_LIMITS, deadline_s=deadline_s)
+        slot_bytes = SLOT_BYTES if shared_memory else 0
+        with ExitStack() as opened:
+            self._connections: list[Connection] = []
+            for server, endpoint in enumerate(config.endpoints):
+                on_reconnect = partial(self._report_losses, server)
+                self._connections.append(connect(endpoint, slot_bytes=slot_bytes, on_reconnect=on_reconnect))
+                opened.callback(self._connections[-1].close)
+            self._coordinator = connect(config.endpoints[0])
+            opened.pop_all()
+        self._sequence = itertools.count(max(int(connection.hello["seq"]) for connection in self._connections))
+        self._claims = itertools.count(1)
+        self._closing = threading.Event()
+        self._heart = threading.Thread(target=self._send_heartbeats, name="unisono-heartbeat", daemon=True)
         self._heart.start()
 
     # --- values ----------------------------------------------------------------------------------------------------
 
     @property
     def is_initialised(self) -> bool:
-        """Whether the servers had all values when this worker came."""
-        here = [set(link.hello["initialised"]) for link in self._links]
-        return all({c.number for c in self.placement.chunks_on(s)} <= found for s, found in enumerate(here))
+        """Whether the servers had all values when this worker connected."""
+        numbers = [set(connection.hello["initialised"]) for connection in self._connections]
+        return all({c.number for c in self.placement.chunks_on(s)} <= known for s, known in enumerate(numbers))
 
     @property
     def clock(self) -> int:
-        """The steps that this worker counts as having made: those of the slowest when it came."""
-        return int(self._links[0].hello["clock"])
+        """This worker's step count at connection: that of the slowest worker."""
+        return int(self._connections[0].hello["clock"])
 
     def init(self, values: Mapping[str, Tensor]) -> None:
-        """Give the servers values where they have none. Returns when all have theirs."""
+        """Give the servers initial values where they have none. Returns when all servers have theirs."""
         parts = {key: raw_bytes(value.detach().cpu().contiguous()) for key, value in values.items()}
         _all(
             [self._request(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))]
         )
 
     def push(
-        self, values: Mapping[str, Tensor], *, lr: float = float("nan"), unit: int | None = None, priority: int = 0
+        self,
+        values: Mapping[str, Tensor],
+        *,
+        lr: float = float("nan"),
+        batch_shard: int | None = None,
+        priority: int = 0,
     ) -> Future[PushResult]:
-        """Have the servers apply gradients, each key's once. ``values`` are on the CPU and stay as they are until the future is
-        done. ``unit``: the unit of work they belong to, which counts in place of this worker's own pushes. ``lr``: NaN for the
-        servers' own rate."""
-        return self._pushed(Op.PUSH, values, {}, lr, unit, priority)
+        """Have the servers apply gradients, each key's exactly once.
+
+        ``values`` are on the CPU and stay unchanged until the future is done. ``batch_shard``: the shard whose
+        gradients these are, which identifies the push instead of this worker's own count. ``lr``: NaN for the
+        optimizer's own rate.
+        """
+        return self._pushed(Op.PUSH, values, {}, lr, batch_shard, priority)
 
     def pushpull(
         self,
@@ -157,15 +198,15 @@ class ServerClient:
         into: Mapping[str, Tensor],
         *,
         lr: float = float("nan"),
-        unit: int | None = None,
+        batch_shard: int | None = None,
         priority: int = 0,
     ) -> Future[PushResult]:
-        """``push``, and the values that came of it straight into the memory of ``into`` (same keys, contiguous, on the CPU)."""
-        return self._pushed(Op.PUSHPULL, values, into, lr, unit, priority)
+        """``push``, then receive the updated values into the memory of ``into`` (same keys, contiguous, on the CPU)."""
+        return self._pushed(Op.PUSHPULL, values, into, lr, batch_shard, priority)
 
     def pull(self, into: Mapping[str, Tensor], *, exact: bool = False, priority: int = 0) -> Future[None]:
-        """The values of now, into the memory of ``into`` (contiguous, on the CPU). With a codec that codes values, what its codes
-        brought of them so far, unless ``exact``."""
+        """Receive the current values into the memory of ``into`` (contiguous, on the CPU). With compressed pulls, the
+        approximation received so far, unless ``exact``."""
         targets = {key: raw_bytes(tensor) for key, tensor in into.items()}
         answers: list[tuple[int, Answer[Frame]]] = []
         for server, group in self._groups(tuple(into)):
@@ -184,136 +225,136 @@ class ServerClient:
     def push_rows(
         self, key: str, ids: Tensor, rows: Tensor, *, lr: float = float("nan"), priority: int = 0
     ) -> Future[PushResult]:
-        """Have the servers apply gradients of some rows: ``ids`` [n] int64, rising, and ``rows`` [n, ...], on the CPU. The others
-        keep value and moments. They travel without codec. Raises ConfigError for a key whose chunks are no whole rows."""
-        seq = next(self._numbers)
+        """Have the servers apply gradients of some rows: ``ids`` [n] int64, ascending, and ``rows`` [n, ...], on the
+        CPU. Other rows keep value and moments. Sent uncompressed. Raises ConfigError for a key whose chunks are not
+        whole rows."""
+        seq = next(self._sequence)
         answers: list[tuple[int, int, Answer[Frame]]] = []
         for chunk, local, place in self._row_parts(key, ids):
             data = memoryview(raw_bytes(local).tobytes() + raw_bytes(rows[place].contiguous()).tobytes())
             prefix = (lr, self._versions[chunk.server])
             frame = write_chunks(Op.ROWS, [(chunk.number, data)], dtype=_dtype(chunk), prefix=prefix)
             frame = replace(frame, seq=seq, flags=WRITE)
-            answers.append((chunk.server, 1, self._links[chunk.server].request(frame, priority)))
+            answers.append((chunk.server, 1, self._connections[chunk.server].request(frame, priority)))
         return self._sent(answers, seq)
 
     def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
-        """The rows ``ids`` [n] int64, rising, of now: [n, ...]. ConfigError as for ``push_rows``."""
+        """The current rows ``ids`` [n] int64, ascending: [n, ...]. Raises ConfigError as ``push_rows``."""
         parts, chunks = self._row_parts(key, ids), self.placement.chunks_of(key)
         dtype = chunks[0].dtype if chunks else torch.float32
-        found = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
+        rows = torch.empty(len(ids), *self.placement.shapes[key][1:], dtype=dtype)
         answers: list[Answer[Frame]] = []
         for chunk, local, place in parts:
             frame = write_chunks(Op.ROWS, [(chunk.number, raw_bytes(local))], dtype=_dtype(chunk))
-            answers.append(self._links[chunk.server].request(frame, priority, raw_bytes(found[place])))
+            answers.append(self._connections[chunk.server].request(frame, priority, raw_bytes(rows[place])))
 
         def finish() -> Tensor:
             _all(answers)
-            return found
+            return rows
 
         return Future(finish, lambda: all(answer.done() for answer in answers))
 
     def commit(self, good: bool = True) -> None:
-        """What the pushes since the last call left out is added to the next ones, with a codec only; not ``good``: those pushes
-        count for nothing."""
+        """With a codec, keep the residuals of the pushes since the last call, or drop them if not ``good``."""
         if self._feedback is not None:
             self._feedback.commit(good)
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this worker's codec holds back, to be given to ``load_residuals``."""
+        """This worker's residuals, for ``load_residuals``."""
         return {} if self._feedback is None else self._feedback.state_dict()
 
     def load_residuals(self, state: Mapping[str, Tensor]) -> None:
-        """Hold back what another process of this worker did. Raises CheckpointError for another compression."""
+        """Continue with the residuals of an earlier process of this worker. Raises CheckpointError for another codec."""
         if self._feedback is not None:
             self._feedback.load_state_dict(state)
 
     def compression_stats(self) -> dict[str, dict[str, float]]:
-        """For each key sent by a codec ``bytes_in``, ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
-        ``Feedback.stats``); and of what came last with a codec that codes values: ``pull_bytes_in``, the values' own size, and
-        ``pull_bytes_out``, what travelled."""
+        """By key: ``bytes_in`` and ``bytes_out`` of a push, and ``residual``, the largest of its chunks (see
+        ``ErrorFeedback.stats``). With compressed pulls also ``pull_bytes_in``, the values' own size, and
+        ``pull_bytes_out``, the bytes of the last pull."""
         keys: dict[str, dict[str, float]] = {}
-        for name, each in ({} if self._feedback is None else self._feedback.stats()).items():
+        for name, stats in ({} if self._feedback is None else self._feedback.stats()).items():
             of = keys.setdefault(name.rpartition("@")[0], {"bytes_in": 0, "bytes_out": 0, "residual": 0.0})
-            of["bytes_in"] += each["bytes_in"]
-            of["bytes_out"] += each["bytes_out"]
-            of["residual"] = max(of["residual"], each["residual"])
-        for key, (whole, came) in ({} if self._copies is None else self._copies.stats()).items():
+            of["bytes_in"] += stats["bytes_in"]
+            of["bytes_out"] += stats["bytes_out"]
+            of["residual"] = max(of["residual"], stats["residual"])
+        for key, (whole, came) in ({} if self._pull_decoder is None else self._pull_decoder.stats()).items():
             keys.setdefault(key, {}).update(pull_bytes_in=whole, pull_bytes_out=came)
         return keys
 
     # --- the optimizer ---------------------------------------------------------------------------------------------
 
     def set_optimizer(self, recipe: ServerOptimizerSpec) -> None:
-        """How the servers apply gradients. Raises CommError where they were told otherwise."""
-        _all([link.request(json_frame(Op.OPTIMIZER, recipe.to_json())) for link in self._links])
+        """Set the servers' optimizer. Raises CommError where another one is set."""
+        _all([connection.request(json_frame(Op.OPTIMIZER, recipe.to_json())) for connection in self._connections])
 
     def state(self) -> dict[str, Tensor]:
-        """Values and the optimizer's tensors, whole, as ``<key>`` and ``optim/<state>/<key>``; of a key without pushes its value
-        alone. The next pulls are in full too, as those of a worker that goes on from this state."""
-        if self._copies is not None:
-            self._copies.forget()
+        """Values and optimizer state, whole, as ``<key>`` and ``optim/<state>/<key>``; only the value of a key without
+        pushes. The next pulls are exact, as they are for a worker that continues from this state."""
+        if self._pull_decoder is not None:
+            self._pull_decoder.forget()
         tensors: dict[str, Tensor] = {}
         for server, group in self._groups(tuple(self.placement.shapes)):
             frame = json_frame(Op.STATE, {"chunks": [chunk.number for chunk in group]})
-            tensors |= decode_chunk_state(b"".join(payload_views(self._links[server].request(frame).result())))[1]
+            tensors |= decode_chunk_state(b"".join(payload_views(self._connections[server].request(frame).result())))[1]
         return merge_chunks(self.placement, tensors)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace values and optimizer state (as ``state`` gives them), as if nothing had been pushed yet."""
+        """Replace values and optimizer state (as ``state`` returns them), as if nothing had been pushed."""
         pieces = split_into_chunks(self.placement, tensors)
         for server, group in self._groups(tuple(self.placement.shapes)):
             facts = {str(chunk.number): {"version": 0, "applied": {}} for chunk in group}
             own = {name: piece for name, piece in pieces.items() if name.partition("/")[0] in facts}
             image = encode_chunk_state({"recipe": None, "chunks": facts}, own)
-            self._links[server].request(Frame(Op.STATE, flags=WRITE, payload=image)).result()
+            self._connections[server].request(Frame(Op.STATE, flags=WRITE, payload=image)).result()
 
     # --- work, clocks, meetings ------------------------------------------------------------------------------------
 
     def claim(self, *, wait: bool) -> Claim:
-        """The next piece of work, ``WAIT`` where there is none now (with ``wait`` after a while)."""
+        """The next work item; ``WAIT`` where there is none now (with ``wait``, after a while)."""
         content = {"wait_s": _WAIT_S if wait else 0.0}
-        answer = read_json(self._say_to_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._asked))))
+        answer = read_json(self._ask_coordinator(replace(json_frame(Op.CLAIM, content), seq=next(self._claims))))
         work = WorkItem(answer["kind"], answer["number"])
         return Claim(item=work, weight=float(answer["weight"]), is_last=bool(answer["last"]))
 
     def mark_done(self, work: WorkItem, weight: float = 0.0) -> None:
-        """It is: of a unit, all pushes are acknowledged, and its samples weighed this much."""
-        self._say_to_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
+        """Report an item as done: all pushes of a batch shard are acknowledged, and its samples weigh ``weight``."""
+        self._ask_coordinator(json_frame(Op.DONE, {**work._asdict(), "weight": weight}))
 
     def stop(self, *, finished: bool = False) -> None:
-        """Have the run end, with a save, at the next step that nobody has begun. ``finished``: that is all it was to do."""
-        self._say_to_coordinator(json_frame(Op.DONE, {"kind": "finish" if finished else "stop"}))
+        """End the run, with a save, at the next step that no worker has begun. ``finished``: the run is complete."""
+        self._ask_coordinator(json_frame(Op.DONE, {"kind": "finish" if finished else "stop"}))
 
     def tick(self, clock: int) -> None:
-        """This worker has made ``clock`` steps; returns when the slowest live one is at most the agreed staleness behind."""
-        self._say_to_coordinator(Frame(Op.TICK, clock=clock))
+        """Report ``clock`` finished steps; return when the slowest live worker is at most the agreed staleness behind."""
+        self._ask_coordinator(Frame(Op.TICK, clock=clock))
 
     def barrier(self, number: int) -> None:
-        """Return when all live workers have called it with ``number``, which rises from call to call."""
-        self._say_to_coordinator(json_frame(Op.BARRIER, {"number": number}))
+        """Return when all live workers have called it with ``number``, which increases from call to call."""
+        self._ask_coordinator(json_frame(Op.BARRIER, {"number": number}))
 
     def snapshot(self) -> None:
-        """Have every server save itself now."""
-        _all([link.request(Frame(Op.SNAPSHOT)) for link in self._links])
+        """Have every server write a snapshot now."""
+        _all([connection.request(Frame(Op.SNAPSHOT)) for connection in self._connections])
 
     def stats(self) -> list[dict[str, Any]]:
-        """What each server has counted."""
-        return [read_json(link.request(Frame(Op.STATS)).result()) for link in self._links]
+        """Each server's counters."""
+        return [read_json(connection.request(Frame(Op.STATS)).result()) for connection in self._connections]
 
     def traffic(self) -> list[Traffic]:
-        """Bytes and requests of each connection for values."""
-        return [link.traffic() for link in self._links]
+        """Bytes and requests of each value connection."""
+        return [connection.traffic() for connection in self._connections]
 
     def close(self) -> None:
-        """Leave: what this worker had claimed and not done is dealt to others at once."""
-        self._beats.set()
+        """Disconnect: items that this worker claimed and did not finish go to other workers at once."""
+        self._closing.set()
         self._heart.join()
-        # a server that does not answer holds nobody up: there the lease ends by itself
+        # at a server that does not answer the lease ends by itself
         with suppress(CommError, TimeoutError):
-            for answer in [link.request(Frame(Op.BYE)) for link in self._links]:
+            for answer in [connection.request(Frame(Op.BYE)) for connection in self._connections]:
                 answer.result(_GOODBYE_S)
-        for link in [self._talk, *self._links]:
-            link.close()
+        for connection in [self._coordinator, *self._connections]:
+            connection.close()
 
     # --- how -------------------------------------------------------------------------------------------------------
 
@@ -323,14 +364,14 @@ class ServerClient:
         values: Mapping[str, Tensor],
         into: Mapping[str, Tensor],
         lr: float,
-        unit: int | None,
+        batch_shard: int | None,
         priority: int,
     ) -> Future[PushResult]:
-        seq = next(self._numbers) if unit is None else unit
+        seq = next(self._sequence) if batch_shard is None else batch_shard
         sources = (
-            self._coded(values) if self._codec is not None else {key: raw_bytes(each) for key, each in values.items()}
+            self._coded(values) if self._codec is not None else {key: raw_bytes(value) for key, value in values.items()}
         )
-        targets = {key: raw_bytes(each) for key, each in into.items()}
+        targets = {key: raw_bytes(value) for key, value in into.items()}
         answers: list[tuple[int, int, Answer[Frame]]] = []
         for server, group in self._groups(tuple(values)):
             based = self._bases(group) if into else ()
@@ -338,21 +379,22 @@ class ServerClient:
             frame = replace(
                 frame,
                 seq=seq,
-                flags=frame.flags | (0 if unit is None else BATCH_SHARD),
+                flags=frame.flags | (0 if batch_shard is None else BATCH_SHARD),
                 codec=CODED if self._codec is not None else 0,
             )
             answers.append((server, len(group), self._values(server, frame, priority, group, based, targets)))
-        return self._sent(answers, seq if unit is None else None, unit, pulled=bool(into))
+        return self._sent(answers, seq if batch_shard is None else None, batch_shard, pulled=bool(into))
 
     def _sent(
         self,
         answers: Sequence[tuple[int, int, Answer[Frame]]],
         seq: int | None,
-        unit: int | None = None,
+        batch_shard: int | None = None,
         *,
         pulled: bool = False,
     ) -> Future[PushResult]:
-        """The answers (server, chunks, answer) to a push with number ``seq`` of this worker's own stream, or to a ``unit``'s."""
+        """Futures (server, number of chunks, answer) of a push as one: number ``seq`` of this worker's stream, or
+        ``batch_shard``."""
 
         def finish() -> PushResult:
             duplicates, refused = 0, False
@@ -360,11 +402,11 @@ class ServerClient:
                 reply = answer.result()
                 refused |= bool(reply.flags & REFUSED)
                 duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
-                with self._noting:
+                with self._acknowledging:
                     if seq is not None:
                         self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
-                    elif unit is not None and not reply.flags & REFUSED:
-                        self._units[server].add(unit)
+                    elif batch_shard is not None and not reply.flags & REFUSED:
+                        self._acknowledged_shards[server].add(batch_shard)
                 if pulled:
                     self._versions[server] = reply.clock
             return PushResult(num_duplicates=duplicates, refused=refused)
@@ -372,10 +414,10 @@ class ServerClient:
         return Future(finish, lambda: all(answer.done() for *_, answer in answers))
 
     def _bases(self, group: Sequence[Chunk]) -> Sequence[int]:
-        """What a pull of these chunks names; nothing where they come in full."""
-        if self._copies is None or not group[0].dtype.is_floating_point:
+        """The bases that a pull of these chunks names; none for an exact pull."""
+        if self._pull_decoder is None or not group[0].dtype.is_floating_point:
             return ()
-        return self._copies.bases(group)
+        return self._pull_decoder.bases(group)
 
     def _values(
         self,
@@ -386,11 +428,13 @@ class ServerClient:
         based: Sequence[int],
         targets: Mapping[str, memoryview],
     ) -> Answer[Frame]:
-        """The answer to a request, its values in ``targets``, if there are any."""
+        """Send a request whose answer's values go to ``targets``, if there are any."""
         places = [_of(targets[chunk.key], chunk) for chunk in group] if targets else None
-        if self._copies is None or places is None or not based:
-            return self._links[server].request(frame, priority, places)
-        return self._copies.decode_when_received(self._links[server].request(frame, priority), group, based, places)
+        if self._pull_decoder is None or places is None or not based:
+            return self._connections[server].request(frame, priority, places)
+        return self._pull_decoder.decode_when_received(
+            self._connections[server].request(frame, priority), group, based, places
+        )
 
     def _coded(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
         """Every chunk's code, by key and start."""
@@ -409,7 +453,7 @@ class ServerClient:
         return ErrorFeedback(whole, worker=self.worker)
 
     def _row_parts(self, key: str, ids: Tensor) -> list[tuple[Chunk, Tensor, slice]]:
-        """The chunks that hold some of these rows: row numbers as they count them, and where in ``ids`` those stand."""
+        """The chunks that hold some of these rows: row numbers within the chunk, and their slice of ``ids``."""
         parts: list[tuple[Chunk, Tensor, slice]] = []
         for chunk in self.placement.chunks_of(key):
             if not chunk.row_elements:
@@ -435,42 +479,40 @@ class ServerClient:
         return write_chunks(op, parts, dtype=_dtype(group[0]), prefix=prefix, based=based)
 
     def _grouped(self, keys: tuple[str, ...]) -> list[tuple[int, list[Chunk]]]:
-        """(server, chunks that travel in one frame), in the order of sending: servers take turns."""
-        lines = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.num_servers)]
-        turns = itertools.zip_longest(*lines)
-        return [each for turn in turns for each in turn if each is not None]
+        """(server, chunks of one frame) in send order: servers alternate."""
+        queues = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.num_servers)]
+        return [frame for turn in itertools.zip_longest(*queues) for frame in turn if frame is not None]
 
     def _request(self, server: int, frame: Frame) -> Answer[Frame]:
-        return self._links[server].request(frame)
+        return self._connections[server].request(frame)
 
-    def _say_to_coordinator(self, frame: Frame) -> Frame:
-        return self._talk.request(frame).result()
+    def _ask_coordinator(self, frame: Frame) -> Frame:
+        return self._coordinator.request(frame).result()
 
-    def _back(self, server: int) -> Callable[[dict[str, Any]], None]:
-        def told(hello: dict[str, Any]) -> None:
-            with self._noting:
-                lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
-                self._acknowledged[server] -= lost  # said once
-                kept = [RangeSet(spans) for spans in hello["units"]]
-                units = [unit for first, end in self._units[server].to_json() for unit in range(first, end)]
-                there = [unit for unit in units if all(unit in each for each in kept)]
-                if len(there) < len(units):
-                    lost += len(units) - len(there)
-                    self._units[server] = RangeSet()
-                    for unit in there:
-                        self._units[server].add(unit)
-            if lost > 0:
-                self._say(
-                    f"server {server} was restarted and has lost {lost} acknowledged pushes of worker {self.worker}"
-                )
+    def _report_losses(self, server: int, hello: dict[str, Any]) -> None:
+        """Compare what a restarted server has applied with what it had acknowledged."""
+        with self._acknowledging:
+            num_lost = max(self._acknowledged[server] - int(hello["seq"]), 0)
+            self._acknowledged[server] -= num_lost  # reported once
+            applied = [RangeSet(spans) for spans in hello["units"]]
+            acknowledged = self._acknowledged_shards[server].to_json()
+            shards = [shard for first, end in acknowledged for shard in range(first, end)]
+            present = [shard for shard in shards if all(shard in numbers for numbers in applied)]
+            if len(present) < len(shards):
+                num_lost += len(shards) - len(present)
+                self._acknowledged_shards[server] = RangeSet()
+                for shard in present:
+                    self._acknowledged_shards[server].add(shard)
+        if num_lost > 0:
+            self._report(
+                f"server {server} was restarted and has lost {num_lost} acknowledged pushes of worker {self.worker}"
+            )
 
-        return told
-
-    def _beat(self) -> None:
-        while not self._beats.wait(HEARTBEAT_S):
-            for link in self._links:
-                with suppress(CommError):  # a connection that was given up: whoever uses it next is told
-                    link.request(Frame(Op.HEARTBEAT), priority=_FIRST)
+    def _send_heartbeats(self) -> None:
+        while not self._closing.wait(HEARTBEAT_S):
+            for connection in self._connections:
+                with suppress(CommError):  # a connection that was given up: its next user gets the error
+                    connection.request(Frame(Op.HEARTBEAT), priority=_FIRST)
 
 
 def _name(chunk: Chunk) -> str:
@@ -498,4 +540,22 @@ def _no_rows(key: str) -> ConfigError:
         rule="rows travel alone where a chunk holds a multiple of 1024 elements that is whole rows",
         consequence="nothing was sent",
         nearest="push and pull all of it, or choose a row length with more factors of 2",
+    )
+
+
+def _is_address(given: Any) -> bool:
+    """Whether it is a pair of host and port. A text such as "host:1" is not, though it may have two characters too."""
+    match given:
+        case (str(host), int(port)) if host and not isinstance(port, bool):
+            return 1 <= port <= 65535
+        case _:
+            return False
+
+
+def _invalid_config(given: str, rule: str) -> ConfigError:
+    return ConfigError(
+        given=f"parameter servers with {given}",
+        rule=rule,
+        consequence="no connection was made",
+        nearest='ServerConfig.from_environ(os.environ), or addresses=[("127.0.0.1", 4000)] and 32 bytes of secret',
     )

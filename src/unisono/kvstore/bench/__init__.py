@@ -1,1 +1,1 @@
-"""What push and pull take here: of each kind of store, size and codec, beside torch's own all-reduce."""
+"""Times push and pull for each kind of store, size and codec, next to torch's own all-reduce."""

@@ -1,7 +1,8 @@
-"""Times rounds of push and pull, and checks that what arrived is what was sent.
+"""Times rounds of push and pull, and checks the results.
 
-Worker r pushes integers, so every sum is exact in float32: lossless kinds must give exactly that, lossy ones the same bits on
-all workers. A round lasts from a barrier until the last value has arrived; of each round the slowest worker counts.
+Worker r pushes integers, so every sum is exact in float32: lossless kinds must give exactly that, lossy ones the same
+bits on all workers. A round lasts from a barrier until the last value has arrived; each round counts the slowest
+worker.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from unisono.dist import JobSpec, World, join_world
 from unisono.errors import CommError
 from unisono.kvstore.backends.local_sgd import LocalSGDConfig
-from unisono.kvstore.backends.server_client import ServerClient
+from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
 from unisono.kvstore.bench.settings import CODED_KINDS, BenchSettings, nbytes_of, shapes_of
 from unisono.kvstore.compression import Codec, PowerSGD, auto_codec, compressed_sum, find_codec
 from unisono.kvstore.compression.auto import measure_codec
@@ -42,7 +43,8 @@ _PERIOD = 251  # values repeat: no sum of a measurement comes near 2^24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Side:
-    """One kind at one size on this worker. ``expected``: the values after that many rounds, None where they are not exact."""
+    """One kind at one size on this worker. ``expected``: the values after that many rounds, None where they are not
+    exact."""
 
     go: Callable[[], object]
     out: Mapping[str, Tensor]
@@ -52,26 +54,26 @@ class _Side:
     ready: Callable[[], object] = lambda: None  # before each round, not timed
     settle: Callable[[], object] = lambda: (
         None
-    )  # after the last: all pushes are applied, and ``out`` holds what came of them
+    )  # after the last round: apply all pushes and pull the result into ``out``
 
 
 def join_and_measure(job: JobSpec, settings: BenchSettings) -> dict[str, Any] | None:
-    """Join the job and measure; the findings on rank 0, None on others."""
+    """Join the job and measure; the result on rank 0, None on others."""
     world = join_world(job, device_type="cpu", timeout_s=_TIMEOUT_S)
     try:
-        found = measure(world, settings)
+        results = measure(world, settings)
         world.barrier()
     finally:
         world.close()
-    return found if world.rank == 0 else None
+    return results if world.rank == 0 else None
 
 
 def measure(world: World, settings: BenchSettings) -> dict[str, Any]:
-    """Rows of every kind, codec and size, speeds of the codecs, and what ``auto`` says. A collective.
+    """Rows of every kind, codec and size, the codecs' speeds, and the choice of ``auto``. A collective.
 
-    A row's ``link_bytes_per_s`` is what a worker must send over the median time; ``sent_bytes``, in a round and for a worker,
-    is counted by the connections of ``dist_async`` and by the host's interfaces for the others (null where there are none to
-    read), with all headers, barriers, and whatever else the host sends meanwhile. Raises CommError where a sum is wrong.
+    A row's ``link_bytes_per_s`` is ``theory_bytes`` over the median time. ``sent_bytes``, per round and worker, is
+    counted by the connections of ``dist_async`` and by the host's interfaces for other kinds (null without interfaces
+    to read), with headers, barriers, and all other traffic of the host. Raises CommError for a wrong sum.
     """
     rows: list[dict[str, Any]] = []
     coded = {codec: None if codec == "none" else find_codec(codec) for codec in settings.codecs}
@@ -130,29 +132,29 @@ def _timed(side: _Side, world: World, rounds: int, what: str) -> dict[str, Any]:
     sent = _sent(side, world) - before
     side.settle()
     _check(side, world, rounds + 1, what)
-    slowest = [max(each) for each in zip(*world.gather_json(seconds[1:]), strict=True)]
-    told = world.gather_json(sent if side.sent is not None else sent / world.job.local_world)
+    slowest = [max(times) for times in zip(*world.gather_json(seconds[1:]), strict=True)]
+    sent_by_worker = world.gather_json(sent if side.sent is not None else sent / world.job.local_world)
     median_s = statistics.median(slowest)
     return {
         "median_s": median_s,
         "seconds": slowest,
         "theory_bytes": side.theory_bytes,
-        "sent_bytes": statistics.mean(told) / rounds if before >= 0 else None,
+        "sent_bytes": statistics.mean(sent_by_worker) / rounds if before >= 0 else None,
         "link_bytes_per_s": side.theory_bytes / median_s,
         "checked": "alike" if side.expected is None else "exact",
     }
 
 
 def _sent(side: _Side, world: World) -> int:
-    """Bytes that left so far; -1 where nothing counts them."""
+    """Bytes sent so far; -1 where they are not counted."""
     if side.sent is not None:
         return side.sent()
-    found = [
+    counters = [
         int(path.read_text())
         for path in Path("/sys/class/net").glob("*/statistics/tx_bytes")
         if (path.parts[-3] == "lo") == world.job.is_local
     ]
-    return sum(found) if found else -1
+    return sum(counters) if counters else -1
 
 
 def _check(side: _Side, world: World, rounds: int, what: str) -> None:
@@ -161,7 +163,7 @@ def _check(side: _Side, world: World, rounds: int, what: str) -> None:
         expected = side.expected(rounds)
         wrong = [key for key, value in side.out.items() if not torch.equal(value, expected[key])]
     digests = world.gather_json({key: xxhash.xxh3_64_hexdigest(raw_bytes(value)) for key, value in side.out.items()})
-    unlike = [rank for rank, each in enumerate(digests) if each != digests[0]]
+    unlike = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if wrong or unlike:
         raise CommError(
             given=f"{what}: " + (f"wrong values of {wrong[0]!r}" if wrong else f"rank {unlike[0]} has other bits"),
@@ -175,7 +177,7 @@ def _check(side: _Side, world: World, rounds: int, what: str) -> None:
 
 
 def _pushed(size: str, rank: int) -> dict[str, Tensor]:
-    """What a worker pushes: by element a small integer, plus the rank."""
+    """A worker's values: per element a small integer, plus the rank."""
     return {
         key: (torch.arange(torch.Size(shape).numel()) % _PERIOD + rank).to(torch.float32).view(shape)
         for key, shape in shapes_of(size).items()
@@ -188,14 +190,14 @@ def _sums(size: str, workers: int) -> dict[str, Tensor]:
 
 
 def _ring(world: World, nbytes: float) -> float:
-    """Bytes that each of n workers sends in an all-reduce (Patarasuk & Yuan 2009)."""
+    """Bytes that each worker sends in a ring all-reduce (Patarasuk & Yuan 2009)."""
     return 2 * (world.world_size - 1) / world.world_size * nbytes
 
 
 @contextmanager
 def _all_reduce(size: str, codec: object, world: World) -> Generator[_Side]:
-    source = torch.cat([each.view(-1) for each in _pushed(size, world.rank).values()])
-    total = torch.cat([each.view(-1) for each in _sums(size, world.world_size).values()])
+    source = torch.cat([value.view(-1) for value in _pushed(size, world.rank).values()])
+    total = torch.cat([value.view(-1) for value in _sums(size, world.world_size).values()])
     flat = torch.empty_like(source)
     yield _Side(
         go=lambda: dist.all_reduce(flat, group=world.group),
@@ -228,7 +230,7 @@ def _stored(size: str, world: World, store: KVStore, theory_bytes: float, *, exa
 
 @contextmanager
 def _local(size: str, codec: object, world: World) -> Generator[_Side]:
-    """Every worker by itself."""
+    """Every worker alone."""
     alone = World(JobSpec(), timeout_s=_TIMEOUT_S)
     with _stored(size, alone, create_kvstore("local", alone), 0.0) as side:
         yield side
@@ -255,7 +257,7 @@ def _dist_sync(size: str, codec: Codec | PowerSGD | None, world: World) -> Gener
 
     ready()
     go()
-    code = sum(each["bytes_out"] for each in sums.stats().values())
+    code = sum(stats["bytes_out"] for stats in sums.stats().values())
     whole = sum(value.nbytes for key, value in values.items() if key not in sums.stats())
     summable = isinstance(codec, PowerSGD) or codec.summable is not None
     theory_bytes = _ring(world, code + whole) if summable else (world.world_size - 1) * code
@@ -270,8 +272,10 @@ def _dist_sync_shm(size: str, codec: object, world: World) -> Generator[_Side]:
 
 @contextmanager
 def _dist_local(size: str, codec: object, world: World) -> Generator[_Side]:
-    """The round in which copies are averaged; the others send nothing."""
-    store = create_kvstore("dist_local", world, rounds=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0))
+    """The round in which copies are averaged; other rounds send nothing."""
+    store = create_kvstore(
+        "dist_local", world, local_sgd=LocalSGDConfig(local_steps=1, outer_lr=1.0, outer_momentum=0.0)
+    )
     with _stored(size, world, store, _ring(world, nbytes_of(shapes_of(size))), exact=False) as side:
         yield side
 
@@ -289,18 +293,17 @@ _MAKERS: Mapping[str, Any] = {
 def _served(
     name: str, codec: Codec | PowerSGD | None, world: World, settings: BenchSettings, *, shared_memory: bool
 ) -> Generator[dict[str, Callable[[], Any]]]:
-    """All sizes are keys of one run, on servers that serve this codec. Plain SGD with a rate of 1."""
+    """All sizes are keys of one run, on servers with this codec. Plain SGD with a rate of 1."""
     assert not isinstance(codec, PowerSGD)  # Settings has seen to it
     plain: Codec | None = codec
     tables = {size: {f"{size}/{key}": shape for key, shape in shapes_of(size).items()} for size in settings.sizes}
     table = {key: (shape, torch.float32) for shapes in tables.values() for key, shape in shapes.items()}
-    agreed = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
+    run_spec = RunSpec(table=table, num_servers=settings.servers, codec=name, labels={"run": "bench"})
     options = OptimOptions(kind="sgd", lr=1.0, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
     tls = load_tls(Path(settings.tls)) if settings.tls else None
     with child_servers(world, settings.servers, tls=settings.tls) as (addresses, secret):
-        mine = ServerClient(
-            addresses, secret, agreed, worker=world.rank, codec=codec, shared_memory=shared_memory, tls=tls
-        )
+        config = ServerConfig(addresses=addresses, secret=secret, tls=tls)
+        mine = ServerClient(config, run_spec, worker=world.rank, codec=codec, shared_memory=shared_memory)
         try:
             mine.init({key: torch.zeros(shape) for key, (shape, _) in table.items()})
             mine.set_optimizer(ServerOptimizerSpec(options=options, roles=dict.fromkeys(table, Role.NO_DECAY)))

@@ -1,12 +1,13 @@
-"""Workers of a measurement as processes of their own, which end with whoever started them.
+"""The worker processes of a measurement.
 
-Each holds the read end of a pipe as its standard input and leaves when that closes: however the starter ends, nothing stays
-behind. What a process needs to know comes through the same pipe or its environment.
+A worker's standard input is a pipe from its parent, and the worker exits when the pipe closes: none outlives its
+parent. Settings come through the same pipe or the environment.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,16 +17,17 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from unisono.dist import JobSpec
-from unisono.errors import CommError
+from unisono.dist import JobSpec, job_from_environ
+from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.bench.settings import BenchSettings
-from unisono.kvstore.server.child_servers import child_environ, kill_process
+from unisono.kvstore.server.child_servers import child_environ, exit_with_parent, kill_process
 
-_MODULE = "unisono.kvstore.bench"
+_MODULE = "unisono.kvstore.bench.processes"
 
 
 def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: float = 3600.0) -> dict[str, Any]:
-    """Measure with ``workers`` processes on this host; what ``measure`` gives rank 0. Raises CommError where one fails."""
+    """Measure with ``workers`` processes on this host; the result of ``measure`` on rank 0. Raises CommError where a
+    process fails."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(workers)]
@@ -42,7 +44,7 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
                 listen_fd=listener.fileno() if rank == 0 else None,
             )
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, "worker"],
+                [sys.executable, "-m", _MODULE],
                 env=child_environ() | spec.environ(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -60,13 +62,13 @@ def measure_on_this_host(settings: BenchSettings, workers: int, *, timeout_s: fl
         late = threading.Timer(timeout_s, lambda: [process.kill() for process in processes])
         stack.callback(late.cancel)
         late.start()
-        told = processes[0].stdout.read()
+        output = processes[0].stdout.read()
         codes = [process.wait() for process in processes]
         for rank, (code, log) in enumerate(zip(codes, logs, strict=True)):
             if code:
                 log.seek(0)
                 raise _failed(f"worker {rank} ended with {code}: {log.read()[-2000:].strip()}")
-        return json.loads(told)
+        return json.loads(output)
 
 
 def _failed(given: str) -> CommError:
@@ -76,3 +78,30 @@ def _failed(given: str) -> CommError:
         consequence="there is no result",
         nearest="see what that worker said",
     )
+
+
+def main() -> int:
+    settings = BenchSettings.from_json(json.loads(_line()))
+    exit_with_parent()
+    from unisono.kvstore.bench.measure import join_and_measure
+
+    try:
+        results = join_and_measure(job_from_environ(os.environ), settings)
+    except UnisonoError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    if results is not None:
+        print(json.dumps(results), flush=True)
+    return 0
+
+
+def _line() -> str:
+    """One line of standard input, read byte by byte so that nothing after it is consumed."""
+    line = b""
+    while (byte := os.read(0, 1)) not in (b"", b"\n"):
+        line += byte
+    return line.decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

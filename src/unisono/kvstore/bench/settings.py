@@ -1,6 +1,6 @@
-"""What is measured: kinds, codecs, and sizes or the parameters of known models.
+"""The settings of a measurement: kinds, codecs, and sizes or the parameter tables of known models.
 
-A set of keys is a table computed from how the model is built: ResNet-50 (He et al. 2015, arXiv:1512.03385) with torchvision's
+The tables are computed from how the models are built: ResNet-50 (He et al. 2015, arXiv:1512.03385) with torchvision's
 names for its parts, and BERT-base (Devlin et al. 2018, arXiv:1810.04805) with its pooler.
 """
 
@@ -27,11 +27,11 @@ _MOST_BYTES = 8 * 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSettings:
-    """``rounds`` of push and pull are timed of every kind, codec and size; values are float32.
+    """``rounds`` of push and pull are timed for every kind, codec and size; values are float32.
 
-    ``sizes`` are single keys such as ``"100MB"``, or ``"resnet50"`` and ``"bert-base"``. ``codecs`` as ``find_codec`` takes
-    them, and ``"none"``; they meet the kinds of ``CODED``.
-    ``tls``: a folder of certificates for ``dist_async``. Raises ConfigError with all that is wrong.
+    ``sizes`` are single keys such as ``"100MB"``, or ``"resnet50"`` and ``"bert-base"``. ``codecs`` as ``find_codec``
+    takes them, and ``"none"``; they apply to the kinds of ``CODED_KINDS``. ``tls``: a folder of certificates for
+    ``dist_async``. Raises ConfigError with all problems.
     """
 
     kinds: tuple[str, ...] = ("dist_sync", "dist_sync_shm", "dist_async", "dist_async_shm")
@@ -93,7 +93,6 @@ class BenchSettings:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> BenchSettings:
-        """From JSON, which knows no tuples."""
         listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
         return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])
 
@@ -110,12 +109,12 @@ def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:
 
 
 def shapes_of(size: str) -> Shapes:
-    """Shapes by key. Raises ConfigError for what is neither a size up to 8 GiB nor a known set."""
+    """Shapes by key. Raises ConfigError for a size that is not known and not up to 8 GiB."""
     if size in KEY_SETS:
         return KEY_SETS[size]()
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", size)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    nbytes = float(found[1]) * unit if found and unit else 0.0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", size)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    nbytes = float(match[1]) * unit if match and unit else 0.0
     if not ITEM_BYTES <= nbytes <= _MOST_BYTES:
         raise ConfigError(
             given=f"size {size!r}",
@@ -132,7 +131,7 @@ def nbytes_of(shapes: Shapes) -> int:
 
 
 def resnet50() -> Shapes:
-    """25.6 million elements in 161 keys, 64 elements the smallest."""
+    """25.6 million elements in 161 keys, the smallest of 64 elements."""
     shapes: dict[str, tuple[int, ...]] = dict(_convolution("stem", 64, 3, 7))
     channels = 64
     for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
@@ -148,7 +147,7 @@ def resnet50() -> Shapes:
 
 
 def bert_base() -> Shapes:
-    """109.5 million elements in 199 keys, 94 MB the largest."""
+    """109.5 million elements in 199 keys, the largest of 94 MB."""
     dim, hidden = 768, 3072
     shapes: dict[str, tuple[int, ...]] = {"words": (30522, dim), "positions": (512, dim), "types": (2, dim)}
     shapes |= _norm("embeddings.norm", dim)
@@ -178,5 +177,5 @@ def _linear(name: str, into: int, of: int) -> Shapes:
 
 
 def split_repeated(texts: Sequence[str]) -> tuple[str, ...]:
-    """Options that were repeated, or given with commas between, each once and in order."""
+    """Values of options that were repeated or comma-separated, distinct and in order."""
     return tuple(dict.fromkeys(part.strip() for text in texts for part in text.split(",") if part.strip()))

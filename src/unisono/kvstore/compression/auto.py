@@ -1,8 +1,8 @@
-"""Whether compression pays here: measures codecs and link, and may decline.
+"""Measure whether compression pays on this machine and link.
 
-It usually does not pay: of more than 200 realistic data-centre setups it sped up 6 (Agarwal et al. 2022, arXiv:2103.00543).
-The rule: encode + decode + code on the link < gradients on the link, by a tenth at least, as one measurement is not
-exact to more.
+It usually does not: of more than 200 realistic data-centre setups it sped up 6 (Agarwal et al. 2022, arXiv:2103.00543).
+The rule: encode + decode + sending the code takes at least a tenth less time than sending the gradients, because one
+measurement is not more exact than that.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from unisono.dist import World
 from unisono.errors import ConfigError
 from unisono.kvstore.compression.codec import Codec
 from unisono.kvstore.compression.error_feedback import ErrorFeedback
-from unisono.kvstore.compression.powersgd import PowerSGD
 from unisono.kvstore.compression.registry import find_codec
+from unisono.kvstore.compression.sums import PowerSGD
 
-# these leave training as it is by all reports; coarser ones are the user's decision, not a measurement's
+# by all reports these do not change convergence; coarser codecs are the user's decision
 CANDIDATES = ("bf16", "int8")
 
 _LEAST_GAIN = 0.1
@@ -33,7 +33,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecSpeed:
-    """What a codec does to float32 gradients on this device."""
+    """A codec's cost on float32 gradients on this device."""
 
     name: str
     # gradient bytes over code bytes
@@ -47,17 +47,18 @@ class CodecSpeed:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """``codec`` is None where gradients should travel as they are."""
+    """``codec`` is None where gradients should be sent uncompressed."""
 
     codec: str | None
     reason: str
 
 
 def choose_codec(speeds: Sequence[CodecSpeed], link_s: float, ranks: int) -> CodecChoice:
-    """The codec that sums a byte of gradient soonest, or none.
+    """The codec that sums a byte of gradient fastest, or none.
 
-    ``link_s``: seconds a plain all-reduce over ``ranks`` workers takes for a byte of gradient. A ring all-reduce sends a byte
-    2(n-1)/n times and an all-gather n-1 times, so gathered codes take ``n/2 * link_s / ratio`` and are decoded n times.
+    ``link_s``: seconds of a plain all-reduce over ``ranks`` workers per byte of gradient. A ring all-reduce sends a
+    byte 2(n-1)/n times and an all-gather n-1 times, so gathered codes take ``n/2 * link_s / ratio`` and are decoded n
+    times.
     """
     if not speeds or ranks < 2:
         return CodecChoice(
@@ -87,10 +88,11 @@ def auto_codec(
     group: ProcessGroup | None = None,
     link_bytes_per_s: float | None = None,
 ) -> CodecChoice:
-    """Measures on all ranks and returns rank 0's choice on each; a collective, of well under a second on a link of 1 GB/s.
+    """Measure on all ranks and return rank 0's choice on each. A collective, of well under a second on a link of 1
+    GB/s.
 
-    ``link_bytes_per_s``: gradient bytes that an all-reduce over ``group`` (None: all workers) sums in a second, if known.
-    Raises ConfigError for a candidate that cannot be measured by itself, and CommError.
+    ``link_bytes_per_s``: gradient bytes per second that an all-reduce over ``group`` (None: all workers) sums, if
+    known. Raises CommError, and ConfigError for a candidate that cannot be measured alone.
     """
     codecs = [_measurable(name) for name in candidates]
     ranks = dist.get_world_size(group) if group is not None else world.world_size
@@ -118,7 +120,7 @@ def _measurable(name: str) -> Codec:
 
 
 def measure_codec(codec: Codec, device: torch.device) -> CodecSpeed:
-    """Measures on a million normal numbers; the quickest of three."""
+    """Measure on a million normal numbers; the fastest of three runs."""
     value = torch.randn(_SAMPLE_ELEMENTS, device=device)
     code, feedback = codec.encode(value), ErrorFeedback({"sample": value})
 
@@ -143,7 +145,7 @@ def _link_s(world: World, device: torch.device, group: ProcessGroup | None) -> f
 
 
 def _quickest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the quickest of some runs, after one that does not count."""
+    """Seconds of the fastest run, after one warm-up."""
     seconds: list[float] = []
     for _ in range(1 + _REPEATS):
         _wait_for(device)

@@ -1,10 +1,11 @@
-"""What a codec is: a pure pair of functions between a flat tensor and bytes whose number depends on its length alone.
+"""The codec interface: a pure pair of functions between a flat tensor and bytes whose number depends on its length
+only.
 
-Codes of one length for every worker are what an all-gather needs. What a lossy code leaves out is kept by ``feedback``.
-A value that is not finite is never hidden: its code decodes to something not finite, so that every worker skips the step.
+An all-gather needs codes of equal length on all workers. ``error_feedback`` keeps what a lossy code omits. Codecs
+preserve non-finite values: their code decodes to a non-finite value, so that every worker skips the step.
 
-A codec may have one more member, ``relative: bool``: whether its code follows the size of what it is given, so that of any
-difference, however small, the larger part gets through in a few codes. Then differences of values travel coded too.
+A codec may have an attribute ``relative: bool``: whether its code follows the scale of its input, so that a few codes
+transmit most of any difference, however small. Pulled values are compressed with such codecs only.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from torch import Tensor
 
 from unisono.errors import CommError
 
-# element counts travel as u32
+# codes store element counts as u32
 MAX_ELEMENTS = 2**32 - 1
 
 
 class Codec(Protocol):
-    """Lossy representation of a flat tensor."""
+    """A lossy representation of flat tensors."""
 
     @property
     def name(self) -> str:
-        """As ``find_codec`` takes it."""
+        """The text that ``find_codec`` accepts."""
         ...
 
     @property
     def summable(self) -> torch.dtype | None:
-        """The dtype in which codes of several workers may be added, element by element; None: they may not."""
+        """The dtype in which codes of several workers may be added elementwise; None if they may not."""
         ...
 
     def encoded_bytes(self, numel: int) -> int:
@@ -38,28 +39,29 @@ class Codec(Protocol):
         ...
 
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """``value`` [numel], any floating dtype, as a uint8 code [encoded_bytes(numel)] on its device.
+        """Encode ``value`` [numel], of any floating dtype, as uint8 [encoded_bytes(numel)] on its device.
 
-        ``seed`` keys the noise of codecs that round stochastically: same value and seed, same code.
+        ``seed`` keys the noise of codecs that round stochastically: the same value and seed give the same code.
         """
         ...
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """What ``code`` [encoded_bytes(numel)] stands for, [numel]. Raises CommError if no encoder can have made it.
+        """Decode ``code`` [encoded_bytes(numel)] to [numel] of ``dtype``. Raises CommError for a code that no encoder
+        makes.
 
-        ``trusted``: leave out the checks of its content, which wait for the device: for codes of this very program.
+        ``trusted``: skip the checks of its content, which synchronise with the device; for codes of this program.
         """
         ...
 
 
 def can_compress_values(codec: Codec) -> bool:
-    """Whether differences of values may travel in its codes: it says that it is ``relative``. One that says nothing may have a
-    threshold in the units of gradients, which a difference of values might never reach."""
+    """Whether pulled values may be sent as codes of their difference: the codec is ``relative``. Without the attribute,
+    a codec may have a threshold in units of gradients, which a difference of values might never reach."""
     return bool(getattr(codec, "relative", False))
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what residuals and sums are kept: float32, or float64 for float64."""
+    """The dtype of residuals and sums: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -69,12 +71,12 @@ def as_bytes(value: Tensor) -> Tensor:
 
 
 def from_bytes(code: Tensor, dtype: torch.dtype) -> Tensor:
-    """A slice of a code as ``dtype``; copied, because it may start at any byte of what arrived."""
+    """A slice of a code as ``dtype``; copied, because it may be unaligned."""
     return code.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def check_length(codec: Codec, code: Tensor, numel: int) -> None:
-    """Raises CommError unless ``code`` is one-dimensional bytes of the right number."""
+    """Raise CommError unless ``code`` is one-dimensional uint8 of the right length."""
     expected = codec.encoded_bytes(numel)
     if code.dtype != torch.uint8 or code.shape != (expected,):
         raise invalid_code(
@@ -83,13 +85,12 @@ def check_length(codec: Codec, code: Tensor, numel: int) -> None:
 
 
 def check_content(codec: Codec, numel: int, bad: Tensor, given: str, rule: str) -> None:
-    """Raises CommError if any element of ``bad`` is true."""
+    """Raise CommError if any element of ``bad`` is true."""
     if bool(bad.any()):
         raise invalid_code(codec, numel, given, rule)
 
 
 def invalid_code(codec: Codec, numel: int, given: str, rule: str) -> CommError:
-    """The error about a code that cannot be decoded."""
     return CommError(
         given=f"a {codec.name} code of {numel} elements: {given}",
         rule=rule,

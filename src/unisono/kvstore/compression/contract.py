@@ -1,7 +1,7 @@
-"""What every codec has to hold, tried on small tensors: a plug-in's before it is used, all of them by their tests.
+"""The rules that every codec keeps, checked on small tensors: for plug-ins before use, for all codecs by their tests.
 
-Workers exchange codes, so a codec that breaks one of these rules would not fail by itself: workers would hold different values,
-wait for bytes that never come, or train on after a gradient that was not finite.
+Workers exchange codes, so a codec that breaks a rule does not fail locally: workers would hold different values, wait
+for bytes that never come, or train on after a non-finite gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOT_FINITE = (float("nan"), float("inf"), -float("inf"))
 
 
 def contract_violations(codec: Codec) -> list[str]:
-    """The rules of ``Codec`` that this one breaks, in words; none is what it should be. What it raises is told as one."""
+    """The rules of ``Codec`` that ``codec`` breaks, in words; an exception counts as one."""
     rules: dict[str, None] = {}
     try:
         for rule in _broken(codec):
@@ -50,7 +50,7 @@ def _broken(codec: Codec) -> Iterator[str]:
     if len(code) > 0:
         for wrong in (code[:-1], torch.cat([code, code[:1]]), code[None], code.to(torch.int8)):
             if not _refuses(lambda wrong=wrong: codec.decode(wrong, 100, torch.float32)):
-                yield "raises CommError for a code of another length, shape or dtype (unisono.kvstore.compression.codec.check_length)"
+                yield "raises CommError for a code of another length, shape or dtype (``check_length``)"
 
 
 def _round_trip(codec: Codec, numel: int, dtype: torch.dtype) -> Iterator[str]:

@@ -1,8 +1,10 @@
-"""Error feedback: what a code leaves out is added to the next gradient (Karimireddy et al. 2019, arXiv:1901.09847).
+"""Error feedback: the part of a gradient that a code omits is added to the next one (Karimireddy et al. 2019,
+arXiv:1901.09847).
 
-p = gradient + residual; send C(p); residual = p - D(C(p)). A skipped step must leave no trace, and whether a step is skipped is
-known, on the device only, after all have sent: so what a step leaves is proposed first, and ``commit`` takes it over or drops it.
-Residuals are training state, one worker's own: without them a resumed run is not the run that was stopped.
+p = gradient + residual; send C(p); residual = p - D(C(p)). A skipped step must leave no trace, and whether a step is
+skipped is known only on the device, after all workers have sent. A step therefore proposes new residuals, and
+``commit`` accepts or drops them. Residuals are training state of one worker: without them a resumed run differs from
+the one that was stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from unisono.kvstore.compression.codec import Codec, accumulation_dtype
 
 
 class CommittedTensors:
-    """Named tensors that go from step to step and change in good steps only."""
+    """Named tensors that change in good steps only."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         self._values = dict(values)
@@ -28,25 +30,25 @@ class CommittedTensors:
         return self._values[name]
 
     def propose(self, name: str, value: Tensor) -> None:
-        """What ``name`` is to be after this step."""
+        """Set the value of ``name`` after this step."""
         if name in self._proposed:
             raise ValueError(f"{name!r} was sent twice without a commit between")
         self._proposed[name] = value
 
     @torch.no_grad()
     def commit(self, good: Tensor | bool) -> None:
-        """Take over what was proposed, or, where ``good`` (0-dim bool, on its device) is false, leave all bit-equal."""
+        """Accept the proposed values or, where ``good`` (0-dim bool, on its device) is false, leave all bit-equal."""
         for name, value in self._proposed.items():
             old = self._values[name]
             torch.where(torch.as_tensor(good, device=old.device), value, old, out=old)
         self._proposed.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors themselves."""
+        """The live tensors."""
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError unless names and shapes are these."""
+        """Raises CheckpointError unless names, shapes and dtypes are equal."""
         mine = {name: f"{list(v.shape)} {v.dtype}" for name, v in self._values.items()}
         theirs = {name: f"{list(v.shape)} {v.dtype}" for name, v in state.items()}
         if mine != theirs:
@@ -66,8 +68,8 @@ class CommittedTensors:
 class ErrorFeedback:
     """The residuals of one worker, by parameter name.
 
-    ``values``: the parameters or gradients, for names, shapes, dtypes and devices. ``worker`` keys the noise of codecs that round
-    stochastically, so that the workers' errors average out.
+    ``values``: parameters or gradients, for names, shapes, dtypes and devices. ``worker`` keys the noise of codecs that
+    round stochastically, so that the workers' errors average out.
     """
 
     def __init__(self, values: Mapping[str, Tensor], worker: int = 0) -> None:
@@ -92,13 +94,14 @@ class ErrorFeedback:
     def record_sent(
         self, name: str, compensated: Tensor, decoded: Tensor, gradient_bytes: int, sent_bytes: int
     ) -> None:
-        """Of ``compensated``, the receivers will see ``decoded``."""
+        """Record that the receivers decode ``compensated`` as ``decoded``."""
         self._carried.propose(name, compensated - decoded)
         self._sizes[name] = gradient_bytes, sent_bytes
 
     @torch.no_grad()
     def encode(self, codec: Codec, name: str, gradient: Tensor) -> Tensor:
-        """The code to send for ``gradient``, any shape, uint8 [nbytes]; ``commit`` before the next of this name."""
+        """The code of ``gradient`` (any shape) plus residual, uint8 [nbytes]. ``commit`` before encoding the next of
+        this name."""
         value = self.compensated(name, gradient)
         code = codec.encode(value, self._seed(name))
         self.record_sent(
@@ -111,26 +114,27 @@ class ErrorFeedback:
         return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
 
     def commit(self, good: Tensor | bool) -> None:
-        """The step of everything encoded so far is over. Where ``good`` is false its gradients count for nothing."""
+        """End the step of everything encoded so far. Where ``good`` is false its residuals are dropped."""
         self._carried.commit(good)
         self._steps += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By parameter name the residual, flat, and the number of steps: checkpointed state, one for each worker."""
+        """By parameter name the flat residual, and the number of steps: checkpointed state of one worker."""
         residuals = {f"residual/{name}": value for name, value in self._carried.state_dict().items()}
         return residuals | {"steps": torch.tensor(self._steps)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises CheckpointError unless the state is of the same parameters."""
+        """Raises CheckpointError for a state of other parameters."""
         self._carried.load_state_dict(
             {name.removeprefix("residual/"): value for name, value in state.items() if name != "steps"}
         )
         self._steps = int(state["steps"])
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """For each parameter sent ``bytes_in``, ``bytes_out`` of a step, and ``residual``, its norm over the last gradient's.
+        """For each parameter sent ``bytes_in``, ``bytes_out`` of a step, and ``residual``, its norm over the last
+        gradient's.
 
-        Waits for the device. A ``residual`` that grows from step to step says that the codec cannot keep up.
+        Synchronises with the device. A ``residual`` that grows from step to step means that the codec cannot keep up.
         """
         return {
             name: {

@@ -1,4 +1,4 @@
-"""From ``"2bit:0.5"`` to a codec: built in, or an installed entry point of the group ``unisono.codecs``."""
+"""Codecs by name, such as ``"2bit:0.5"``: built in, or an installed entry point of the group ``unisono.codecs``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from importlib.metadata import EntryPoint, entry_points
 import torch
 
 from unisono.errors import ConfigError, Problem, nearest_name
-from unisono.kvstore.compression.cast import Cast
 from unisono.kvstore.compression.codec import Codec
 from unisono.kvstore.compression.contract import contract_violations
-from unisono.kvstore.compression.int8 import Int8
-from unisono.kvstore.compression.low_bit import OneBit, TwoBit
-from unisono.kvstore.compression.powersgd import PowerSGD
+from unisono.kvstore.compression.quantize import Cast, Int8, OneBit, TwoBit
+from unisono.kvstore.compression.sums import PowerSGD
 from unisono.kvstore.compression.topk import TopK
 
 ENTRY_POINT_GROUP = "unisono.codecs"
@@ -23,7 +21,7 @@ ENTRY_POINT_GROUP = "unisono.codecs"
 # a share above this sends more bytes than int8 does
 _MAX_SHARE = 1 / 8
 
-# what to tell users of 1 or 2 bits with an optimizer that divides by a second moment
+# the warning for 1 or 2 bits with an optimizer that divides by a second moment
 COARSE_CODEC_WITH_ADAM = (
     "1-bit and 2-bit gradients with Adam, AdamW or LAMB: error feedback keeps the sum of gradients right, but the second moment "
     "is made of squares of what was sent, and is wrong by orders of magnitude (Tang et al. 2021, arXiv:2102.02888). "
@@ -34,8 +32,8 @@ COARSE_CODEC_WITH_ADAM = (
 def find_codec(text: str) -> Codec | PowerSGD:
     """The codec of this name and argument, such as ``"int8"``, ``"2bit:rms*1.5"``, ``"topk:0.01"``, ``"powersgd:2"``.
 
-    An entry point is called with the text after the colon, "" if there is none, and what it returns is held to the contract
-    (``contract``). Raises ConfigError.
+    An entry point is called with the text after the colon ("" if there is none), and its codec is checked against
+    ``contract``. Raises ConfigError.
     """
     name, _, argument = text.partition(":")
     if name in _BUILT_IN:
@@ -52,7 +50,6 @@ def find_codec(text: str) -> Codec | PowerSGD:
 
 
 def no_traffic_to_compress(text: str, where: str) -> ConfigError:
-    """The answer to compression of nothing."""
     return ConfigError(
         given=f"compression {text!r} {where}",
         rule="compression is of what travels between the workers of 'dist_sync', 'dist_async' and 'dist_local'",
@@ -62,7 +59,6 @@ def no_traffic_to_compress(text: str, where: str) -> ConfigError:
 
 
 def codec_is_fixed(text: str | None) -> ConfigError:
-    """The answer to another compression in the middle."""
     return ConfigError(
         given=f"compression {text or 'none'!r} after the first push",
         rule="what a codec holds back belongs to that codec, so it stays from the first push on",
@@ -103,12 +99,12 @@ def _power_sgd(text: str, argument: str) -> PowerSGD:
 
 
 def _plain(codec: Codec) -> Callable[[str, str], Codec]:
-    def made(text: str, argument: str) -> Codec:
+    def build(text: str, argument: str) -> Codec:
         if text != codec.name:
             raise _wrong(text, f"{codec.name} takes no argument", codec.name)
         return codec
 
-    return made
+    return build
 
 
 _BUILT_IN: dict[str, Callable[[str, str], Codec | PowerSGD]] = {

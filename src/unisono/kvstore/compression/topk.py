@@ -1,7 +1,7 @@
-"""The k elements of largest absolute value, k a fixed share of the tensor.
+"""The k elements of largest absolute value, k a fixed fraction of the tensor.
 
-Six bytes for each of them. Code: for every block of 65536 elements how many it has (u32), then the positions within their
-blocks (u16, rising), then the values (f32).
+Six bytes per element sent. Code: per block of 65536 elements the number sent (u32), then the positions within the
+blocks (u16, ascending), then the values (f32).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SAMPLE = 16384
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Keeps ``share`` of the elements, at least one. Source: Aji and Heafield 2017, arXiv:1704.05021."""
+    """Sends ``fraction`` of the elements, at least one. Source: Aji and Heafield 2017, arXiv:1704.05021."""
 
     name: str
     fraction: float
@@ -28,16 +28,14 @@ class TopK:
     relative: bool = True
 
     def encoded_bytes(self, numel: int) -> int:
-        """6 for each element kept, 4 for every 65536 begun."""
         return 6 * self.num_kept(numel) + 4 * -(-numel // _BLOCK)
 
     def num_kept(self, numel: int) -> int:
-        """How many elements are sent."""
+        """The number of elements sent."""
         return min(numel, max(1, math.ceil(self.fraction * numel)))
 
     @torch.no_grad()
     def encode(self, value: Tensor, seed: int = 0) -> Tensor:
-        """See ``Codec``."""
         numel = value.numel()
         where = _largest(value.to(accumulation_dtype(value.dtype)).abs(), self.num_kept(numel)).sort().values
         edges = torch.arange(0, numel + _BLOCK, _BLOCK, device=value.device)[: -(-numel // _BLOCK) + 1]
@@ -46,30 +44,29 @@ class TopK:
         return torch.cat([as_bytes(counts.int()), as_bytes((where % _BLOCK).to(torch.int16)), as_bytes(values)])
 
     def decode(self, code: Tensor, numel: int, dtype: torch.dtype, *, trusted: bool = False) -> Tensor:
-        """See ``Codec``."""
         check_length(self, code, numel)
-        kept, blocks = self.num_kept(numel), -(-numel // _BLOCK)
+        num_kept, blocks = self.num_kept(numel), -(-numel // _BLOCK)
         counts = from_bytes(code[: 4 * blocks], torch.int32).long()
         if not trusted:
-            wrong = (counts < 0).any() | (counts > _BLOCK).any() | (counts.sum() != kept)
-            check_content(self, numel, wrong, "its blocks' counts do not add up", f"{kept} elements are kept")
-        block = torch.arange(blocks, device=code.device).repeat_interleave(counts, output_size=kept)
-        local = from_bytes(code[4 * blocks : 4 * blocks + 2 * kept], torch.int16).long() & 0xFFFF
+            wrong = (counts < 0).any() | (counts > _BLOCK).any() | (counts.sum() != num_kept)
+            check_content(self, numel, wrong, "its blocks' counts do not add up", f"{num_kept} elements are kept")
+        block = torch.arange(blocks, device=code.device).repeat_interleave(counts, output_size=num_kept)
+        local = from_bytes(code[4 * blocks : 4 * blocks + 2 * num_kept], torch.int16).long() & 0xFFFF
         where = block * _BLOCK + local
         if not trusted:
             check_content(self, numel, where >= numel, "a position past the end", f"positions are below {numel}")
             check_content(
                 self, numel, where.diff() <= 0, "positions that do not rise", "each position is above the one before"
             )
-        values = from_bytes(code[4 * blocks + 2 * kept :], torch.float32)
+        values = from_bytes(code[4 * blocks + 2 * num_kept :], torch.float32)
         return torch.zeros(numel, dtype=dtype, device=code.device).index_copy_(0, where, values.to(dtype))
 
 
 def _largest(size: Tensor, kept: int) -> Tensor:
-    """Positions of the ``kept`` largest, NaN counting as largest.
+    """Positions of the ``kept`` largest elements; NaN counts as largest.
 
-    On the host a threshold from a sample first throws most elements out: exact selection over all of them takes several times
-    longer. The outcome is the same, because it is used only where at least ``kept`` reach it.
+    On the host a threshold from a sample first discards most elements: exact selection over all of them takes several
+    times longer. The result is the same, because the threshold is used only where at least ``kept`` elements reach it.
     """
     stride = size.numel() // _SAMPLE
     if size.device.type == "cpu" and stride >= 4:

@@ -1,1 +1,1 @@
-"""What a parameter server knows and does: chunks and where they lie, updates, clocks, units of work, snapshots. No sockets."""
+"""The parameter server: chunks and their placement, updates, clocks, the work queue, snapshots."""

@@ -1,4 +1,4 @@
-"""``python -m unisono.kvstore.server``: one parameter server. Its environment says which one; see ``process``."""
+"""``python -m unisono.kvstore.server``: one parameter server, configured by its environment; see ``process``."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ import torch
 
 from unisono.errors import LaunchError, UnisonoError
 from unisono.kvstore.server.parameter_server import ParameterServer
-from unisono.kvstore.server.process import ServerSettings, run_until_stopped, server_settings
-from unisono.kvstore.server.replication import ReplicaClient
+from unisono.kvstore.server.process import ReplicaClient, ServerSettings, run_until_stopped, server_settings
 from unisono.kvstore.wire.auth import require_private
 from unisono.kvstore.wire.frame import PEER_LIMITS
 from unisono.kvstore.wire.frame_server import Admission, FrameServer, listen
 from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import TLSContexts, read_tls
 
-_OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
+_OTHER_FILES = 64  # in addition to connections: snapshots, logs, libraries
 
 
 def main(listening: Callable[[], None] = lambda: None) -> int:
-    """Serve until told to stop; the exit code. ``listening`` is called once the socket answers."""
+    """Serve until a stop signal; returns the exit code. ``listening`` is called once the socket accepts connections."""
     try:
         allow_files(Admission().max_connections + _OTHER_FILES)
-        seat, secret, tls = server_settings(os.environ), read_secret(os.environ), read_tls(os.environ)
+        settings, secret, tls = server_settings(os.environ), read_secret(os.environ), read_tls(os.environ)
         os.environ.pop("UNISONO_SECRET_FD", None)
-        replica = ReplicaClient(seat, secret, tls) if seat.num_copies > 1 else None
-        service = ParameterServer(
-            seat.server_index,
+        replica = ReplicaClient(settings, secret, tls) if settings.num_copies > 1 else None
+        server = ParameterServer(
+            settings.server_index,
             forward=replica.forward if replica is not None else None,
             held=replica is not None,
-            snapshots=seat.snapshots,
-            snapshot_every_s=seat.snapshot_every_s,
+            snapshots=settings.snapshots,
+            snapshot_every_s=settings.snapshot_every_s,
             on_stale=leave,
             say=say,
         )
         warm_up()
-        run_until_stopped(seat, service, lambda seat, service: serve(seat, service, secret, replica, tls, listening))
+        run_until_stopped(
+            settings, server, lambda settings, server: serve(settings, server, secret, replica, tls, listening)
+        )
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -49,7 +50,8 @@ def main(listening: Callable[[], None] = lambda: None) -> int:
 
 
 def warm_up() -> None:
-    """torch imports its compiler when the first optimizer is made, for seconds: not while workers wait for an answer."""
+    """Make torch import its compiler, which takes seconds at the first optimizer step, before workers wait for an
+    answer."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     parameter.grad = torch.zeros(1)
@@ -57,8 +59,8 @@ def warm_up() -> None:
 
 
 def allow_files(count: int) -> None:
-    """Have room for ``count`` open files. Raises LaunchError where the machine does not allow that many: a server without room
-    would keep workers waiting at the door and say nothing."""
+    """Allow this process ``count`` open files. Raises LaunchError where the machine's limit is lower: the server would
+    leave workers waiting without a message."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise LaunchError(
@@ -72,52 +74,52 @@ def allow_files(count: int) -> None:
 
 
 def serve(
-    seat: ServerSettings,
-    service: ParameterServer,
+    settings: ServerSettings,
+    server: ParameterServer,
     secret: bytes,
     replica: ReplicaClient | None,
     tls: TLSContexts | None,
     listening: Callable[[], None],
 ) -> FrameServer:
-    """Open the socket. A newer server in this one's place ends this process at once: it must answer nobody.
+    """Open the socket. A newer server in this one's place ends this process at once, because its answers are out of
+    date.
 
-    Workers are let in when what a replica keeps was taken over. Servers are let in before, as they may all be starting.
+    Servers may connect at once, because all may be starting; workers once the replica's state is restored.
     """
-    if seat.listen_fd is not None:
-        listener = socket.socket(fileno=seat.listen_fd)
+    if settings.listen_fd is not None:
+        listener = socket.socket(fileno=settings.listen_fd)
         listener.set_inheritable(False)
         require_private(str(listener.getsockname()[0]), tls=tls is not None)
     else:
-        listener = listen(*seat.addresses[seat.server_index], tls=tls is not None)
-    serving = FrameServer(
+        listener = listen(*settings.addresses[settings.server_index], tls=tls is not None)
+    frame_server = FrameServer(
         [listener],
-        service,
+        server,
         secret,
         PEER_LIMITS,
-        epoch=seat.server_restart_count,
-        on_stale=lambda epoch: leave(f"epoch {epoch} has taken the place of {seat.server_restart_count}"),
+        restart_count=settings.server_restart_count,
+        on_stale=lambda count: leave(f"epoch {count} has taken the place of {settings.server_restart_count}"),
         tls=tls,
     )
-    host, port = serving.addresses[0]
-    how = " under TLS" if tls is not None else ""
+    host, port = frame_server.addresses[0]
     say(
-        f"server {seat.server_index} of {len(seat.addresses)}, epoch {seat.server_restart_count}, listens at {host}:{port}{how}"
+        f"server {settings.server_index} of {len(settings.addresses)}, epoch {settings.server_restart_count}, "
+        f"listens at {host}:{port}{' under TLS' if tls is not None else ''}"
     )
     listening()
     if replica is not None:
-        replica.restore(service)
-        service.admit_workers()
-    return serving
+        replica.restore(server)
+        server.admit_workers()
+    return frame_server
 
 
 def leave(reason: str) -> None:
-    """End without a word to anyone but the log: what this server knows is out of date."""
+    """End this process, whose state is out of date, with a line in the log only."""
     say(f"this server was replaced and leaves: {reason}")
-    threading.Timer(0.2, os._exit, [0]).start()  # the one who told gets its refusal first
+    threading.Timer(0.2, os._exit, [0]).start()  # after the peer got its refusal
 
 
 def say(text: str) -> None:
-    """One line, at once."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -1,8 +1,9 @@
-"""Parameter servers as children of workers, for launchers that start workers only: torchrun, mpirun, srun, MXNet's trackers.
+"""Parameter servers as children of workers, for launchers that start workers only: torchrun, mpirun, srun, MXNet's
+trackers.
 
-A server holds the read end of a pipe as its standard input and leaves when that closes: however its worker ends, no server stays
-behind. A worker that is done waits until nobody needs its servers any more. One that dies meanwhile is started again at the same
-socket, which the worker keeps, with what its snapshots or the next server have of it.
+A server's standard input is a pipe from its worker, and the server exits when the pipe closes: no server outlives its
+worker. A finished worker waits until no worker is connected to its servers. A server that dies before that is restarted
+at the same socket, which its worker keeps open, with the state of its snapshots or of its replica.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ if TYPE_CHECKING:
 DRAIN = "UNISONO_DRAIN"  # set: on SIGTERM a server stays until its last worker has left
 
 _MODULE = "unisono.kvstore.server.child_servers"
-_WORD = "UNISONO_WORD_FD"  # a pipe on which a server tells its worker that it listens
+_WORD = "UNISONO_WORD_FD"  # a pipe on which a server reports that it listens
 
 
 @contextmanager
 def child_servers(
     world: World, count: int, *, tls: str = "", restarts: int = 0, more: Mapping[str, str] | None = None
 ) -> Generator[tuple[list[tuple[str, int]], bytes]]:
-    """Server processes, the n-th on the host of rank n modulo the number of ranks; addresses and secret. A collective.
+    """Start server processes, the n-th on the host of rank n modulo the number of ranks; yields addresses and secret. A
+    collective.
 
-    The secret is new and reaches the other ranks by the job's own collectives; who has overheard it there gets nowhere without a
-    certificate, where ``tls`` names a folder of those. A server that dies is started again ``restarts`` times. ``more`` is for
-    the servers' environment. Entered, all listen; raises LaunchError on every rank where one ended instead. Left in order, it
-    waits until no worker is connected; left by an error, it does not.
+    The secret is new and is broadcast by the job's own collectives; an eavesdropper there lacks a certificate if
+    ``tls`` names a folder of those. A server that dies is restarted up to ``restarts`` times. ``more`` extends the
+    servers' environment. On entry all servers listen; raises LaunchError on every rank if one exited instead. A normal
+    exit waits until no worker is connected; an exit by an exception does not.
     """
     from unisono.kvstore.wire.frame_server import listen
 
@@ -51,15 +53,17 @@ def child_servers(
     common = {DRAIN: "1", **({"UNISONO_TLS": tls} if tls else {}), **(more or {})}
     with ExitStack() as stack:
         listeners = {server: stack.enter_context(listen(_address(world), tls=bool(tls))) for server in mine}
-        told = world.gather_json({server: each.getsockname()[:2] for server, each in listeners.items()})
-        everyone = {int(server): (str(host), int(port)) for each in told for server, (host, port) in each.items()}
-        addresses = [everyone[server] for server in range(count)]
+        answers = world.gather_json({server: listener.getsockname()[:2] for server, listener in listeners.items()})
+        by_server = {
+            int(server): (str(host), int(port)) for answer in answers for server, (host, port) in answer.items()
+        }
+        addresses = [by_server[server] for server in range(count)]
         common["UNISONO_SERVER_ADDRESSES"] = ",".join(f"{host}:{port}" for host, port in addresses)
         for server, listener in listeners.items():
             children.append(_Child(server, listener, secret, restarts, common))
             stack.callback(children[-1].end)
         ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
-        if wrong := [f"server {server} with exit code {code}" for each in ended for server, code in each.items()]:
+        if wrong := [f"server {server} with exit code {code}" for codes in ended for server, code in codes.items()]:
             raise _not_there(", ".join(wrong))
         yield addresses, secret
         for child in children:
@@ -69,17 +73,17 @@ def child_servers(
 
 
 def child_environ() -> dict[str, str]:
-    """This process's, without what numbers it, with its path of modules and what our launcher adds."""
+    """This process's environment without its rank variables, with its module path and the launcher's defaults."""
     numbers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {
+    inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("UNISONO_") and name not in numbers
     }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return {**TUNED_ALLOCATOR, **kept, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return {**TUNED_ALLOCATOR, **inherited, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def exit_with_parent() -> None:
-    """Leave at once when standard input closes."""
+    """Exit at once when standard input closes."""
 
     def watch() -> None:
         # not through sys.stdin: its lock would be held while the interpreter ends
@@ -91,7 +95,7 @@ def exit_with_parent() -> None:
 
 
 def kill_process(process: subprocess.Popen[str]) -> None:
-    """Now, and let go of its pipes."""
+    """Kill the process and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -100,76 +104,76 @@ def kill_process(process: subprocess.Popen[str]) -> None:
 
 
 class _Child:
-    """A server at ``listener``. Whenever it dies it is started again, one epoch higher, up to ``restarts`` times."""
+    """A server at ``listener``. It is restarted whenever it dies, up to ``restarts`` times, with the next restart
+    count."""
 
     def __init__(
         self, server: int, listener: socket.socket, secret: bytes, restarts: int, environ: Mapping[str, str]
     ) -> None:
         self.server, self._listener, self._secret = server, listener, secret
         self._restarts, self._environ = restarts, environ
-        self._epoch, self._leaves = 0, False
-        self._changing = threading.Lock()
-        self._known, self._ended = threading.Event(), None
+        self._restart_count, self._is_leaving = 0, False
+        self._lock = threading.Lock()
+        self._settled, self._ended = threading.Event(), None
         self._process = self._start()
-        self._nurse = threading.Thread(target=self._look_after, name="unisono-server-beside", daemon=True)
-        self._nurse.start()
+        self._watcher = threading.Thread(target=self._restart_when_dead, name="unisono-server-beside", daemon=True)
+        self._watcher.start()
 
     def begun(self) -> int | None:
-        """Waits until it listens, then None, or has ended without, then how."""
-        self._known.wait()
+        """Wait until it listens, then None; or until it has exited, then its exit code."""
+        self._settled.wait()
         return self._ended
 
     def drain(self) -> None:
-        """From here on it ends when its last worker has left, and is not started again."""
-        with self._changing:
-            self._leaves = True
+        """Let it exit once its last worker has left, without a restart."""
+        with self._lock:
+            self._is_leaving = True
             self._process.send_signal(signal.SIGTERM)
 
     def wait(self) -> None:
-        """Until it has ended."""
-        self._nurse.join()
+        """Wait until it has exited."""
+        self._watcher.join()
 
     def end(self) -> None:
-        """Now."""
-        with self._changing:
-            self._leaves = True
+        """Kill it."""
+        with self._lock:
+            self._is_leaving = True
             kill_process(self._process)
         self.wait()
 
-    def _look_after(self) -> None:
+    def _restart_when_dead(self) -> None:
         while True:
             if os.read(self._word, 1):
-                self._known.set()
+                self._settled.set()
             os.close(self._word)
             code = self._process.wait()
-            with self._changing:
-                if self._leaves or code in (0, USER_ERROR, FATAL) or self._epoch == self._restarts:
-                    self._listener.close()  # nobody waits there for an answer
-                    if not self._known.is_set():
+            with self._lock:
+                if self._is_leaving or code in (0, USER_ERROR, FATAL) or self._restart_count == self._restarts:
+                    self._listener.close()  # so that connecting fails at once
+                    if not self._settled.is_set():
                         self._ended = code
-                        self._known.set()
+                        self._settled.set()
                     return
-                self._epoch += 1
-                told = (
-                    f"server {self.server} ended with {code} and is started again ({self._epoch} of {self._restarts})"
-                )
-                print(told, file=sys.stderr, flush=True)
+                self._restart_count += 1
+                attempt = f"{self._restart_count} of {self._restarts}"
+                message = f"server {self.server} ended with {code} and is started again ({attempt})"
+                print(message, file=sys.stderr, flush=True)
                 kill_process(self._process)
                 self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
         secret, listener = secret_pipe(self._secret), self._listener.fileno()
         self._word, word = os.pipe()
-        seat = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._epoch)}
+        own = {"UNISONO_SERVER": str(self.server), "UNISONO_EPOCH": str(self._restart_count)}
         passed = {"UNISONO_LISTEN_FD": str(listener), "UNISONO_SECRET_FD": str(secret), _WORD: str(word)}
         process = subprocess.Popen(
             [sys.executable, "-m", _MODULE],
-            env=child_environ() | seat | passed | dict(self._environ),
+            env=child_environ() | own | passed | dict(self._environ),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener, secret, word],
             text=True,
-            start_new_session=True,  # a signal to the worker's group is for the worker, which needs its server to stop in order
+            start_new_session=True,  # a signal to the worker's group must not stop its server, which the worker needs to finish
         )
         os.close(secret)
         os.close(word)
@@ -177,10 +181,10 @@ class _Child:
 
 
 def _address(world: World) -> str:
-    """Of this host, as the job's other hosts see it."""
+    """This host's address as the job's other hosts see it."""
     if world.job.is_local:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: the kernel only chooses a route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: the kernel only chooses a route
         probe.connect((world.job.master_addr, 9))
         return str(probe.getsockname()[0])
 

@@ -1,8 +1,8 @@
-"""How a server turns gradients into values: the optimizer of ``unisono.optim``, one per chunk.
+"""The optimizer of ``unisono.optim`` on a server, one per chunk.
 
-Workers name it in JSON, its options and how each key is treated; no code travels (MXNet's servers unpickle an optimizer). A
-chunk's state and kernels are those that one process would have: elementwise optimizers give the same bits cut or whole, and
-for LAMB and LARS keys stay whole. Clipping is the workers' business, who see whole gradients; ``clip_norm`` is not read here.
+Workers send its options and each key's role as JSON, no code (MXNet's servers unpickle an optimizer). State and kernels
+of a chunk are those of one process: elementwise optimizers give the same bits for chunks as for whole keys, and for
+LAMB and LARS keys stay whole. Workers clip, because they see whole gradients; ``clip_norm`` is ignored here.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LAYERWISE_OPTIMIZERS = ("lamb", "lars")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptimizerSpec:
-    """Which optimizer, what each trained key is to it, and whether late gradients make shorter steps.
+    """The optimizer, the role of each trained key, and whether stale gradients make smaller steps.
 
-    ``damped``: a gradient computed before tau pushes of other workers is applied with lr / (1 + tau)
+    ``staleness_lr_decay``: a gradient computed before tau pushes of other workers is applied with lr / (1 + tau)
     (staleness-aware SGD, Zhang et al. 2016, arXiv:1511.05950).
     """
 
@@ -36,7 +36,6 @@ class ServerOptimizerSpec:
     staleness_lr_decay: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As it travels."""
         options = {name: value for name, value in asdict(self.options).items() if value is not None}
         return {
             "options": options | {"decay_exclude": list(self.options.decay_exclude)},
@@ -46,7 +45,7 @@ class ServerOptimizerSpec:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> ServerOptimizerSpec:
-        """From ``json``. Raises ConfigError with all that is wrong."""
+        """The inverse of ``to_json``. Raises ConfigError with all problems."""
         try:
             options, named, damped = given["options"], given["roles"], given["damped"]
             roles = {str(key): Role[role] for key, role in named.items()}
@@ -58,11 +57,13 @@ class ServerOptimizerSpec:
                 consequence="the servers have no optimizer",
                 nearest="set_optimizer of the store makes it",
             ) from error
-        return cls(options=load_config(OptimOptions, planned=planned).value, roles=roles, damped=bool(damped))
+        return cls(
+            options=load_config(OptimOptions, planned=planned).value, roles=roles, staleness_lr_decay=bool(damped)
+        )
 
 
 class ChunkOptimizer:
-    """The optimizer of one chunk; ``value`` [elements] is updated in place. Not for several threads at once."""
+    """The optimizer of one chunk; ``value`` [elements] is updated in place. Not thread-safe."""
 
     def __init__(self, recipe: ServerOptimizerSpec, key: str, value: nn.Parameter) -> None:
         if key not in recipe.roles:
@@ -77,7 +78,7 @@ class ChunkOptimizer:
         self.state: dict[str, Tensor] = self._state_of(value, self._optimizer)
 
     def step(self, gradient: Tensor, lr: float, rows: Tensor | None = None) -> None:
-        """Apply ``gradient`` [elements], or of ``rows`` [n] only [n, row elements]: the others keep value and moments."""
+        """Apply ``gradient`` [elements], or of ``rows`` [n] only [n, row elements]: other rows keep value and moments."""
         if rows is None:
             self._advance(self._optimizer, self._value, gradient, lr)
             return
@@ -102,7 +103,7 @@ class ChunkOptimizer:
         )
 
     def _state_of(self, value: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The optimizer's own tensors by the name of the state."""
+        """The optimizer's tensors by state name."""
         return {name.split("/")[1]: tensor for name, tensor in state_tensors({self._key: value}, optimizer).items()}
 
     def _advance(self, optimizer: torch.optim.Optimizer, value: nn.Parameter, gradient: Tensor, lr: float) -> None:
@@ -113,7 +114,8 @@ class ChunkOptimizer:
 
 
 def effective_learning_rate(recipe: ServerOptimizerSpec, lr: float, lag: int) -> float:
-    """What a push is applied with. ``lr``: its own, NaN for the recipe's. CommError for a rate below 0 or infinite."""
+    """The learning rate of a push. ``lr``: its own, NaN for the spec's. Raises CommError for a negative or infinite
+    rate."""
     rate = recipe.options.lr if math.isnan(lr) else lr
     if not 0.0 <= rate < math.inf:
         raise CommError(
@@ -126,7 +128,6 @@ def effective_learning_rate(recipe: ServerOptimizerSpec, lr: float, lag: int) ->
 
 
 def no_optimizer_error(key: str) -> CommError:
-    """The answer to a push that nobody said how to apply."""
     return CommError(
         given=f"a push of {key!r} to servers without an optimizer",
         rule="in dist_async the servers apply gradients, so they are told how before the first push",
@@ -136,7 +137,6 @@ def no_optimizer_error(key: str) -> CommError:
 
 
 def rows_not_supported_error(key: str, kind: str) -> CommError:
-    """The answer to rows of a key that the optimizer looks at as a whole."""
     return CommError(
         given=f"rows of {key!r} with optimizer kind {kind!r}",
         rule=f"{' and '.join(LAYERWISE_OPTIMIZERS)} need the norm of the whole gradient",
@@ -146,7 +146,6 @@ def rows_not_supported_error(key: str, kind: str) -> CommError:
 
 
 def not_floating_error(dtype: torch.dtype, key: str) -> CommError:
-    """The answer to a gradient for whole numbers."""
     return CommError(
         given=f"a push of {key!r}, which is {dtype}",
         rule="gradients are of floating dtypes",

@@ -1,9 +1,10 @@
-"""Payloads of chunks: a table of entries, what is said of a push, then the data back to back.
+"""Frame payloads of chunks: a table of entries, a push header, then the data back to back.
 
-    entries x (chunk u32, nbytes u32), for a push (lr f64, base_version u64), with BASED entries x (base u64), data
+    entries x (chunk u32, nbytes u32), for a push (lr f64, base_version u64), with WITH_BASES entries x (base u64), data
 
-Little endian. Nothing is read before every count was compared with the bytes there are. Without a codec the data of an entry
-is the chunk's elements; of rows it is their numbers (i64, from the chunk's first), then, in a push, the rows themselves.
+Little endian. Every count is compared with the bytes present before anything is read. Without a codec the data of an
+entry are the chunk's elements; for rows their numbers (i64, from the chunk's first), then, in a push, the rows
+themselves.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from unisono.kvstore.server.chunk_store import ChunkGradient
 from unisono.kvstore.server.placement import CHUNK_BYTES, Chunk
 from unisono.kvstore.wire.frame import DTYPES, Frame, Op, payload_views
 
-BATCH_SHARD = 1  # flag of a push: seq is the unit of work it belongs to, else the worker's own count
-WRITE = 2  # flag of ROWS and STATE: what is sent replaces or updates, else it is asked for
+BATCH_SHARD = 1  # flag of a push: seq is its batch shard, else the worker's own count
+WRITE = 2  # flag of ROWS and STATE: the payload replaces or updates; else it is a request
 REFUSED = 4  # flag of an ACK or DATA: the push held a NaN or an infinity and changed nothing
-WITH_BASES = 8  # flag of PULL, PUSHPULL and DATA: it names, for each entry, a base, which ``shadows`` explains
+WITH_BASES = 8  # flag of PULL, PUSHPULL and DATA: a base for each entry, see ``pull_compression``
 
 CODED = 1  # the number, in a frame, of the one codec that a run agreed on
 
-# bytes of an encoded chunk, its elements and dtype -> the gradient [elements]; ValueError for what does not fit
+# bytes of an encoded chunk, its elements and dtype -> the gradient [elements]; raises ValueError for a bad code
 Decoder = Callable[[memoryview, int, torch.dtype], Tensor]
 
-# of shared memory for one frame: chunks, the table of their numbers and sizes, and what is said of a push
+# shared memory for one frame: chunks, their table of numbers and sizes, and the push header
 SLOT_BYTES = CHUNK_BYTES + (64 << 10)
 
 _ENTRY_BYTES = _BASE_BYTES = 8
@@ -47,7 +48,7 @@ def write_chunks(
     prefix: tuple[float, int] | None = None,
     based: Sequence[int] = (),
 ) -> Frame:
-    """A frame of ``(chunk, data)``; ``prefix`` is lr and base_version of a push, ``based`` a base for each part."""
+    """A frame of ``(chunk, data)``; ``prefix``: lr and base_version of a push; ``based``: a base per part."""
     numbers = [number for chunk, data in parts for number in (chunk, data.nbytes)]
     head = struct.pack(f"<{len(numbers)}I", *numbers) + (_PREFIX.pack(*prefix) if prefix is not None else b"")
     payload = [memoryview(head + struct.pack(f"<{len(based)}Q", *based)), *(data for _, data in parts)]
@@ -56,7 +57,7 @@ def write_chunks(
 
 
 def chunk_values_frame(pulled: Sequence[tuple[int, Tensor, int]]) -> Frame:
-    """DATA of chunk, value and version; the frame's ``clock`` is the lowest version."""
+    """A DATA frame of (chunk, value, version); the frame's ``clock`` is the lowest version."""
     answer = write_chunks(
         Op.DATA,
         [(number, raw_bytes(value)) for number, value, _ in pulled],
@@ -66,7 +67,7 @@ def chunk_values_frame(pulled: Sequence[tuple[int, Tensor, int]]) -> Frame:
 
 
 def common_dtype(values: Iterable[Tensor]) -> str:
-    """Of all values of a frame, as it names it. CommError where they differ."""
+    """The dtype of all values of a frame, as frames name it. Raises CommError where they differ."""
     dtypes = {str(value.dtype).removeprefix("torch.") for value in values} or {"float32"}
     if len(dtypes) > 1:
         raise CommError(
@@ -79,7 +80,7 @@ def common_dtype(values: Iterable[Tensor]) -> str:
 
 
 def read_chunks(frame: Frame, *, prefix: bool) -> tuple[list[tuple[int, memoryview]], float, int]:
-    """``(chunk, data)`` of every entry, lr and base_version. CommError unless they fill the payload exactly."""
+    """``(chunk, data)`` of every entry, lr and base_version. Raises CommError unless they fill the payload exactly."""
     data, head = _whole(frame), _head(frame, prefix=prefix)
     if data.nbytes < head:
         raise _torn(frame, data.nbytes, head)
@@ -95,7 +96,7 @@ def read_chunks(frame: Frame, *, prefix: bool) -> tuple[list[tuple[int, memoryvi
 
 
 def read_bases(frame: Frame, *, prefix: bool) -> tuple[int, ...]:
-    """The base of every entry; none without BASED."""
+    """The base of every entry; empty without WITH_BASES."""
     data, head = _whole(frame), _head(frame, prefix=prefix)
     if not frame.flags & WITH_BASES:
         return ()
@@ -105,7 +106,7 @@ def read_bases(frame: Frame, *, prefix: bool) -> tuple[int, ...]:
 
 
 def read_requested_chunks(frame: Frame) -> list[int]:
-    """The chunks of a PULL: a table of entries without data, whose nbytes are not read."""
+    """The chunks of a PULL: a table of entries without data, whose nbytes are ignored."""
     data = _whole(frame)
     if data.nbytes != _head(frame, prefix=False):
         raise _torn(frame, data.nbytes, _head(frame, prefix=False))
@@ -121,7 +122,8 @@ def read_requested_chunks(frame: Frame) -> list[int]:
 
 
 def answer_views(frame: Frame, chunks: Sequence[Chunk]) -> list[Tensor | None]:
-    """Where in the slot of a request ``write`` will want the values of ``chunks``; None without a slot that holds them."""
+    """Views of the request's slot at the places where ``write_chunks`` will want the values of ``chunks``; None without
+    a slot that holds them."""
     start = len(chunks) * _ENTRY_BYTES
     if frame.slot is None or start + sum(chunk.nbytes for chunk in chunks) > frame.slot.view.nbytes:
         return [None] * len(chunks)
@@ -131,7 +133,7 @@ def answer_views(frame: Frame, chunks: Sequence[Chunk]) -> list[Tensor | None]:
 
 
 def chunk_tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping[int, Decoder]) -> Tensor:
-    """The elements that an entry holds."""
+    """The elements of an entry."""
     if frame.codec:
         decoder = decoders.get(frame.codec)
         if decoder is None:
@@ -147,7 +149,7 @@ def chunk_tensor(frame: Frame, data: memoryview, chunk: Chunk, decoders: Mapping
 
 
 def chunk_rows(frame: Frame, data: memoryview, chunk: Chunk) -> ChunkGradient:
-    """An entry of ROWS: row numbers, and their gradients if it writes."""
+    """An entry of ROWS: row numbers and, in a push, their gradients."""
     _same_dtype(frame, chunk)
     row_bytes = chunk.row_elements * chunk.dtype.itemsize if frame.flags & WRITE else 0
     count, rest = divmod(data.nbytes, _ID_BYTES + row_bytes)
@@ -170,7 +172,7 @@ def _view(data: memoryview, dtype: torch.dtype) -> Tensor:
 
 
 def _head(frame: Frame, *, prefix: bool) -> int:
-    """Bytes before the data."""
+    """The number of bytes before the data."""
     per_entry = _ENTRY_BYTES + (_BASE_BYTES if frame.flags & WITH_BASES else 0)
     return frame.entries * per_entry + prefix * _PREFIX.size
 

@@ -1,8 +1,8 @@
-"""Everything about some chunks as bytes, and as the tensors of a checkpoint.
+"""The full state of chunks as bytes, and as tensors of a checkpoint.
 
-An image is JSON facts and named tensors, as ``Table.image`` gives them. As bytes it is a safetensors file whose metadata holds
-the JSON, so there is one format for snapshots, replicas and checkpoints. ``join`` names the tensors as an optimizer's
-checkpoint does (``optim/<state>/<key>``), so that a run can go on with other servers, or with none.
+A state is JSON facts and named tensors, as ``ChunkStore.state`` returns them. Its bytes are a safetensors file with the
+JSON in its metadata: one format for snapshots, replicas and checkpoints. ``merge_chunks`` names the tensors as an
+optimizer's checkpoint does (``optim/<state>/<key>``), so a run can continue with other servers, or without.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _LENGTH_BYTES = 8
 
 
 def encode_chunk_state(facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """One safetensors file."""
     return save(dict(tensors), metadata={"unisono": json.dumps(facts)})
 
 
 def decode_chunk_state(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What ``encode`` was given. CommError for anything else."""
+    """The arguments of ``encode_chunk_state``. Raises CommError for invalid bytes."""
     try:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         tensors = load(data)  # checks the length and every offset against the bytes there are
@@ -44,9 +43,9 @@ def decode_chunk_state(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def merge_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Images of all chunks, from all servers, as whole tensors: ``<key>`` and ``optim/<state>/<key>``, sorted.
+    """The states of all chunks of all servers as whole tensors: ``<key>`` and ``optim/<state>/<key>``, sorted.
 
-    A step count is one number for a key; where chunks differ, because a push of some was refused, it is the largest.
+    A key's step count is the largest of its chunks'; they differ where a push of some was refused.
     """
     parts: dict[tuple[str, str], list[Tensor]] = {}
     for name in sorted(tensors, key=lambda name: int(name.partition("/")[0])):
@@ -63,7 +62,7 @@ def merge_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> di
 
 
 def split_into_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reverse of ``join``: ``<number>/value`` and ``<number>/<state>`` for every chunk."""
+    """The inverse of ``merge_chunks``: ``<number>/value`` and ``<number>/<state>`` for every chunk."""
     pieces: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         _, state, key = name.split("/", 2) if name.startswith("optim/") else ("", "value", name)

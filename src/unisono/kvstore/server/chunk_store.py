@@ -1,8 +1,8 @@
-"""The chunks that a server holds: values, optimizer state, and which pushes were applied.
+"""The chunks that a server holds: values, optimizer state, and the applied pushes.
 
-Exactly once: a push has a number in its stream, and a chunk keeps the numbers that it applied beside its value, so that a
-push which is sent again, by the network, by a worker that saw no answer or by another worker that was dealt the same unit, is
-acknowledged and changes nothing. Each chunk has a lock of its own; a push of several chunks takes all of theirs, in order.
+Exactly once: a push has a number in its stream, and a chunk keeps the applied numbers with its value. A push that is
+sent again, by the network, by a worker that saw no answer, or by another worker that claimed the same batch shard, is
+acknowledged and changes nothing. Each chunk has its own lock; a push of several chunks takes their locks in order.
 
 A push with a NaN or an infinity is refused whole, before it changes anything.
 """
@@ -32,13 +32,14 @@ from unisono.kvstore.server.chunk_optimizer import (
 from unisono.kvstore.server.placement import Chunk
 from unisono.kvstore.server.range_set import RangeSet
 
-# what is on its way is bounded by credits, far below this
+# credits bound the pushes in flight far below this
 _MOST_GAPS = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushHeader:
-    """What is said of a gradient. ``base_version``: the version of the values that it was computed from, 0 if unknown."""
+    """A push without its gradients. ``base_version``: the version of the values that the gradient was computed from, 0
+    if unknown."""
 
     worker: int
     stream: int
@@ -49,7 +50,7 @@ class PushHeader:
 
 @dataclass(frozen=True, slots=True)
 class ChunkGradient:
-    """A gradient of a chunk, [elements]; of some ``rows`` [n] only, [n, row elements]."""
+    """A gradient of a chunk, [elements], or of some ``rows`` [n] of it, [n, row elements]."""
 
     chunk: int
     gradient: Tensor
@@ -58,7 +59,7 @@ class ChunkGradient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushOutcome:
-    """Of a push: chunks it changed, chunks that had it already, why it was refused, the lowest version, the largest lag."""
+    """Chunks changed, chunks that had the push already, the reason of a refusal, the lowest version, the largest lag."""
 
     applied: int = 0
     duplicates: int = 0
@@ -78,14 +79,14 @@ class _Cell:
     own: dict[int, list[int]] = field(default_factory=dict[int, list[int]])  # versions that a worker's pushes made
 
     def lag(self, worker: int, base_version: int) -> int:
-        """How many pushes of others came since ``base_version``."""
+        """The number of other workers' pushes since ``base_version``."""
         own = [version for version in self.own.get(worker, ()) if version > base_version]
         self.own[worker] = own
         return max(self.version - base_version - len(own), 0)
 
 
 class ChunkStore:
-    """The chunks of one server. All methods may be called from several threads."""
+    """The chunks of one server. Thread-safe."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._cells = {chunk.number: _Cell(chunk) for chunk in chunks}
@@ -93,11 +94,11 @@ class ChunkStore:
 
     @property
     def initialised_chunks(self) -> list[int]:
-        """Of the chunks that have a value, in order."""
+        """The numbers of chunks that have a value, in order."""
         return sorted(number for number, cell in self._cells.items() if cell.value is not None)
 
     def next_seq(self, stream: int) -> int:
-        """A number that no chunk has applied of this stream, nor any above it."""
+        """A number above all that any chunk has applied of this stream."""
         ends = [0]
         for cell in self._cells.values():
             with cell.lock:
@@ -105,20 +106,21 @@ class ChunkStore:
         return max(ends)
 
     def applied_ranges(self, stream: int) -> list[list[list[int]]]:
-        """Which numbers of this stream chunks have applied, as ``RangeSet.json``; equal ones once, so that it stays short."""
-        found: dict[str, list[list[int]]] = {}
+        """The numbers of this stream that chunks have applied, as ``RangeSet.to_json``; equal sets once, which keeps it
+        short."""
+        ranges: dict[str, list[list[int]]] = {}
         for cell in self._cells.values():
             with cell.lock:
                 spans = cell.applied.get(stream, RangeSet()).to_json()
-            found[str(spans)] = spans
-        return list(found.values())
+            ranges[str(spans)] = spans
+        return list(ranges.values())
 
     def chunk(self, number: int) -> Chunk:
-        """CommError for one that is not here."""
+        """Raises CommError for a chunk of another server."""
         return self._cell(number).chunk
 
     def init(self, number: int, value: Tensor) -> bool:
-        """The first value [elements] of a chunk is kept, later ones are not looked at; whether this one was kept."""
+        """Set the first value [elements] of a chunk and ignore later ones; returns whether it was set."""
         cell = self._cell(number)
         _fits(cell.chunk, value.numel(), value.dtype)
         with cell.lock:
@@ -128,7 +130,7 @@ class ChunkStore:
             return True
 
     def set_optimizer_spec(self, recipe: ServerOptimizerSpec) -> None:
-        """How gradients are applied. The same again changes nothing; another one is a CommError."""
+        """Set the optimizer. The same again changes nothing; a different one raises CommError."""
         if self.optimizer_spec is not None and self.optimizer_spec != recipe:
             raise CommError(
                 given=f"optimizer {recipe.options.kind!r} for servers that have {self.optimizer_spec.options.kind!r}, "
@@ -142,10 +144,10 @@ class ChunkStore:
     def push(
         self, entries: Sequence[ChunkGradient], push: PushHeader, then: Callable[[], None] | None = None
     ) -> PushOutcome:
-        """Apply gradients, each once. ``then`` runs before the chunks are free again, also for a duplicate: a replica
-        sees pushes of a chunk in the order in which they were applied here.
+        """Apply gradients, each once. ``then`` runs before the locks are released, also for a duplicate: a replica sees
+        pushes of a chunk in the order in which they were applied here.
 
-        Raises CommError for what does not fit, before anything is changed.
+        Raises CommError for invalid gradients, before anything is changed.
         """
         cells = [self._cell(entry.chunk) for entry in entries]
         if any(left.chunk >= right.chunk for left, right in pairwise(entries)):
@@ -179,7 +181,7 @@ class ChunkStore:
         return PushOutcome(applied=applied, duplicates=duplicates, version=version, lag=lag)
 
     def pull(self, number: int, rows: Tensor | None = None, into: Tensor | None = None) -> tuple[Tensor, int]:
-        """A copy of a chunk's value [elements], in ``into`` if it is given, or of some rows [n, row elements], and its
+        """A copy of a chunk's value [elements], in ``into`` if given, or of some rows [n, row elements], and its
         version."""
         cell = self._cell(number)
         with cell.lock:
@@ -190,8 +192,8 @@ class ChunkStore:
             return value.view(-1, cell.chunk.row_elements)[rows], cell.version
 
     def state(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All that there is to chunks, each as it was at one moment: facts as JSON by number, tensors as
-        ``<number>/value`` and ``<number>/<state>``. Chunks without value are left out."""
+        """The full state of chunks, each as of one moment: facts as JSON by number, tensors as ``<number>/value`` and
+        ``<number>/<state>``. Chunks without a value are left out."""
         facts: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for number in numbers:
@@ -207,16 +209,17 @@ class ChunkStore:
         return facts, tensors
 
     def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Take chunks over from ``image``; the recipe comes first. CommError for what does not fit, before any change."""
+        """Load chunks from ``state``, after the optimizer spec. Raises CommError for an invalid state, before any
+        change."""
         named: dict[int, dict[str, Tensor]] = {int(number): {} for number in facts}
         for name, tensor in tensors.items():
             number, _, state = name.partition("/")
             named.setdefault(int(number), {})[state] = tensor
         if named.keys() - {int(number) for number in facts}:
             raise _unlike(self.chunk(min(named.keys() - {int(number) for number in facts})), "tensors without facts")
-        made = [self._made(number, parts) for number, parts in named.items()]
+        restored = [self._made(number, parts) for number, parts in named.items()]
         counts = [_history(facts[str(number)]) for number in named]
-        for (number, parts), (value, updater), (version, applied) in zip(named.items(), made, counts, strict=True):
+        for (number, parts), (value, updater), (version, applied) in zip(named.items(), restored, counts, strict=True):
             cell = self._cells[number]
             with cell.lock, torch.no_grad():
                 for name, own in updater.state.items() if updater is not None else ():
@@ -225,7 +228,7 @@ class ChunkStore:
                 cell.version, cell.applied = version, applied
 
     def _made(self, number: int, parts: Mapping[str, Tensor]) -> tuple[nn.Parameter, ChunkOptimizer | None]:
-        """Value and empty optimizer for what was saved of a chunk."""
+        """Value and empty optimizer for a chunk's saved state."""
         chunk = self._cell(number).chunk
         saved = parts.get("value")
         if saved is None:
@@ -289,7 +292,7 @@ class ChunkStore:
 
 
 def _history(fact: Mapping[str, Any]) -> tuple[int, dict[int, RangeSet]]:
-    """Version and applied numbers; ValueError for a version that no frame could carry."""
+    """Version and applied numbers. Raises ValueError for a version that no frame could carry."""
     version = int(fact["version"])
     if not 0 <= version < 1 << 64:
         raise ValueError(f"version {version} is no number of pushes")
@@ -297,7 +300,8 @@ def _history(fact: Mapping[str, Any]) -> tuple[int, dict[int, RangeSet]]:
 
 
 def is_finite(gradient: Tensor) -> bool:
-    """Both extremes are NaN where any element is. One pass without memory: ``isfinite().all()`` takes 50 times as long."""
+    """Whether all elements are finite: both extremes are NaN where any element is. One pass without memory;
+    ``isfinite().all()`` takes 50 times as long."""
     if not gradient.numel():
         return True
     low, high = gradient.aminmax()

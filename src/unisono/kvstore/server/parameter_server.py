@@ -1,11 +1,11 @@
-"""One parameter server: what it answers to each request. The wire calls it from a thread per connection.
+"""One parameter server: its answer to each request. The wire calls it from one thread per connection.
 
-Requests may come twice, because an answer was lost: each is safe to repeat. Server 0 is also the coordinator: clocks, units
-of work and barriers are its business alone, and workers give it their signs of life.
+Requests may come twice, because an answer was lost: each is idempotent. Server 0 is also the coordinator: it alone
+keeps clocks, the work queue and barriers, and workers send their heartbeats to it.
 
-With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so that
-the replica applies in the same order. A replica that does not know a chunk, because it has just started, refuses; it then
-gets all there is to the chunk. Replicas answer to servers only.
+With replicas, a push is forwarded to the next server before it is acknowledged, while its chunks are still locked, so
+the replica applies pushes in the same order. A replica that does not know a chunk, because it has just started,
+refuses; it then gets the chunk's full state. Replicas answer to servers only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from unisono.errors import CommError, ConfigError, UnisonoError
-from unisono.kvstore.compression import Codec, PowerSGD, can_compress_values, find_codec
-from unisono.kvstore.compression.codec import accumulation_dtype
+from unisono.kvstore.compression import Codec, PowerSGD, find_codec
+from unisono.kvstore.compression.codec import accumulation_dtype, can_compress_values
 from unisono.kvstore.server import snapshot
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import (
@@ -45,45 +45,42 @@ from unisono.kvstore.server.chunk_payload import (
 )
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state
 from unisono.kvstore.server.chunk_store import ChunkGradient, ChunkStore, PushHeader
-from unisono.kvstore.server.clocks import Clocks
-from unisono.kvstore.server.membership import NumberedBarriers, PeerTable
+from unisono.kvstore.server.membership import Clocks, NumberedBarriers, PeerTable
 from unisono.kvstore.server.placement import ChunkPlacement
 from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.frame import Frame, Op, payload_views
-from unisono.kvstore.wire.message import json_frame, read_json
+from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, read_json
 
-_LOOK_S = 0.25  # how often leases are looked at
-_STILL_S = 1.0  # between two looks: then it was this process that stood still
-_LONGEST_WAIT_S = 60.0  # of one CLAIM; who wants to wait longer asks again
+_CHECK_S = 0.25  # interval between checks of leases
+_STALL_S = 1.0  # a longer gap between checks means that this process stood still
+_LONGEST_WAIT_S = 60.0  # of one CLAIM; a client that waits longer asks again
 _NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """What there is once the first hello, or a snapshot, has said what the run is."""
+    """State that exists once the first hello, or a snapshot, has described the run."""
 
-    agreed: RunSpec
+    run_spec: RunSpec
     placement: ChunkPlacement
-    tables: Mapping[
-        str, ChunkStore
-    ]  # by the role of who asks: the server's own chunks for workers, the replica for servers
+    stores: Mapping[str, ChunkStore]  # by the peer's role: the server's own chunks for workers, the replica for servers
     clocks: Clocks
-    deal: WorkQueue
+    work_queue: WorkQueue
     barriers: NumberedBarriers
-    decoders: Mapping[int, Decoder]  # by the number of a codec in frames
-    shadows: PullEncoder | None  # of workers that pull coded; None where the run's codec is not for values
+    decoders: Mapping[int, Decoder]  # by a codec's number in frames
+    pull_encoder: PullEncoder | None  # None where the run's codec cannot compress values
 
 
 class ParameterServer:
-    """Server ``server``. ``forward`` sends a frame to the next server and returns its answer, None without replicas.
+    """Server number ``server``.
 
-    ``held``: workers wait at the door until ``release``; other servers do not. ``snapshots``: where, None for nowhere; the
-    first as soon as there are values, then every ``snapshot_every_s``. ``on_stale`` is told when another server writes there:
-    this one was replaced. ``say`` is told what a person should know. A snapshot that is there is taken up at once; raises
-    CommError when it does not hold.
+    ``forward`` sends a frame to the next server and returns its answer; None without replicas. ``held``: workers wait
+    in their hello until ``admit_workers``; servers do not. ``snapshots``: a folder, None for no snapshots; the first is
+    written once all values are there, then every ``snapshot_every_s``. ``on_stale`` is called when another server
+    writes there: this one was replaced. ``say`` gets messages for the user. An existing snapshot is loaded in the
+    constructor; raises CommError if none is intact.
     """
 
     def __init__(
@@ -99,72 +96,73 @@ class ParameterServer:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._server, self._forward, self._on_stale = server, forward, on_stale
-        self._open = threading.Event()
+        self._admission_open = threading.Event()
         if not held:
-            self._open.set()
+            self._admission_open.set()
         self._snapshots, self._snapshot_every_s, self._say, self._now = snapshots, snapshot_every_s, say, now
         self._lock = threading.Lock()
         self._saving = threading.Lock()
         self._run: _Run | None = None
-        self._members = {"worker": PeerTable(), "server": PeerTable()}
+        self._peers = {"worker": PeerTable(), "server": PeerTable()}
         self._claims: dict[int, tuple[int, int, WorkItem]] = {}  # by worker: incarnation, number of the CLAIM, its work
         self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._counts: Counter[str] = Counter()
         self._largest_lag = 0
         self._stop = threading.Event()
         self._saved = 0  # the newest snapshot that this server knows
-        found = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
-        if found is not None:
-            for reason in found.set_aside:
+        newest = snapshot.read_newest_snapshot(snapshots) if snapshots is not None else None
+        if newest is not None:
+            for reason in newest.set_aside:
                 say(f"server {server}: a snapshot does not hold and was set aside: {reason}")
-            self._saved = found.number
-            self._restore(found.facts, found.tensors)
-            say(f"server {server}: goes on from snapshot {found.number}; pushes since then are lost without a replica")
-        self._keeper = threading.Thread(target=self._keep, name="unisono-server-keeper", daemon=True)
-        self._keeper.start()
+            self._saved = newest.number
+            self._restore(newest.facts, newest.tensors)
+            say(f"server {server}: goes on from snapshot {newest.number}; pushes since then are lost without a replica")
+        self._maintenance = threading.Thread(target=self._maintain, name="unisono-server-keeper", daemon=True)
+        self._maintenance.start()
 
-    # --- what the wire calls
+    # --- called by the wire
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
-        """Let a peer in that says what all say. The answer: see the keys below; ``seq`` is free in the worker's stream.
+        """Admit a peer whose run spec equals the others'; returns the dictionary below, in which ``seq`` is the first
+        free number of the worker's stream.
 
-        A server that has forgotten everything says nothing, and is told what the run is.
+        A server that has lost its state sends no facts, and gets the run spec.
         """
-        members = self._members[peer.role]
+        peers = self._peers[peer.role]
         if peer.role == "server" and not facts:
-            members.connect(peer)
-            return {"agreed": self._run.agreed.to_json() if self._run is not None else None}
+            peers.connect(peer)
+            return {"agreed": self._run.run_spec.to_json() if self._run is not None else None}
         if peer.role == "worker":
-            self._open.wait()
-        agreed = RunSpec.from_json(facts)
-        run = self._begun(agreed)
-        run.agreed.require_equal(agreed, f"{peer.role} {peer.index}")
-        members.check(peer)
+            self._admission_open.wait()
+        run_spec = RunSpec.from_json(facts)
+        run = self._ensure_run(run_spec)
+        run.run_spec.require_equal(run_spec, f"{peer.role} {peer.index}")
+        peers.check(peer)
         clock = run.clocks.join(peer.index, peer.worker_restart_count) if peer.role == "worker" else 0
-        members.connect(peer)
+        peers.connect(peer)
         run.barriers.recheck()
-        table = run.tables[peer.role]
+        store = run.stores[peer.role]
         return {
             "server": self._server,
             "placement": run.placement.hash,
             "clock": clock,
-            "initialised": table.initialised_chunks,
-            "optimizer": table.optimizer_spec is not None,
-            "seq": table.next_seq(peer.index + 1),
-            "units": table.applied_ranges(0),
+            "initialised": store.initialised_chunks,
+            "optimizer": store.optimizer_spec is not None,
+            "seq": store.next_seq(peer.index + 1),
+            "units": store.applied_ranges(0),
         }
 
     def gone(self, peer: Peer) -> None:
         """A connection has closed."""
-        if self._members[peer.role].disconnect(peer) and peer.role == "worker":
-            self._began().clocks.connection_closed(peer.index, peer.worker_restart_count)
+        if self._peers[peer.role].disconnect(peer) and peer.role == "worker":
+            self._require_run().clocks.connection_closed(peer.index, peer.worker_restart_count)
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
-        """Answer a request. UnisonoError where it is wrong; nothing has changed then."""
-        run = self._began()
-        self._members[peer.role].check(peer)
+        """Answer a request. Raises UnisonoError for an invalid one, which changes nothing."""
+        run = self._require_run()
+        self._peers[peer.role].check(peer)
         if peer.role == "worker" and frame.op in _NEEDS_LEASE:
-            run.clocks.join(peer.index, peer.worker_restart_count)  # one that was taken for dead is back
+            run.clocks.join(peer.index, peer.worker_restart_count)  # a worker whose lease had ended is back
         with self._lock:
             self._counts[frame.op.name.lower()] += 1
             self._counts["bytes_in"] += sum(part.nbytes for part in payload_views(frame))
@@ -183,7 +181,7 @@ class ParameterServer:
             case Op.ROWS:
                 answer = self._rows(run, peer, frame)
             case Op.OPTIMIZER:
-                run.tables[peer.role].set_optimizer_spec(ServerOptimizerSpec.from_json(read_json(frame)))
+                run.stores[peer.role].set_optimizer_spec(ServerOptimizerSpec.from_json(read_json(frame)))
                 answer = Frame(Op.ACK)
             case Op.STATE:
                 answer = self._state(run, peer, frame)
@@ -194,50 +192,50 @@ class ParameterServer:
             case Op.TICK | Op.HEARTBEAT | Op.CLAIM | Op.DONE | Op.BARRIER | Op.BYE:
                 answer = self._coordinate(run, peer, frame)
             case _:
-                raise _unasked(frame)
+                raise _not_a_request(frame)
         with self._lock:
             self._counts["bytes_out"] += sum(part.nbytes for part in payload_views(answer))
         return replace(answer, seq=frame.seq)
 
-    # --- what whoever runs it calls
+    # --- called by the process
 
     def adopt_replica_state(self, image: bytes) -> None:
-        """Take over chunks that a replica kept for this server (the answer to STATE), before anyone is let in."""
+        """Load chunks that a replica kept for this server (the answer to STATE), before workers connect."""
         facts, tensors = decode_chunk_state(image)
-        self._take(self._begun(RunSpec.from_json(facts["agreed"])).tables["worker"], facts, tensors)
+        self._load_state(self._ensure_run(RunSpec.from_json(facts["agreed"])).stores["worker"], facts, tensors)
 
     def admit_workers(self) -> None:
-        """Let workers in."""
-        self._open.set()
+        self._admission_open.set()
 
     @property
     def num_live_workers(self) -> int:
-        """How many workers are connected, or were a moment ago."""
+        """Workers with a running lease."""
         return len(self._run.clocks.live_clocks) if self._run is not None else 0
 
     @property
     def run_spec(self) -> RunSpec | None:
-        """What the run is, as a hello or a snapshot has told; None before."""
-        return self._run.agreed if self._run is not None else None
+        """The run's spec from a hello or a snapshot; None before."""
+        return self._run.run_spec if self._run is not None else None
 
     def save(self) -> int:
-        """Write a snapshot now; its number. CommError where there is no folder, or nothing to save, or the disk refuses."""
+        """Write a snapshot now; returns its number. Raises CommError without a folder, without state, and for disk
+        errors."""
         with self._saving:
             if self._snapshots is None or self._run is None:
-                raise _no_snapshot(
+                raise _snapshot_not_written(
                     "there is no run yet" if self._snapshots is not None else "it has no folder for them"
                 )
             try:
-                table = self._run.tables["worker"]
-                image = self._image(self._run, table, table.initialised_chunks)
+                store = self._run.stores["worker"]
+                image = self._full_state(self._run, store, store.initialised_chunks)
                 self._saved = snapshot.write_snapshot(self._snapshots, *image, after=self._saved)
                 return self._saved
             except OSError as error:
-                raise _no_snapshot(str(error)) from error
+                raise _snapshot_not_written(str(error)) from error
 
     def stats(self) -> dict[str, Any]:
-        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, how many workers there have been,
-        chunks with a value, units done."""
+        """Requests by kind, bytes, the largest lag so far, live workers with their clocks, workers ever connected,
+        chunks with a value, batch shards done."""
         with self._lock:
             run, counts = self._run, dict(sorted(self._counts.items()))
         known = {"server": self._server, "counts": counts, "largest_lag": self._largest_lag}
@@ -246,36 +244,36 @@ class ParameterServer:
         workers = {str(worker): clock for worker, clock in run.clocks.live_clocks.items()}
         return known | {
             "workers": workers,
-            "workers_ever": self._members["worker"].num_ever_connected,
-            "chunks": len(run.tables["worker"].initialised_chunks),
-            "units_done": run.deal.num_done,
+            "workers_ever": self._peers["worker"].num_ever_connected,
+            "chunks": len(run.stores["worker"].initialised_chunks),
+            "units_done": run.work_queue.num_done,
         }
 
     def close(self) -> None:
-        """Let go of everyone who waits. What was not saved is lost."""
+        """Wake all waiting requests. State that was not saved is lost."""
         self._stop.set()
-        self._open.set()
-        self._keeper.join()
+        self._admission_open.set()
+        self._maintenance.join()
         if self._run is not None:
             self._run.clocks.close()
-            self._run.deal.close()
+            self._run.work_queue.close()
             self._run.barriers.close()
 
     # --- requests
 
     def _init(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
-        table, (parts, _, _) = run.tables[peer.role], read_chunks(frame, prefix=False)
-        given = [(chunk, chunk_tensor(replace(frame, codec=0), data, table.chunk(chunk), {})) for chunk, data in parts]
-        kept = sum(table.init(chunk, value) for chunk, value in given)
+        store, (parts, _, _) = run.stores[peer.role], read_chunks(frame, prefix=False)
+        given = [(chunk, chunk_tensor(replace(frame, codec=0), data, store.chunk(chunk), {})) for chunk, data in parts]
+        num_new = sum(store.init(chunk, value) for chunk, value in given)
         if peer.role == "worker":
-            self._mirror(run, frame, [chunk for chunk, _ in given])
-        return Frame(Op.ACK, entries=kept)
+            self._replicate(run, frame, [chunk for chunk, _ in given])
+        return Frame(Op.ACK, entries=num_new)
 
     def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
-        table, (parts, lr, base_version) = run.tables[peer.role], read_chunks(frame, prefix=True)
+        store, (parts, lr, base_version) = run.stores[peer.role], read_chunks(frame, prefix=True)
         if entries is None:
             entries = [
-                ChunkGradient(chunk, chunk_tensor(frame, data, table.chunk(chunk), run.decoders))
+                ChunkGradient(chunk, chunk_tensor(frame, data, store.chunk(chunk), run.decoders))
                 for chunk, data in parts
             ]
         # a server forwards for a worker, and says in ``clock`` for which
@@ -283,9 +281,9 @@ class ParameterServer:
         stream = 0 if frame.flags & BATCH_SHARD else worker + 1
         push = PushHeader(worker=worker, stream=stream, sequence_number=frame.seq, lr=lr, base_version=base_version)
         chunks = [entry.chunk for entry in entries]
-        onward = replace(frame, op=Op.PUSH if frame.op is Op.PUSHPULL else frame.op, clock=worker)
-        mirror = (lambda: self._mirror(run, onward, chunks)) if peer.role == "worker" else None
-        outcome = table.push(entries, push, mirror)
+        forwarded = replace(frame, op=Op.PUSH if frame.op is Op.PUSHPULL else frame.op, clock=worker)
+        replicate = (lambda: self._replicate(run, forwarded, chunks)) if peer.role == "worker" else None
+        outcome = store.push(entries, push, replicate)
         with self._lock:
             self._counts["applied"] += outcome.applied
             self._counts["duplicates"] += outcome.duplicates
@@ -294,41 +292,43 @@ class ParameterServer:
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
     def _pull(self, run: _Run, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
-        table, based = run.tables[peer.role], read_bases(frame, prefix=frame.op is Op.PUSHPULL)
-        if based and run.shadows is not None and all(table.chunk(n).dtype.is_floating_point for n in chunks):
-            return self._lacking(run.shadows, table, peer, list(zip(chunks, based, strict=True)))
-        places = answer_views(frame, [table.chunk(number) for number in chunks])
-        pulled = [(number, *table.pull(number, into=into)) for number, into in zip(chunks, places, strict=True)]
+        store, based = run.stores[peer.role], read_bases(frame, prefix=frame.op is Op.PUSHPULL)
+        if based and run.pull_encoder is not None and all(store.chunk(n).dtype.is_floating_point for n in chunks):
+            return self._pull_compressed(run.pull_encoder, store, peer, list(zip(chunks, based, strict=True)))
+        places = answer_views(frame, [store.chunk(number) for number in chunks])
+        pulled = [(number, *store.pull(number, into=into)) for number, into in zip(chunks, places, strict=True)]
         return chunk_values_frame(pulled)
 
-    def _lacking(self, shadows: PullEncoder, table: ChunkStore, peer: Peer, asked: list[tuple[int, int]]) -> Frame:
-        """What a worker that names bases lacks, coded where that is possible."""
-        found = [(chunk, base, *table.pull(chunk)) for chunk, base in asked]
-        pulled = [RequestedChunk(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in found]
-        answer = shadows.answer(peer.index, pulled)
-        parts = [(chunk, raw_bytes(data)) for (chunk, _), data in zip(asked, answer.data, strict=True)]
-        frame = write_chunks(Op.DATA, parts, dtype=common_dtype(each.value for each in pulled), based=answer.numbers)
+    def _pull_compressed(
+        self, pull_encoder: PullEncoder, store: ChunkStore, peer: Peer, requested: list[tuple[int, int]]
+    ) -> Frame:
+        """The compressed deltas of a worker that names bases, or exact values."""
+        current = [(chunk, base, *store.pull(chunk)) for chunk, base in requested]
+        pulled = [RequestedChunk(chunk=chunk, base=base, value=value, version=at) for chunk, base, value, at in current]
+        answer = pull_encoder.answer(peer.index, pulled)
+        parts = [(chunk, raw_bytes(data)) for (chunk, _), data in zip(requested, answer.data, strict=True)]
+        frame = write_chunks(Op.DATA, parts, dtype=common_dtype(chunk.value for chunk in pulled), based=answer.numbers)
         return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
 
     def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
-        table, writes = run.tables[peer.role], bool(frame.flags & WRITE)
+        store, writes = run.stores[peer.role], bool(frame.flags & WRITE)
         parts, _, _ = read_chunks(frame, prefix=writes)
-        entries = [chunk_rows(frame, data, table.chunk(chunk)) for chunk, data in parts]
+        entries = [chunk_rows(frame, data, store.chunk(chunk)) for chunk, data in parts]
         if writes:
             return self._push(run, peer, frame, entries)
-        return chunk_values_frame([(entry.chunk, *table.pull(entry.chunk, entry.rows)) for entry in entries])
+        return chunk_values_frame([(entry.chunk, *store.pull(entry.chunk, entry.rows)) for entry in entries])
 
     def _state(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
-        table = run.tables[peer.role]
+        store = run.stores[peer.role]
         if frame.flags & WRITE:
-            self._take(table, *decode_chunk_state(b"".join(payload_views(frame))))
-            if peer.role == "worker" and run.shadows is not None:
-                run.shadows.clear()
+            self._load_state(store, *decode_chunk_state(b"".join(payload_views(frame))))
+            if peer.role == "worker" and run.pull_encoder is not None:
+                run.pull_encoder.clear()
             return Frame(Op.ACK)
         chunks = read_json(frame).get("chunks")
         if not isinstance(chunks, list) or not all(type(number) is int for number in chunks):
             raise _wrong(frame, "chunks", chunks, "chunks is a list of the numbers of chunks")
-        return Frame(Op.DATA, payload=encode_chunk_state(*self._image(run, table, sorted(set(chunks)))))
+        return Frame(Op.DATA, payload=encode_chunk_state(*self._full_state(run, store, sorted(set(chunks)))))
 
     def _coordinate(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
         worker, incarnation = peer.index, peer.worker_restart_count
@@ -337,12 +337,12 @@ class ParameterServer:
                 return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
             case Op.CLAIM:
                 work = self._claim(run, peer, frame)
-                more = {"weight": run.deal.total_weight, "last": work.number >= run.deal.goal}
+                more = {"weight": run.work_queue.total_weight, "last": work.number >= run.work_queue.goal}
                 return json_frame(Op.JSON, work._asdict() | more)
             case Op.DONE:
                 return self._done(run, frame)
             case Op.BARRIER:
-                run.barriers.arrive(worker, _whole(frame, "number"))
+                run.barriers.arrive(worker, _integer(frame, "number"))
                 return Frame(Op.ACK)
             case Op.BYE:
                 run.clocks.leave(worker, incarnation)
@@ -351,23 +351,23 @@ class ParameterServer:
                 return Frame(Op.ACK, clock=run.clocks.slowest_clock)
 
     def _claim(self, run: _Run, peer: Peer, frame: Frame) -> WorkItem:
-        """A piece of work. The same CLAIM, by its number, gets the same: else one whose answer was lost would be held for
-        ever."""
+        """A work item. The same CLAIM, by its number, gets the same item; an item whose answer was lost would otherwise
+        be held for ever."""
         content = read_json(frame)
         with self._lock:
             claiming = self._claiming[peer.index]
-        with claiming:  # the first may still wait, on a connection that is lost
+        with claiming:  # the first request may still wait, on a lost connection
             earlier = self._claims.get(peer.index)
             if earlier is not None and earlier[:2] == (peer.worker_restart_count, frame.seq):
                 return earlier[2]
             leads = lambda: peer.index == min(run.clocks.live_clocks, default=peer.index)  # noqa: E731
-            work = run.deal.claim(peer.index, _wait_s(content), leads)
+            work = run.work_queue.claim(peer.index, _wait_s(content), leads)
             if work.kind in ("begin", "unit", "save"):
                 try:
                     run.clocks.seen(peer.index, peer.worker_restart_count)
                 except CommError:
-                    # it died while it waited; its newer self, if there is one, holds nothing before this returns
-                    run.deal.give_back(peer.index)
+                    # it died while it waited; its newer process, if any, holds no item before this returns
+                    run.work_queue.give_back(peer.index)
                     raise
                 self._claims[peer.index] = peer.worker_restart_count, frame.seq, work
             return work
@@ -376,74 +376,77 @@ class ParameterServer:
         content = read_json(frame)
         kind, weight = content.get("kind"), content.get("weight", 0.0)
         if kind in ("stop", "finish"):
-            run.deal.stop(finished=kind == "finish")
+            run.work_queue.stop(finished=kind == "finish")
             return Frame(Op.ACK)
         if kind not in ("begin", "unit", "save"):
             raise _wrong(frame, "kind", kind, "kind is begin, unit, save, stop or finish")
         if not isinstance(weight, (int, float)):
             raise _wrong(frame, "weight", weight, "weight is a number")
-        return json_frame(Op.JSON, {"new": run.deal.mark_done(WorkItem(kind, _whole(frame, "number")), float(weight))})
+        return json_frame(
+            Op.JSON, {"new": run.work_queue.mark_done(WorkItem(kind, _integer(frame, "number")), float(weight))}
+        )
 
     # --- state
 
-    def _begun(self, agreed: RunSpec) -> _Run:
+    def _ensure_run(self, run_spec: RunSpec) -> _Run:
         with self._lock:
             if self._run is None:
-                self._run = self._begin(agreed)
+                self._run = self._new_run(run_spec)
             return self._run
 
-    def _begin(self, agreed: RunSpec) -> _Run:
-        placement = agreed.placement()
-        if self._server >= agreed.num_servers:
+    def _new_run(self, run_spec: RunSpec) -> _Run:
+        placement = run_spec.placement()
+        if self._server >= run_spec.num_servers:
             raise CommError(
-                given=f"a worker that knows of {agreed.num_servers} servers, at server {self._server}",
+                given=f"a worker that knows of {run_spec.num_servers} servers, at server {self._server}",
                 rule="servers are numbered from 0",
                 consequence="it was not let in",
                 nearest="start as many servers as the configuration says",
             )
-        before = (self._server - 1) % agreed.num_servers
-        clocks = Clocks(agreed.staleness, on_end=self._ended, now=self._now)
+        before = (self._server - 1) % run_spec.num_servers
+        clocks = Clocks(run_spec.staleness, on_end=self._lease_ended, now=self._now)
         return _Run(
-            agreed=agreed,
+            run_spec=run_spec,
             placement=placement,
-            tables={
+            stores={
                 "worker": ChunkStore(placement.chunks_on(self._server)),
                 "server": ChunkStore(placement.chunks_on(before)),
             },
             clocks=clocks,
-            deal=WorkQueue(
-                agreed.num_batch_shards,
-                every=agreed.batch_shards_per_save,
-                per_step=agreed.batch_shards_per_step,
-                staleness=agreed.staleness,
+            work_queue=WorkQueue(
+                run_spec.num_batch_shards,
+                every=run_spec.batch_shards_per_save,
+                per_step=run_spec.batch_shards_per_step,
+                staleness=run_spec.staleness,
             ),
             barriers=NumberedBarriers(lambda: clocks.live_clocks.keys()),
-            decoders=_decoders(agreed.codec),
-            shadows=_shadows(agreed.codec),
+            decoders=_decoders(run_spec.codec),
+            pull_encoder=_pull_encoder(run_spec.codec),
         )
 
-    def _image(
-        self, run: _Run, table: ChunkStore, numbers: Sequence[int]
+    def _full_state(
+        self, run: _Run, store: ChunkStore, numbers: Sequence[int]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """The deal first: a unit that is done in it was applied before, so it is in the chunks read after."""
-        deal, clock = run.deal.to_json(), run.clocks.slowest_clock
-        chunks, tensors = table.state(numbers)
-        recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
-        agreed = run.agreed.to_json()
-        return {"agreed": agreed, "recipe": recipe, "deal": deal, "clock": clock, "chunks": chunks}, tensors
+        """The full state. The work queue is read first: a batch shard that is done in it was applied before, so it is
+        in the chunks read after."""
+        work_queue, clock = run.work_queue.to_json(), run.clocks.slowest_clock
+        chunks, tensors = store.state(numbers)
+        recipe = store.optimizer_spec.to_json() if store.optimizer_spec is not None else None
+        run_spec = run.run_spec.to_json()
+        return {"agreed": run_spec, "recipe": recipe, "deal": work_queue, "clock": clock, "chunks": chunks}, tensors
 
     def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        run = self._begin(RunSpec.from_json(facts["agreed"]))
-        self._take(run.tables["worker"], facts, tensors)
+        run = self._new_run(RunSpec.from_json(facts["agreed"]))
+        self._load_state(run.stores["worker"], facts, tensors)
         run.clocks.start_at(facts["clock"])
         with self._lock:
-            self._run = replace(run, deal=WorkQueue.from_json(facts["deal"]))
+            self._run = replace(run, work_queue=WorkQueue.from_json(facts["deal"]))
 
-    def _take(self, table: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def _load_state(self, store: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         try:
             if facts.get("recipe") is not None:
-                table.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
-            table.load_state(facts["chunks"], tensors)
+                store.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
+            store.load_state(facts["chunks"], tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CommError(
                 given=f"a state whose facts cannot be read: {error!r}",
@@ -452,22 +455,22 @@ class ParameterServer:
                 nearest="use the same release of unisono everywhere",
             ) from error
 
-    def _mirror(self, run: _Run, frame: Frame, chunks: list[int]) -> None:
-        """Have the next server do the same, or, where it cannot, take over all there is to these chunks."""
+    def _replicate(self, run: _Run, frame: Frame, chunks: list[int]) -> None:
+        """Forward a frame to the next server or, where that fails, the full state of its chunks."""
         if self._forward is None:
             return
         try:
-            self._forward(run.agreed, frame)
+            self._forward(run.run_spec, frame)
         except UnisonoError:
-            table = run.tables["worker"]
-            facts, tensors = table.state(chunks)
-            recipe = table.optimizer_spec.to_json() if table.optimizer_spec is not None else None
+            store = run.stores["worker"]
+            facts, tensors = store.state(chunks)
+            recipe = store.optimizer_spec.to_json() if store.optimizer_spec is not None else None
             image = encode_chunk_state({"recipe": recipe, "chunks": facts}, tensors)
-            self._forward(run.agreed, Frame(Op.STATE, flags=WRITE, payload=image))
+            self._forward(run.run_spec, Frame(Op.STATE, flags=WRITE, payload=image))
             with self._lock:
                 self._counts["mirrored_whole"] += 1
 
-    def _began(self) -> _Run:
+    def _require_run(self) -> _Run:
         if self._run is None:
             raise CommError(
                 given="a request to a server that knows no run",
@@ -477,26 +480,26 @@ class ParameterServer:
             )
         return self._run
 
-    def _ended(self, worker: int) -> None:
-        """A lease is over, or a worker has left: its units go back, and nobody waits for it."""
+    def _lease_ended(self, worker: int) -> None:
+        """A lease has ended, or a worker has left: return its items and stop waiting for it."""
         if self._run is not None:
-            self._run.deal.give_back(worker)
+            self._run.work_queue.give_back(worker)
             self._run.barriers.recheck()
-            if self._run.shadows is not None:
-                self._run.shadows.drop_worker(worker)
+            if self._run.pull_encoder is not None:
+                self._run.pull_encoder.drop_worker(worker)
 
-    def _keep(self) -> None:
-        """Look at leases, save now and then, and look whether another server does so in this one's place."""
+    def _maintain(self) -> None:
+        """End expired leases, write periodic snapshots, and detect that another server has taken this one's place."""
         saved_s, looked_s = -math.inf, time.monotonic()
-        while not self._stop.wait(_LOOK_S):
+        while not self._stop.wait(_CHECK_S):
             gap_s, looked_s = time.monotonic() - looked_s, time.monotonic()
-            if (run := self._run) is None or not self._open.is_set():
+            if (run := self._run) is None or not self._admission_open.is_set():
                 continue
-            if gap_s > _STILL_S:
+            if gap_s > _STALL_S:
                 run.clocks.extend_leases(gap_s)
             for worker in run.clocks.end_expired_leases():
                 self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
-            if self._snapshots is None or len(run.tables["worker"].initialised_chunks) < len(
+            if self._snapshots is None or len(run.stores["worker"].initialised_chunks) < len(
                 run.placement.chunks_on(self._server)
             ):
                 continue
@@ -515,38 +518,38 @@ class ParameterServer:
 
 
 def _decoders(codec: str) -> dict[int, Decoder]:
-    """What reads the codes of the one codec that a run has. Raises ConfigError for one that servers cannot add up."""
+    """The decoder of the run's codec. Raises ConfigError for a codec that servers cannot add."""
     if codec == "none":
         return {}
-    found = server_codec(codec)
+    parsed = server_codec(codec)
 
     def decoder(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
         code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
-        return found.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
+        return parsed.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
 
     return {CODED: decoder}
 
 
-def _shadows(codec: str) -> PullEncoder | None:
-    """Where pulls are coded too."""
-    found = server_codec(codec) if codec != "none" else None
-    return PullEncoder(found) if found is not None and can_compress_values(found) else None
+def _pull_encoder(codec: str) -> PullEncoder | None:
+    """The encoder of compressed pulls, None where the codec cannot compress values."""
+    parsed = server_codec(codec) if codec != "none" else None
+    return PullEncoder(parsed) if parsed is not None and can_compress_values(parsed) else None
 
 
 def server_codec(text: str) -> Codec:
-    """The codec of that name, for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
-    found = find_codec(text)
-    if isinstance(found, PowerSGD):
+    """The codec for pushes to servers. Raises ConfigError for PowerSGD, which needs all workers at once."""
+    parsed = find_codec(text)
+    if isinstance(parsed, PowerSGD):
         raise ConfigError(
             given=f"compression {text!r} with 'dist_async'",
             rule="its factors are summed over all workers at once, and servers see one worker at a time",
             consequence="no server could tell what a push means",
             nearest="int8, topk:0.01 or 2bit:0.5, or dist_sync",
         )
-    return found
+    return parsed
 
 
-def _whole(frame: Frame, name: str) -> int:
+def _integer(frame: Frame, name: str) -> int:
     value = read_json(frame).get(name)
     if type(value) is int and value >= 0:
         return value
@@ -567,7 +570,7 @@ def _wait_s(content: Mapping[str, Any]) -> float:
     return min(float(value), _LONGEST_WAIT_S) if isinstance(value, (int, float)) else 0.0
 
 
-def _unasked(frame: Frame) -> CommError:
+def _not_a_request(frame: Frame) -> CommError:
     return CommError(
         given=f"{frame.op.name} as a request",
         rule="servers answer requests; HELLO, ACK, DATA, JSON and ERROR are none",
@@ -576,7 +579,7 @@ def _unasked(frame: Frame) -> CommError:
     )
 
 
-def _no_snapshot(reason: str) -> CommError:
+def _snapshot_not_written(reason: str) -> CommError:
     return CommError(
         given=f"a snapshot that was not written: {reason}",
         rule="a server saves itself to its own folder",

@@ -1,9 +1,9 @@
-"""Which server holds what: a pure function of names, shapes, dtypes and the number of servers.
+"""The placement of chunks on servers: a pure function of names, shapes, dtypes and the number of servers.
 
-Keys are cut into chunks of 4 MiB at most, so that a large tensor is spread over servers and a frame stays small. Cuts fall on
-whole codec blocks and, where that fits, on whole rows, so that rows can be pushed and pulled alone. Chunks go largest first
-to the least loaded server (longest-processing-time-first, Graham 1969): loads differ by one chunk at most. MXNet instead
-hashes small tensors and cuts large ones evenly over all servers.
+Keys are split into chunks of at most 4 MiB, so that a large tensor is spread over servers and frames stay small. Chunks
+are whole codec blocks and, where that fits, whole rows, so that rows can be pushed and pulled alone. Chunks go largest
+first to the least loaded server (longest-processing-time-first, Graham 1969): loads differ by at most one chunk. (MXNet
+hashes small tensors and splits large ones evenly over all servers.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from unisono.errors import ConfigError, nearest_name
 
 CHUNK_BYTES = 4 << 20
-BLOCK_ELEMENTS = 1024  # what codecs quantise together
+BLOCK_ELEMENTS = 1024  # a block of the codecs
 # a frame counts the bytes of an entry in 32 bits; how many entries a server takes is in wire.frame.Limits
 _MOST_CHUNK_BYTES = (1 << 32) - 1
 _MOST_ENTRIES = 4096
@@ -30,7 +30,7 @@ ShapeTable = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Elements ``[start, start + elements)`` of a key, in row-major order, held by one server."""
+    """Elements ``[start, start + num_elements)`` of a key, in row-major order, held by one server."""
 
     number: int
     key: str
@@ -42,13 +42,12 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.num_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkPlacement:
-    """Where every element of every key lies. ``chunks[n]`` has number n; ``hash`` is equal where the placement is."""
+    """The server of every element of every key. ``chunks[n]`` has number n; ``hash`` is equal where the placement is."""
 
     num_servers: int
     chunk_bytes: int
@@ -57,16 +56,17 @@ class ChunkPlacement:
     hash: str
 
     def chunks_of(self, key: str) -> list[Chunk]:
-        """A key's chunks in order; none for an empty tensor. ConfigError for an unknown key."""
+        """A key's chunks in order; empty for an empty tensor. Raises ConfigError for an unknown key."""
         self._known(key)
         return [chunk for chunk in self.chunks if chunk.key == key]
 
     def chunks_on(self, server: int) -> list[Chunk]:
-        """What one server holds, in order of number."""
+        """A server's chunks, in order of number."""
         return [chunk for chunk in self.chunks if chunk.server == server]
 
     def groups(self, keys: Iterable[str], server: int) -> list[list[Chunk]]:
-        """A server's chunks of these keys, in runs of one dtype that fit a frame: ``chunk_bytes`` at most, or one chunk."""
+        """A server's chunks of these keys, in runs of one dtype that fit a frame: at most ``chunk_bytes``, or one
+        chunk."""
         wanted = set(keys)
         for key in wanted:
             self._known(key)
@@ -96,9 +96,10 @@ class ChunkPlacement:
 def place_chunks(
     table: ShapeTable, servers: int, chunk_bytes: int = CHUNK_BYTES, whole: Collection[str] = ()
 ) -> ChunkPlacement:
-    """Spread ``table`` (key to shape and dtype) over ``servers``. Keys in ``whole`` stay one chunk: LAMB and LARS need norms.
+    """Place ``table`` (shape and dtype by key) on ``servers`` servers. Keys in ``whole`` stay one chunk, as LAMB and
+    LARS need for their norms.
 
-    Raises ConfigError for a chunk of 4 GiB or more, and where there is no server.
+    Raises ConfigError for a chunk of 4 GiB or more, and without a server.
     """
     if servers < 1 or chunk_bytes < 8 * BLOCK_ELEMENTS:
         raise ConfigError(

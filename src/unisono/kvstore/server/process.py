@@ -1,39 +1,47 @@
 """One server process, from its environment to its end.
 
-    UNISONO_SERVER             which server this is, from 0
-    UNISONO_SERVER_ADDRESSES   host:port of all of them, with commas between
-    UNISONO_EPOCH              its incarnation, one higher at each restart
-    UNISONO_LISTEN_FD          a listening socket handed down by the launcher; unset: it listens at its own host and port
-    UNISONO_REPLICAS           2: the next server keeps a second copy of everything
-    UNISONO_TLS                folder of certificates (``wire.tls``); unset: nothing is encrypted
-    UNISONO_SNAPSHOTS          folder of snapshots; unset: none are kept
-    UNISONO_SNAPSHOT_EVERY_S   seconds between them, 60 if unset
-    UNISONO_DRAIN              set: stay, after SIGTERM, until the last worker has left
+    UNISONO_SERVER             index of this server, from 0
+    UNISONO_SERVER_ADDRESSES   host:port of all servers, comma-separated
+    UNISONO_EPOCH              its restart count, one higher at each restart
+    UNISONO_LISTEN_FD          a listening socket inherited from the launcher; unset: it listens at its own host and port
+    UNISONO_REPLICAS           2: the next server keeps a replica of this one
+    UNISONO_TLS                folder of certificates (``wire.tls``); unset: no encryption
+    UNISONO_SNAPSHOTS          folder of snapshots; unset: no snapshots
+    UNISONO_SNAPSHOT_EVERY_S   seconds between snapshots, 60 if unset
+    UNISONO_DRAIN              set: after SIGTERM, stay until the last worker has left
 
-There are no arguments: what others can see of a process says nothing. On SIGTERM and SIGINT the server answers what is under
-way, saves itself and leaves.
+There are no arguments, which other users could see. On SIGTERM and SIGINT the server answers running requests, writes a
+snapshot and exits.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from unisono.dist import StopNotice
 from unisono.errors import LaunchError
+from unisono.kvstore.server.chunk_payload import SLOT_BYTES
 from unisono.kvstore.server.parameter_server import ParameterServer
+from unisono.kvstore.server.run_spec import RunSpec
+from unisono.kvstore.wire.auth import Peer
+from unisono.kvstore.wire.connection import Connection, Endpoint
+from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views
+from unisono.kvstore.wire.tls import TLSContexts
 
 _LOOK_S = 1.0
+_REPLICA_DEADLINE_S = 30.0
 _DRAIN_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:
-    """The place of one server among ``addresses``; ``snapshots`` is this server's own folder."""
+    """The settings of one server among ``addresses``; ``snapshots`` is this server's own folder."""
 
     server_index: int
     addresses: tuple[tuple[str, int], ...]
@@ -46,20 +54,20 @@ class ServerSettings:
 
     @property
     def next_address(self) -> tuple[str, int]:
-        """Of the server that keeps this one's second copy."""
+        """The address of the server that keeps this one's replica."""
         return self.addresses[(self.server_index + 1) % len(self.addresses)]
 
 
 class RunningServer(Protocol):
-    """What brings requests to a service."""
+    """A server that accepts requests."""
 
     def close(self) -> None:
-        """Answer what is under way, and take no more."""
+        """Answer running requests and accept no more."""
         ...
 
 
 def server_settings(environ: Mapping[str, str]) -> ServerSettings:
-    """The seat that ``environ`` describes. Raises LaunchError naming the variable that is missing or wrong."""
+    """The settings in ``environ``. Raises LaunchError naming the variable that is missing or wrong."""
     server = _whole(environ, "UNISONO_SERVER")
     addresses = server_addresses(environ)
     if server >= len(addresses):
@@ -83,27 +91,28 @@ def server_settings(environ: Mapping[str, str]) -> ServerSettings:
 
 
 def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """Host and port of all servers, from UNISONO_SERVER_ADDRESSES. Raises LaunchError where it names none, or is no such list."""
+    """Host and port of all servers, from UNISONO_SERVER_ADDRESSES. Raises LaunchError where it is unset or malformed."""
     text = environ.get("UNISONO_SERVER_ADDRESSES", "")
     if not text:
         raise _wrong("UNISONO_SERVER_ADDRESSES", "unset", "it names the servers, host:port with commas between")
-    return tuple(_address(each) for each in text.split(","))
+    return tuple(_address(address) for address in text.split(","))
 
 
 def run_until_stopped(
-    seat: ServerSettings, service: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
+    settings: ServerSettings, server: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
 ) -> None:
-    """Serve until a stop signal; then save, so that nothing acknowledged is lost. Call it on the main thread."""
+    """Serve until a stop signal, then write a snapshot, so that nothing acknowledged is lost. Call it on the main
+    thread."""
     with StopNotice() as notice:
-        serving = serve(seat, service)
+        serving = serve(settings, server)
         while not notice.wait(_LOOK_S):
             pass
-        while seat.drain and service.num_live_workers:
+        while settings.drain and server.num_live_workers:
             time.sleep(_DRAIN_LOOK_S)
-        service.close()  # who waits is let go
-        serving.close()  # from here on nothing more is acknowledged
-        if seat.snapshots is not None and service.run_spec is not None:
-            service.save()
+        server.close()  # wakes waiting requests
+        serving.close()  # nothing is acknowledged after this
+        if settings.snapshots is not None and server.run_spec is not None:
+            server.save()
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -140,3 +149,47 @@ def _wrong(name: str, value: str, rule: str) -> LaunchError:
         consequence="the server was not started",
         nearest="start servers with unisono launch, which sets their environment",
     )
+
+
+class ReplicaClient:
+    """Keeps a replica of this server's chunks on the next server (a chain of two, van Renesse & Schneider 2004).
+
+    A push is forwarded there before it is acknowledged, and a new server process restores its chunks from there, so
+    acknowledged pushes survive the loss of any one server. The connection is opened once the run is known.
+    """
+
+    def __init__(self, settings: ServerSettings, secret: bytes, tls: TLSContexts | None) -> None:
+        self._settings, self._endpoint = settings, Endpoint(settings.next_address, secret, tls)
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+
+    def restore(self, server: ParameterServer) -> None:
+        """Restore this server's chunks from the replica, before workers connect. Both servers must be listening: they
+        may ask each other."""
+        run_spec = server.run_spec or self._ask_run_spec()
+        if run_spec is None:
+            return
+        for chunk in run_spec.placement().chunks_on(self._settings.server_index):
+            answer = self.forward(run_spec, json_frame(Op.STATE, {"chunks": [chunk.number]}))
+            server.adopt_replica_state(b"".join(payload_views(answer)))
+
+    def forward(self, run_spec: RunSpec, frame: Frame) -> Frame:
+        """The next server's answer. Raises CommError if it cannot be reached, or its refusal."""
+        with self._lock:
+            if self._connection is None or self._connection.has_given_up:
+                self._connection = self._connect(run_spec.job, run_spec.to_json())
+            connection = self._connection
+        return connection.request(frame).result()
+
+    def _ask_run_spec(self) -> RunSpec | None:
+        """The run's spec from the next server, where this one died before its first snapshot; None if no run has begun."""
+        connection = self._connect(0, {})
+        connection.close()
+        answer = connection.hello["agreed"]
+        return RunSpec.from_json(answer) if answer is not None else None
+
+    def _connect(self, job: int, facts: Mapping[str, Any]) -> Connection:
+        me = Peer("server", self._settings.server_index, self._settings.server_restart_count, job, "")
+        return Connection(
+            self._endpoint, me, facts, limits=PEER_LIMITS, deadline_s=_REPLICA_DEADLINE_S, slot_bytes=SLOT_BYTES
+        )

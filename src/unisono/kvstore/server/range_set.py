@@ -1,6 +1,6 @@
-"""A set of whole numbers that mostly come in order, kept as disjoint intervals: which pushes of a stream were applied.
+"""A set of integers that arrive nearly in order, stored as disjoint intervals: the applied pushes of a stream.
 
-Numbers of a stream arrive nearly in order, so the set stays a handful of intervals however long the run is.
+The set stays a few intervals, however long the run is.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 
 class RangeSet:
-    """Numbers from 0 up. ``spans`` are ``[first, end)`` pairs, as ``json`` gives them.
+    """Integers from 0 up. ``spans`` are ``[first, end)`` pairs, as ``to_json`` returns them.
 
     >>> numbers = RangeSet()
     >>> [numbers.add(n) for n in (0, 1, 3, 1)]
     [True, True, True, False]
-    >>> numbers.json(), numbers.prefix
+    >>> numbers.to_json(), numbers.prefix
     ([[0, 2], [3, 4]], 2)
     """
 
@@ -33,12 +33,12 @@ class RangeSet:
         return at >= 0 and number < self._ends[at]
 
     def add(self, number: int) -> bool:
-        """Put ``number`` in; whether it was not in yet."""
+        """Add ``number``; returns whether it is new."""
         if number < 0:
             raise ValueError(f"numbers start at 0, not {number}")
         if number in self:
             return False
-        at = bisect_right(self._starts, number)  # the first span behind it
+        at = bisect_right(self._starts, number)  # the first span after it
         joins_left = at > 0 and self._ends[at - 1] == number
         joins_right = at < len(self._starts) and self._starts[at] == number + 1
         if joins_left and joins_right:
@@ -54,14 +54,13 @@ class RangeSet:
         return True
 
     def __len__(self) -> int:
-        """How many intervals."""
+        """The number of intervals."""
         return len(self._starts)
 
     @property
     def prefix(self) -> int:
-        """The smallest number that is not in: all below it are."""
+        """The smallest number that is not in the set."""
         return self._ends[0] if self._starts and self._starts[0] == 0 else 0
 
     def to_json(self) -> list[list[int]]:
-        """``[first, end)`` pairs in order; the constructor takes them back."""
         return [list(span) for span in zip(self._starts, self._ends, strict=True)]

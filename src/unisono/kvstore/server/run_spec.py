@@ -1,6 +1,6 @@
-"""What all workers of a run say to a server before anything else, and must say alike.
+"""The description of a run, which every worker sends in its hello and which must be equal for all.
 
-A server starts knowing nothing of the model: the first worker's hello tells it, and a snapshot keeps it.
+A server starts without knowledge of the model: it learns the run from the first hello or from a snapshot.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.errors import CommError
 from unisono.kvstore.server.placement import CHUNK_BYTES, ChunkPlacement, place_chunks
 from unisono.kvstore.wire.frame import DTYPES
 
-# a placement lists every chunk and server: what a hello can make a server list is bounded before it does
+# bounds on the placement that a hello can make a server compute
 _MOST_BYTES = 1 << 44
 _MOST_CHUNKS = 1 << 22
 _MOST_SERVERS = 1 << 16
@@ -25,10 +25,10 @@ _MOST_SERVERS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSpec:
-    """``table``: shape and dtype by key; ``whole``: keys that are not cut; ``staleness``: clocks a worker may be ahead,
-    None for any; ``units``: how much work there is to deal, 0 where workers share it themselves, and of how many units a step
-    and the stretch from one save to the next consist (0: one save, at the end); ``codec``: of pushes, and of
-    pulls if it codes values, as ``find_codec`` takes it; ``about``: whatever else must be the same, by name."""
+    """``table``: shape and dtype by key. ``uncut_keys``: keys that stay one chunk. ``staleness``: clocks a worker may
+    be ahead, None for any. ``num_batch_shards``: size of the work queue, 0 where workers share the work themselves;
+    ``batch_shards_per_step``; ``batch_shards_per_save`` (0: one save, at the end). ``codec``: of pushes, and of pulls
+    if it can compress values, as ``find_codec`` takes it. ``labels``: anything else that must be equal, by name."""
 
     table: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     num_servers: int
@@ -43,15 +43,14 @@ class RunSpec:
 
     @property
     def job(self) -> int:
-        """The number in every frame: of the run that ``about`` names."""
+        """The number in every frame: a hash of the run id in ``labels``."""
         return int.from_bytes(hashlib.blake2b(self.labels.get("run", "").encode(), digest_size=8).digest(), "little")
 
     def placement(self) -> ChunkPlacement:
-        """Where everything lies."""
+        """The placement of all chunks."""
         return place_chunks(self.table, self.num_servers, self.chunk_bytes, self.uncut_keys)
 
     def to_json(self) -> dict[str, Any]:
-        """As it travels in a hello."""
         return {
             "table": {
                 key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in self.table.items()
@@ -69,7 +68,7 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> RunSpec:
-        """From ``json``. CommError for what cannot be read."""
+        """The inverse of ``to_json``. Raises CommError for invalid content."""
         try:
             staleness = given["staleness"]
             table = {str(key): (_shape(shape), _dtype(dtype)) for key, (shape, dtype) in given["table"].items()}
@@ -81,15 +80,15 @@ class RunSpec:
                 raise ValueError(f"{servers} servers for {nbytes} bytes in chunks of {chunk_bytes}")
             return cls(
                 table=table,
-                servers=servers,
-                whole=tuple(sorted(str(key) for key in given["whole"])),
+                num_servers=servers,
+                uncut_keys=tuple(sorted(str(key) for key in given["whole"])),
                 chunk_bytes=chunk_bytes,
                 staleness=None if staleness is None else _count(staleness),
-                units=_count(given["units"]),
-                units_per_step=_count(given["units_per_step"]),
-                units_per_save=_count(given["units_per_save"]),
+                num_batch_shards=_count(given["units"]),
+                batch_shards_per_step=_count(given["units_per_step"]),
+                batch_shards_per_save=_count(given["units_per_save"]),
                 codec=str(given["codec"]),
-                about={str(name): str(value) for name, value in given["about"].items()},
+                labels={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CommError(
@@ -100,7 +99,7 @@ class RunSpec:
             ) from error
 
     def require_equal(self, other: RunSpec, who: str) -> None:
-        """CommError naming the first thing that ``other`` says differently."""
+        """Raise CommError naming the first difference."""
         here, there = self.to_json(), other.to_json()
         for key in sorted(self.table.keys() | other.table.keys()):
             mine, theirs = here["table"].get(key), there["table"].get(key)
@@ -133,7 +132,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _dtype(name: Any) -> torch.dtype:
     if name not in DTYPES:
-        raise ValueError(f"{name!r} is no dtype that travels")
+        raise ValueError(f"{name!r} is not a dtype that frames carry")
     return getattr(torch, name)
 
 

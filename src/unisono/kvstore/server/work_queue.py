@@ -1,14 +1,14 @@
-"""The work of a run, dealt piece by piece to whoever asks.
+"""The work of an asynchronous run: workers claim items one by one.
 
-    begin 0      bring in what the run starts from; how far that is, ``done`` says
-    unit u       compute a fixed share of the run's samples, a pure function of u
-    save f       all units before f are done and none behind it is dealt: what the servers hold is exactly a step
-    end g        nothing is left: the run went to unit g
-    stopped g    somebody asked for a stop, and all before unit g is done and saved
+    begin 0      initialise the servers; ``mark_done`` reports the first batch shard left to do
+    unit u       compute batch shard u, a fixed share of the run's samples, a pure function of u
+    save f       all batch shards before f are done and no later one is claimed: the servers hold exactly a step
+    end g        no work is left: the run ended at batch shard g
+    stopped g    a stop was requested; all batch shards before g are done and saved
 
-Who computes a unit is open; that it is done is not: when a worker's lease ends, what it holds is dealt again. A unit that two
-workers computed, because the first came back after all, is applied once: its pushes carry its number. Beginning and saving are
-for the worker that leads, whoever that is at the time.
+Any worker may compute a batch shard, and every one is computed: when a worker's lease ends, its items can be claimed
+again. A batch shard that two workers computed, because the first came back, is applied once: its pushes carry its
+number. Only the leading worker begins and saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WorkKind = Literal["begin", "unit", "save", "wait", "end", "stopped"]
 
 
 class WorkItem(NamedTuple):
-    """A piece of work; with ``wait`` there is none now, with ``end`` and ``stopped`` none any more."""
+    """An item of work. ``wait``: none is available now; ``end`` and ``stopped``: none is left."""
 
     kind: WorkKind
     number: int = 0
@@ -36,10 +36,12 @@ WAIT, BEGIN = WorkItem("wait"), WorkItem("begin")
 
 
 class WorkQueue:
-    """Units ``0 .. units - 1`` with a save at every ``every``-th (0: only at the end); a step has ``per_step`` of them.
+    """Batch shards ``0 .. num_batch_shards - 1``, ``per_step`` per step, with a save at every ``every``-th (0: only at
+    the end).
 
-    With a bound of ``staleness`` s no unit of step t is dealt before all of steps below t - s are done: stale synchronous
-    parallel (Ho et al. 2013), whoever is slow, joins or leaves. Waits end by the injected monotonic clock ``now``.
+    With a ``staleness`` of s no batch shard of step t is handed out before all steps below t - s are done: stale
+    synchronous parallel (Ho et al. 2013), whichever workers are slow, join or leave. Waits use the monotonic clock
+    ``now``.
     """
 
     def __init__(
@@ -53,83 +55,87 @@ class WorkQueue:
     ) -> None:
         self.num_batch_shards, self._every, self._per_step, self._staleness = units, every, per_step, staleness
         self._now = now
-        self.goal = units  # where work ends; before that if a stop was asked for
-        self._early: WorkKind = "end"
-        self.total_weight = 0.0  # of the units that are done, as their workers told it
-        self._begun = False
+        self.goal = units  # the end of the run; earlier after ``stop``
+        self._end_kind: WorkKind = "end"
+        self.total_weight = 0.0  # of the finished batch shards, as their workers reported it
+        self._is_begun = False
         self._saved = 0  # the last point at which a save was made, or the run began
         self._done = RangeSet()
-        self._next = 0  # never dealt so far
-        self._back: list[int] = []  # dealt, and given back; a heap
-        self._held: dict[WorkItem, int] = {}
+        self._next = 0  # lowest never claimed
+        self._returned: list[int] = []  # claimed, and returned; a heap
+        self._claimed_by: dict[WorkItem, int] = {}
         self._closed = False
-        self._change = threading.Condition()
+        self._changed = threading.Condition()
 
     def claim(self, worker: int, timeout_s: float = 0.0, leads: Callable[[], bool] = lambda: True) -> WorkItem:
-        """The next piece; ``WAIT`` if none gets free in time. ``leads()``: whether this worker begins and saves, asked anew
-        whenever a worker has gone."""
-        with self._change:
+        """The next item; ``WAIT`` if none becomes available in time. ``leads()``: whether this worker begins and saves,
+        evaluated again whenever a worker has gone."""
+        with self._changed:
             deadline = self._now() + timeout_s
-            while (work := self._free(leads)) == WAIT and not self._closed and (left := deadline - self._now()) > 0:
-                self._change.wait(left)
+            while (
+                (work := self._next_item(leads)) == WAIT and not self._closed and (left := deadline - self._now()) > 0
+            ):
+                self._changed.wait(left)
             if work.kind == "unit":
-                if self._back and self._back[0] == work.number:
-                    heapq.heappop(self._back)
+                if self._returned and self._returned[0] == work.number:
+                    heapq.heappop(self._returned)
                 else:
                     self._next = work.number + 1
             if work.kind in ("begin", "unit", "save"):
-                self._held[work] = worker
+                self._claimed_by[work] = worker
             return work
 
     def mark_done(self, work: WorkItem, weight: float = 0.0) -> bool:
-        """A piece is done, a unit when all its pushes are acknowledged; whether that is new. ``begin``'s number is the first unit
-        that is left to do. ``weight``: of a unit's samples, or of all before the beginning.
+        """Record a finished item, a batch shard once all its pushes are acknowledged; returns whether that is new.
+        ``begin``'s number is the first batch shard left to do. ``weight``: of the shard's samples, or of all samples
+        before the beginning.
 
-        The holder says so, or one that was thought dead, or one that was dealt it before this server restarted.
+        Called for the holder, for a worker that was presumed dead, or for one that claimed the item before this server
+        restarted.
         """
-        with self._change:
+        with self._changed:
             new = self._finish(work)
             self.total_weight += weight if new else 0.0
-            self._held.pop(BEGIN if work.kind == "begin" else work, None)
-            self._change.notify_all()
+            self._claimed_by.pop(BEGIN if work.kind == "begin" else work, None)
+            self._changed.notify_all()
             return new
 
     def stop(self, *, finished: bool = False) -> None:
-        """Let the run end at the next step that has not been begun, with a save. ``finished``: that is all it was to do."""
-        with self._change:
+        """End the run, with a save, at the next step that was not begun. ``finished``: the run is complete."""
+        with self._changed:
             self.goal = min(self.goal, -(-max(self._next, self._saved) // self._per_step) * self._per_step)
-            self._early = "end" if finished else "stopped"
-            self._change.notify_all()
+            self._end_kind = "end" if finished else "stopped"
+            self._changed.notify_all()
 
     def give_back(self, worker: int) -> list[WorkItem]:
-        """The worker is gone: what it held is dealt again."""
-        with self._change:
-            found = sorted(work for work, holder in self._held.items() if holder == worker)
-            for work in found:
-                del self._held[work]
+        """Return a lost worker's items to the queue."""
+        with self._changed:
+            items = sorted(work for work, holder in self._claimed_by.items() if holder == worker)
+            for work in items:
+                del self._claimed_by[work]
                 if work.kind == "unit":
-                    heapq.heappush(self._back, work.number)
-            self._change.notify_all()
-            return found
+                    heapq.heappush(self._returned, work.number)
+            self._changed.notify_all()
+            return items
 
     def close(self) -> None:
-        """Nobody waits any longer."""
-        with self._change:
+        """Wake all waiting claims."""
+        with self._changed:
             self._closed = True
-            self._change.notify_all()
+            self._changed.notify_all()
 
     def to_json(self) -> dict[str, Any]:
-        """What a snapshot keeps. What is held is dealt again after a restart."""
-        with self._change:
+        """The state that a snapshot keeps. Claimed items can be claimed again after a restart."""
+        with self._changed:
             return {
                 "units": self.num_batch_shards,
                 "every": self._every,
                 "per_step": self._per_step,
                 "staleness": self._staleness,
                 "goal": self.goal,
-                "early": self._early,
+                "early": self._end_kind,
                 "weight": self.total_weight,
-                "begun": self._begun,
+                "begun": self._is_begun,
                 "saved": self._saved,
                 "dealt": self._next,
                 "done": self._done.to_json(),
@@ -137,54 +143,53 @@ class WorkQueue:
 
     @classmethod
     def from_json(cls, state: Mapping[str, Any], *, now: Callable[[], float] = time.monotonic) -> WorkQueue:
-        """From ``json``."""
         shape = {name: state[name] for name in ("every", "per_step", "staleness")}
-        deal = cls(state["units"], **shape, now=now)
-        deal.goal, deal._begun, deal._saved = state["goal"], state["begun"], state["saved"]
-        deal._early, deal.total_weight = state["early"], state["weight"]
-        deal._done, deal._next = RangeSet(state["done"]), state["dealt"]
-        deal._back = [unit for unit in range(deal._saved, deal._next) if unit not in deal._done]
-        return deal
+        queue = cls(state["units"], **shape, now=now)
+        queue.goal, queue._is_begun, queue._saved = state["goal"], state["begun"], state["saved"]
+        queue._end_kind, queue.total_weight = state["early"], state["weight"]
+        queue._done, queue._next = RangeSet(state["done"]), state["dealt"]
+        queue._returned = [unit for unit in range(queue._saved, queue._next) if unit not in queue._done]
+        return queue
 
     @property
     def num_done(self) -> int:
-        """How many units are done, those before the run began among them."""
-        with self._change:
+        """The number of finished batch shards, including those before the run began."""
+        with self._changed:
             return sum(end - first for first, end in self._done.to_json())
 
-    def _free(self, leads: Callable[[], bool]) -> WorkItem:
-        if self.num_batch_shards == 0 or (self._begun and self._saved >= self.goal):
-            return WorkItem(self._early if self.goal < self.num_batch_shards else "end", self.goal)
-        if not self._begun:
-            return BEGIN if BEGIN not in self._held and leads() else WAIT
-        while self._next in self._done:  # done without having been dealt: by a worker that knew us before a restart
+    def _next_item(self, leads: Callable[[], bool]) -> WorkItem:
+        if self.num_batch_shards == 0 or (self._is_begun and self._saved >= self.goal):
+            return WorkItem(self._end_kind if self.goal < self.num_batch_shards else "end", self.goal)
+        if not self._is_begun:
+            return BEGIN if BEGIN not in self._claimed_by and leads() else WAIT
+        while self._next in self._done:  # done by a worker that claimed it before a restart
             self._next += 1
-        fence = self._fence()
-        unit = self._back[0] if self._back else self._next
-        if unit < fence:
+        next_save = self._next_save()
+        unit = self._returned[0] if self._returned else self._next
+        if unit < next_save:
             return WAIT if self._too_early(unit) else WorkItem("unit", unit)
-        save = WorkItem("save", fence)
-        return save if self._done.prefix >= fence and save not in self._held and leads() else WAIT
+        save = WorkItem("save", next_save)
+        return save if self._done.prefix >= next_save and save not in self._claimed_by and leads() else WAIT
 
     def _too_early(self, unit: int) -> bool:
         if self._staleness is None:
             return False
         return self._done.prefix < (unit // self._per_step - self._staleness) * self._per_step
 
-    def _fence(self) -> int:
+    def _next_save(self) -> int:
         return min(self.goal, (self._saved // self._every + 1) * self._every) if self._every else self.goal
 
     def _finish(self, work: WorkItem) -> bool:
         match work.kind:
             case "begin" if 0 <= work.number <= self.num_batch_shards:
-                new, self._begun = not self._begun, True
+                new, self._is_begun = not self._is_begun, True
                 if new and work.number:
                     self._done, self._saved, self._next = RangeSet([[0, work.number]]), work.number, work.number
                 return new
             case "unit" if 0 <= work.number < self.num_batch_shards:
-                if work.number in self._back:
-                    self._back.remove(work.number)
-                    heapq.heapify(self._back)
+                if work.number in self._returned:
+                    self._returned.remove(work.number)
+                    heapq.heapify(self._returned)
                 return self._done.add(work.number)
             case "save" if 0 <= work.number <= self.num_batch_shards:
                 new = work.number > self._saved

@@ -1,1 +1,2 @@
-"""Bytes between processes: frames over TCP, both sides proved to hold the job's secret, every size checked first."""
+"""Frames over TCP between processes that have proved to each other that they hold the job's secret; every size is
+checked first."""

@@ -1,13 +1,13 @@
-"""Both sides prove that they hold the job's secret before either takes a request from the other.
+"""Mutual authentication: both sides prove that they hold the job's secret before either accepts a request.
 
     server   {nonce, epoch}
     client   {nonce, role, worker, incarnation, job, epoch, proof}
     server   {proof}
 
-A proof is HMAC-SHA256 under the secret over a word for its direction, both nonces and every field above, so a recorded
-exchange is of no use a second time, nor in the other direction, nor for another worker. What follows on the connection
-is not signed: whoever can alter packets needs TLS (``tls``) to be kept out. Until the proof is checked, 4 KiB are the most a
-stranger can make this side hold.
+A proof is HMAC-SHA256 under the secret over a label of its direction, both nonces and every field above, so a recorded
+exchange is useless a second time, in the other direction, or for another worker. The following frames are not signed:
+an attacker who can alter packets is kept out by TLS only (``tls``). Before the proof is checked, a peer can make this
+side hold at most 4 KiB.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any
 
 from unisono.errors import CommError, ConfigError, Problem
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Limits, Op
-from unisono.kvstore.wire.message import error_frame, json_frame, read_error, read_json
+from unisono.kvstore.wire.frame import Limits, Op, error_frame, json_frame, read_error, read_json
 
 ROLES = ("worker", "server")
 _STRANGER_BYTES = 4096
@@ -34,7 +33,7 @@ _RANGES = {"worker": 2**32, "incarnation": 2**32, "job": 2**64, "epoch": 2**32}
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who is at the other end: ``role`` is "worker" or "server", ``job`` the hash of run id and key table."""
+    """The other end: ``role`` is "worker" or "server", ``job`` the hash of the run id."""
 
     role: str
     index: int
@@ -44,20 +43,21 @@ class Peer:
 
 
 class AuthError(CommError):
-    """The other side does not hold the secret or a good certificate, or says so of this one. To try again does not help."""
+    """The other side lacks the secret or a valid certificate, or reports that of this side. A retry does not help."""
 
     exit_code = 2
 
 
 def preauth_limits(limits: Limits) -> Limits:
-    """What is accepted of somebody who has proved nothing."""
+    """The limits before the peer has proved itself."""
     return Limits(
         max_payload_bytes=_STRANGER_BYTES, max_entries=0, message_s=limits.handshake_s, handshake_s=limits.handshake_s
     )
 
 
 def server_handshake(channel: Channel, secret: bytes, epoch: int, address: str, limits: Limits) -> tuple[Peer, int]:
-    """The server's part: who this is, and the highest server epoch it has seen. Raises AuthError or Lost."""
+    """The server's part: returns the peer and the highest server restart count it has seen. Raises AuthError or
+    ConnectionLost."""
     mine = secrets.token_hex(32)
     channel.send(json_frame(Op.HELLO, {"nonce": mine, "epoch": epoch}))
     answer = _hello(channel, limits)
@@ -81,9 +81,11 @@ def server_handshake(channel: Channel, secret: bytes, epoch: int, address: str, 
 
 
 def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limits) -> int:
-    """The client's part: prove, check the server's proof, return its epoch. ``seen`` is the highest known so far.
+    """The client's part: prove, check the server's proof, return its restart count. ``seen`` is the highest known so
+    far.
 
-    Raises AuthError when a proof is wrong, on either side, Lost when the connection ends or the server is an old one.
+    Raises AuthError for a wrong proof, on either side; ConnectionLost when the connection ends or the server is an old
+    one.
     """
     offer = _hello(channel, limits)
     theirs, epoch = offer.get("nonce"), offer.get("epoch")
@@ -115,7 +117,7 @@ def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limit
 
 
 def require_private(host: str, *, tls: bool) -> None:
-    """Raises ConfigError when ``host`` (a numeric address) is public and traffic would be plain."""
+    """Raise ConfigError when ``host`` (a numeric address) is public and traffic would be unencrypted."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if tls or (address.is_private and not address.is_unspecified):
         return

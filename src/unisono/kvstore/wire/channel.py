@@ -1,7 +1,7 @@
-"""One TCP connection as frames: no copy on the way out, one on the way in, and a deadline for every message.
+"""Frames over one TCP connection: no copy on send, one on receive, and a deadline for every message.
 
-The socket does not block; a call tries first and polls only when the kernel has nothing, which leaves one thread free
-to send while another receives. A message that has begun must keep coming: whoever dribbles is cut off.
+The socket does not block; a call tries first and polls only when the kernel has no data, so one thread can send while
+another receives. A message that has begun must keep arriving: a peer that trickles bytes is disconnected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from unisono.kvstore.wire.frame import (
 )
 from unisono.kvstore.wire.shared_slots import SharedSlots, copy_from_slot, copy_into_slot
 
-# a piece is digested while it is still in the cache
+# digested while still in the cache
 _PIECE_BYTES = 1 << 20
 _BUFFERS_PER_CALL = 512
 
@@ -42,21 +42,21 @@ ReceiveBuffers = Callable[[FrameHeader], Sequence[memoryview] | None]
 
 
 class ConnectionLost(CommError):
-    """The connection is of no further use: closed, cut off, or out of step."""
+    """The connection is unusable: closed, timed out, or out of step."""
 
 
 class Channel:
     """Sends and receives frames. One thread may send while another receives; two senders take turns.
 
-    ``until`` (monotonic time) ends every wait, however steadily bytes trickle in; None for no such end. ``memory``: what
-    frames with a slot have their payload in.
+    ``until`` (monotonic time) ends every wait, however steadily bytes trickle in; None for no deadline.
+    ``shared_slots``: the memory of frames with a slot.
     """
 
     def __init__(self, sock: socket.socket, limits: Limits, *, until: float | None = None) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # buffer sizes stay the kernel's: one set by hand is capped low on most machines, and ends its own tuning
-        # a host that vanished is noticed by the kernel; one that hangs, by whoever waits for an answer
+        # a host that vanished is noticed by the kernel; one that hangs, by the caller that waits for an answer
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
@@ -73,8 +73,8 @@ class Channel:
         self.last_activity_s = time.monotonic()
 
     def send(self, frame: Frame) -> None:
-        """Send all of it, through its slot where that is large enough. Raises Lost when the peer is gone or does not take it
-        in time."""
+        """Send the frame, through its slot if the payload fits. Raises ConnectionLost when the peer is gone or does not
+        read in time."""
         parts = payload_views(frame)
         if frame.slot is not None and sum(part.nbytes for part in parts) > frame.slot.view.nbytes:
             frame = replace(frame, slot=None)
@@ -98,7 +98,7 @@ class Channel:
                     pending[0] = pending[0][count:]
 
     def send_unless_busy(self, frame: Frame) -> None:
-        """A small frame, if nothing is being sent and the kernel takes it at once."""
+        """Send a small frame if no other send is running and the kernel takes it at once."""
         if self._sending.acquire(blocking=False):
             try:
                 if self._ready(select.POLLOUT, 0.0):
@@ -109,9 +109,9 @@ class Channel:
     def receive(self, place: ReceiveBuffers | None = None, *, wait_s: float | None = None) -> Frame | None:
         """The next frame; None when none has begun after ``wait_s`` seconds.
 
-        ``place`` is asked where the payload goes, after its header was found good; the frame's payload is then the first
-        of the buffers it named. Without ``place``, what lies in a slot is left there: the payload is a view of it. Raises
-        Lost, which also is what a damaged or oversized frame becomes.
+        ``place`` is called with a valid header and chooses the payload's buffers; the frame's payload is then the first
+        of them. Without ``place``, a payload in a slot stays there, and the frame's payload is a view of it. Raises
+        ConnectionLost, also for a damaged or oversized frame.
         """
         head = memoryview(self._header)
         if not self._fill(head[:1], None if wait_s is None else time.monotonic() + wait_s, begun=False):
@@ -124,7 +124,7 @@ class Channel:
             raise ConnectionLost(*error.problems) from None
         if slot is not None:
             self.shared_received_bytes += announced.nbytes
-        found = xxhash.xxh3_64(seed=announced.seed)
+        digest = xxhash.xxh3_64(seed=announced.seed)
         given = place(announced) if place else None
         if slot is not None and place is None:
             given = [slot.view[: announced.nbytes]] if announced.nbytes else []
@@ -137,9 +137,9 @@ class Channel:
             for start in range(0, buffer.nbytes, _PIECE_BYTES):
                 piece = buffer[start : start + _PIECE_BYTES]
                 self._fill(piece, deadline)
-                found.update(piece)
-        if found.intdigest() != announced.digest:
-            raise ConnectionLost(*digest_mismatch(announced, found.intdigest()).problems)
+                digest.update(piece)
+        if digest.intdigest() != announced.digest:
+            raise ConnectionLost(*digest_mismatch(announced, digest.intdigest()).problems)
         return replace(announced.frame, payload=given[0] if given else b"", slot=slot if place is None else None)
 
     def _slot(self, announced: FrameHeader) -> Slot | None:
@@ -201,13 +201,13 @@ class Channel:
         return bool(poller.poll(max(0.0, deadline - time.monotonic()) * 1000))
 
     def shutdown(self) -> None:
-        """End both directions; threads that wait on this channel notice. ``close`` follows when they have left."""
+        """End both directions, which wakes threads that wait on this channel. ``close`` follows when they have left."""
         # the plain socket's: TLS would want to say goodbye, and a peer that is gone cannot answer
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor and the memory back."""
+        """Release the descriptor and the memory."""
         self.shared_slots = SharedSlots()
         self.shutdown()
         self._sock.close()

@@ -1,30 +1,41 @@
-"""What travels: a header of 64 bytes, little endian, then the payload.
+"""Frames: a header of 64 bytes, little endian, then the payload; and the JSON payloads of control messages and errors.
 
     magic u32, version u8, op u8, codec u8, dtype u8, flags u8, slot u8, entries u16, epoch u32, job u64, worker u32,
     incarnation u32, seq u64, clock u64, payload bytes u32, ticket u32, digest u64
 
-The digest is xxh3_64 of the payload, seeded with the xxh3_64 of the header before it, so that a flipped bit shows
-wherever it is. It finds damage, not malice: what keeps strangers out is ``auth``. A reply carries the ticket of its
-request, which is how many requests can be under way on one connection. With a slot other than 0 the payload does not
-follow: it lies in that slot of the memory that both sides map (``memory``), and is not digested. Nothing is allocated
-before ``unpack`` has found every field within its limits.
+``epoch`` is the server's restart count, ``incarnation`` the worker's. The digest is xxh3_64 of the payload, seeded with
+the xxh3_64 of the header before it. It detects damage, not attacks, which ``auth`` keeps out. A reply carries the
+ticket of its request, so several requests can be in flight on one connection. With a slot other than 0 the payload does
+not follow: it is in that slot of the memory that both sides map (``shared_slots``), and is not digested. Nothing is
+allocated before ``unpack`` has checked every field against the limits.
 """
 
 from __future__ import annotations
 
+import json
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
+from typing import Any
 
 import xxhash
 
-from unisono.errors import CommError
+from unisono.errors import (
+    CheckpointError,
+    CommError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    PlanError,
+    Problem,
+    UnisonoError,
+)
 
 HEADER_BYTES = 64
 MAGIC = 0x4F53_4E55
 VERSION = 1
-# the index is what travels; new ones go to the end
+# frames carry the index; append new ones
 DTYPES = (
     "float32",
     "float64",
@@ -87,10 +98,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message. What is sent may be several buffers, each contiguous; what is received is one.
+    """One message. A payload to send may be several contiguous buffers; a received one is a single buffer.
 
-    The payload of a request that came in a ``slot`` is a view of its room. The answer's payload may be made there, once
-    the request was read; else it is copied there, and holds no views of the request.
+    The payload of a request that came in a ``slot`` is a view of it. The answer's payload may be written there once the
+    request was read; otherwise it is copied there, and holds no views of the request.
     """
 
     op: Op
@@ -111,32 +122,33 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one side accepts of the other.
+    """The sizes and times that one side accepts.
 
-    A message that has begun must be through in ``message_s`` plus its size at ``slowest``, and never pause ``stall_s``.
+    A message that has begun must be complete in ``message_s`` plus its size at ``min_bytes_per_s``, without a pause of
+    ``stall_s``.
     """
 
     max_payload_bytes: int = 64 << 20
     max_entries: int = 8192
     message_s: float = 20.0
-    min_bytes_per_s: int = 64 << 10  # bytes per second
+    min_bytes_per_s: int = 64 << 10
     stall_s: float = 10.0
     handshake_s: float = 5.0
 
     def time_for(self, nbytes: int) -> float:
-        """Seconds a message of ``nbytes`` may take once it has begun."""
+        """Seconds that a message of ``nbytes`` may take once it has begun."""
         return self.message_s + nbytes / self.min_bytes_per_s
 
 
-# between peers that have proved themselves: a key that stays whole is one chunk
+# for authenticated peers: a key that is not cut is one chunk
 PEER_LIMITS = Limits(max_payload_bytes=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """A header that was read: the frame without its payload, how long that is, and what its digest must be.
+    """A parsed header: the frame without its payload, the payload's size, digest and digest seed.
 
-    ``slot``: where it lies, 0 where it follows.
+    ``slot_number``: the payload's slot, 0 where it follows the header.
     """
 
     frame: Frame
@@ -147,7 +159,7 @@ class FrameHeader:
 
 
 def payload_views(frame: Frame) -> list[memoryview]:
-    """The payload as flat views of bytes, empty ones left out."""
+    """The payload as flat byte views without empty ones."""
     parts = [frame.payload] if isinstance(frame.payload, (bytes, memoryview)) else frame.payload
     views = [memoryview(part) for part in parts]
     return [view if view.format == "B" and view.ndim == 1 else view.cast("B") for view in views if view.nbytes]
@@ -158,25 +170,10 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
     nbytes = sum(part.nbytes for part in parts)
     if nbytes > _LARGEST_U32:
         raise _refused("payload", f"{nbytes} bytes", f"a frame carries at most {_LARGEST_U32} bytes", "send chunks")
-    header = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        frame.op,
-        frame.codec,
-        frame.dtype,
-        frame.flags,
-        frame.slot.number if frame.slot is not None else 0,
-        frame.entries,
-        frame.server_restart_count,
-        frame.job,
-        frame.worker,
-        frame.worker_restart_count,
-        frame.seq,
-        frame.clock,
-        nbytes,
-        frame.ticket,
-        0,
-    )[: -_DIGEST.size]
+    slot = frame.slot.number if frame.slot is not None else 0
+    kind = frame.op, frame.codec, frame.dtype, frame.flags, slot, frame.entries
+    sender = frame.server_restart_count, frame.job, frame.worker, frame.worker_restart_count, frame.seq, frame.clock
+    header = _HEADER.pack(MAGIC, VERSION, *kind, *sender, nbytes, frame.ticket, 0)[: -_DIGEST.size]
     digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(header))
     if frame.slot is None:
         for part in parts:
@@ -185,26 +182,9 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
 
 
 def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeader:
-    """Read 64 bytes. Raises CommError naming the first field that is out of bounds."""
-    (
-        magic,
-        version,
-        op,
-        codec,
-        dtype,
-        flags,
-        slot,
-        entries,
-        epoch,
-        job,
-        worker,
-        incarnation,
-        seq,
-        clock,
-        nbytes,
-        ticket,
-        digest,
-    ) = _HEADER.unpack(header)
+    """Parse 64 bytes. Raises CommError naming the first field that is out of bounds."""
+    magic, version, op, codec, dtype, flags, slot, entries, *rest = _HEADER.unpack(header)
+    server_restart_count, job, worker, worker_restart_count, seq, clock, nbytes, ticket, digest = rest
     if magic != MAGIC:
         raise _refused("magic", f"{magic:#010x}", f"a frame begins with {MAGIC:#010x}", "see what else uses this port")
     if version != VERSION:
@@ -223,12 +203,12 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeade
     if nbytes > limits.max_payload_bytes:
         rule = f"at most {limits.max_payload_bytes} bytes are taken"
         raise _refused("payload", f"{nbytes} bytes", rule, "send smaller chunks")
-    frame = Frame(Op(op), codec, dtype, flags, entries, epoch, job, worker, incarnation, seq, clock, ticket=ticket)
+    sender = server_restart_count, job, worker, worker_restart_count
+    frame = Frame(Op(op), codec, dtype, flags, entries, *sender, seq, clock, ticket=ticket)
     return FrameHeader(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
 
 
 def digest_mismatch(announced: FrameHeader, found: int) -> CommError:
-    """What to raise where the digest of what arrived is another one."""
     return _refused(
         "digest",
         f"{found:016x} for {announced.nbytes} bytes of {announced.frame.op.name}",
@@ -244,3 +224,48 @@ def _refused(field: str, value: str, rule: str, nearest: str) -> CommError:
         consequence="the frame was not taken, and the connection it came on is closed",
         nearest=nearest,
     )
+
+
+_KINDS: dict[str, type[UnisonoError]] = {
+    kind.__name__: kind for kind in (ConfigError, CommError, LaunchError, PlanError, DataError, CheckpointError)
+}
+_PARTS = {field.name for field in fields(Problem)}
+
+
+def json_frame(op: Op, content: Mapping[str, Any]) -> Frame:
+    """A frame with ``content`` as its payload."""
+    return Frame(op, payload=json.dumps(content, allow_nan=False).encode())
+
+
+def read_json(frame: Frame) -> dict[str, Any]:
+    """The object in a frame. Raises CommError for any other payload."""
+    try:
+        content = json.loads(b"".join(payload_views(frame)))
+    except (ValueError, RecursionError) as error:
+        content = error
+    if isinstance(content, dict):
+        return content
+    raise CommError(
+        given=f"{frame.op.name} with a payload that is not a JSON object ({type(content).__name__})",
+        rule="control messages carry one JSON object",
+        consequence="the message was not used",
+        nearest="use the same release of unisono on both sides",
+    )
+
+
+def error_frame(error: UnisonoError) -> Frame:
+    """A reply that makes the other side raise ``error``."""
+    kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), CommError.__name__)
+    return json_frame(Op.ERROR, {"kind": kind, "problems": [asdict(problem) for problem in error.problems]})
+
+
+def read_error(frame: Frame) -> UnisonoError:
+    """The error in an ERROR frame; CommError for an unknown kind."""
+    content = read_json(frame)
+    problems = content.get("problems")
+    if not isinstance(problems, list) or not all(
+        isinstance(problem, dict) and set(problem) == _PARTS for problem in problems
+    ):
+        problems = [dict.fromkeys(_PARTS, "an error without text")]
+    kind = _KINDS.get(str(content.get("kind")), CommError)
+    return kind(*(Problem(**{name: str(text) for name, text in problem.items()}) for problem in problems))

@@ -1,9 +1,9 @@
-"""The server's side: a thread for each connection, which reads a request, has it handled and answers, in that order.
+"""The server side: a thread per connection reads a request, has it handled and answers, in that order.
 
-Memory is bounded by connections x (one request + its answer), each at most ``limits.payload_bytes``: a connection whose
-peer does not read its answers holds up itself alone, and is closed after a while. The credits granted to a peer say how
-many requests it may send ahead; those wait in the kernel's buffers. While a handler takes its time (a barrier, say) the
-peer gets a sign of life every second, so it can tell waiting from a server that hangs.
+Memory is bounded by connections x (one request + its answer), each at most ``limits.max_payload_bytes``: a peer that
+does not read its answers blocks only its own connection, which is closed after a while. A peer's credits limit the
+requests it may send ahead; those wait in the kernel's buffers. While a handler runs (a barrier, say) the peer gets a
+heartbeat every second, which distinguishes waiting from a server that hangs.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from typing import Any, Protocol
 from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
 from unisono.kvstore.wire.auth import Peer, preauth_limits, require_private, server_handshake
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
-from unisono.kvstore.wire.frame import Frame, Limits, Op
-from unisono.kvstore.wire.message import error_frame, json_frame, read_json
+from unisono.kvstore.wire.frame import Frame, Limits, Op, error_frame, json_frame, read_json
 from unisono.kvstore.wire.shared_slots import accept_shared_slots, sharing_scope
 from unisono.kvstore.wire.tls import TLSContexts
 
-PULSE_S = 1.0
+HEARTBEAT_S = 1.0
 _BACKLOG = 1024
 
 
 class RequestHandler(Protocol):
-    """What a server does with requests. Called from a thread for each connection."""
+    """Handles the requests of a server. Called from a thread per connection."""
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
-        """A peer that proved itself wants to join. Raises UnisonoError to refuse; the text goes to the peer."""
+        """Admit a peer that proved itself. Raises UnisonoError to refuse; the peer gets its text."""
         ...
 
     def handle(self, peer: Peer, frame: Frame) -> Frame:
@@ -43,13 +42,13 @@ class RequestHandler(Protocol):
         ...
 
     def gone(self, peer: Peer) -> None:
-        """A connection that ``hello`` accepted has closed."""
+        """A connection that ``hello`` admitted has closed."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """How many connections there may be, how many of them may still owe the proof, and the credits of each."""
+    """The limits on connections, on those that have not authenticated, and each one's credits."""
 
     max_connections: int = 512
     max_unauthenticated: int = 64
@@ -57,7 +56,7 @@ class Admission:
 
 
 def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
-    """A listener on the one address named. Raises ConfigError for all interfaces at once, or a public one without TLS, and
+    """A listener on one address. Raises ConfigError for all interfaces at once, or a public one without TLS;
     LaunchError where the port is taken or the address is not this machine's."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     if str(address[0]) in ("0.0.0.0", "::"):
@@ -80,10 +79,10 @@ def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
 
 
 class FrameServer:
-    """Serves ``handler`` on ``listeners`` until ``close``. ``epoch`` is this server's incarnation.
+    """Serves ``handler`` on ``listeners`` until ``close``.
 
-    A peer that has seen a higher epoch proves that this server was replaced: ``on_stale(epoch)`` is called, and from then
-    on every request is refused.
+    A peer that has seen a higher restart count than this server's proves that it was replaced:
+    ``on_stale(restart_count)`` is called, and every later request is refused.
     """
 
     def __init__(
@@ -93,25 +92,30 @@ class FrameServer:
         secret: bytes,
         limits: Limits,
         *,
-        epoch: int = 0,
+        restart_count: int = 0,
         admission: Admission | None = None,
-        on_stale: Callable[[int], None] = lambda epoch: None,
+        on_stale: Callable[[int], None] = lambda restart_count: None,
         tls: TLSContexts | None = None,
     ) -> None:
         self._listeners, self._handler, self._secret, self._limits = list(listeners), handler, secret, limits
-        self._epoch, self._admission, self._on_stale, self._tls = epoch, admission or Admission(), on_stale, tls
+        self._restart_count, self._admission, self._on_stale, self._tls = (
+            restart_count,
+            admission or Admission(),
+            on_stale,
+            tls,
+        )
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
         # whose handler is at work
         self._busy: set[Channel] = set()
-        self._newest = epoch
+        self._newest = restart_count
         self._closing = threading.Event()
         self.num_accepted = self.num_refused = 0
         self._wake, self._woken = socket.socketpair()
         self._loops = [
             threading.Thread(target=loop, name=f"unisono-wire-{loop.__name__[1:]}", daemon=True)
-            for loop in (self._accept, self._pulse)
+            for loop in (self._accept, self._send_heartbeats)
         ]
         for loop in self._loops:
             loop.start()
@@ -170,14 +174,14 @@ class FrameServer:
                 sock = encrypted = self._wrapped(self._tls.server, sock)
                 encrypted.do_handshake()
             channel = Channel(sock, preauth_limits(self._limits), until=time.monotonic() + self._limits.handshake_s)
-            peer, seen = server_handshake(channel, self._secret, self._epoch, address, self._limits)
+            peer, seen = server_handshake(channel, self._secret, self._restart_count, address, self._limits)
             with self._lock:
                 self._strangers.pop(sock, None)
             channel.limits = self._limits
-            self._compare(seen)
-            self._converse(channel, peer)
+            self._note_restart_count(seen)
+            self._serve_requests(channel, peer)
         except (CommError, OSError):
-            # this peer is lost, which its own side notices; there is nobody here to tell
+            # the peer is lost, and its own side notices
             return
         finally:
             with self._lock:
@@ -196,14 +200,14 @@ class FrameServer:
 
     # --- one peer
 
-    def _converse(self, channel: Channel, peer: Peer) -> None:
+    def _serve_requests(self, channel: Channel, peer: Peer) -> None:
         hello = channel.receive(wait_s=self._limits.handshake_s)
         if hello is None or hello.op is not Op.HELLO:
             return
         channel.deadline = None
         self._busy.add(channel)
         try:
-            self._fence()
+            self._refuse_if_replaced()
             reply = self._handler.hello(peer, read_json(hello))
         except UnisonoError as error:
             channel.send(replace(error_frame(error), ticket=hello.ticket))
@@ -231,63 +235,76 @@ class FrameServer:
 
     def _answer(self, channel: Channel, peer: Peer, frame: Frame) -> Frame:
         try:
-            self._compare(frame.server_restart_count)
-            self._fence()
-            self._same(peer, frame)
+            self._note_restart_count(frame.server_restart_count)
+            self._refuse_if_replaced()
+            self._check_identity(peer, frame)
             answer = self._handler.handle(peer, frame) if frame.op is not Op.MEMORY else self._share(channel, frame)
         except UnisonoError as error:
             answer = error_frame(error)
-        own = {"job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
-        return replace(answer, ticket=frame.ticket, epoch=self._epoch, slot=frame.slot, **own)
+        return replace(
+            answer,
+            ticket=frame.ticket,
+            server_restart_count=self._restart_count,
+            slot=frame.slot,
+            job=peer.job,
+            worker=peer.index,
+            worker_restart_count=peer.worker_restart_count,
+        )
 
     def _share(self, channel: Channel, frame: Frame) -> Frame:
-        """The client offers memory, with at most a slot for each of its credits."""
+        """Map the memory that the client offers, with at most a slot per credit."""
         channel.shared_slots = accept_shared_slots(
             read_json(frame), self._admission.credits_per_connection, self._limits.max_payload_bytes
         )
         return Frame(Op.ACK)
 
-    def _compare(self, epoch: int) -> None:
+    def _note_restart_count(self, restart_count: int) -> None:
         with self._lock:
-            news, self._newest = epoch > self._newest, max(self._newest, epoch)
-        if news:
-            self._on_stale(epoch)
+            is_newer, self._newest = restart_count > self._newest, max(self._newest, restart_count)
+        if is_newer:
+            self._on_stale(restart_count)
 
-    def _fence(self) -> None:
-        if self._newest > self._epoch:
+    def _refuse_if_replaced(self) -> None:
+        if self._newest > self._restart_count:
             raise CommError(
-                given=f"this server is of epoch {self._epoch}, and one of epoch {self._newest} has taken its place",
+                given=f"this server is of epoch {self._restart_count}, and one of epoch {self._newest} has taken its place",
                 rule="a server that was replaced takes no more requests",
                 consequence="the request was refused and has changed nothing",
                 nearest="end this old server process",
             )
 
-    def _same(self, peer: Peer, frame: Frame) -> None:
-        said = {
+    def _check_identity(self, peer: Peer, frame: Frame) -> None:
+        given = {
             "epoch": frame.server_restart_count,
             "job": frame.job,
             "worker": frame.worker,
             "incarnation": frame.worker_restart_count,
         }
-        known = {"epoch": self._epoch, "job": peer.job, "worker": peer.index, "incarnation": peer.worker_restart_count}
-        for name, value in said.items():
-            if value != known[name]:
+        expected = {
+            "epoch": self._restart_count,
+            "job": peer.job,
+            "worker": peer.index,
+            "incarnation": peer.worker_restart_count,
+        }
+        for name, value in given.items():
+            if value != expected[name]:
                 raise CommError(
-                    given=f"{frame.op.name} with {name} {value}, where this connection's is {known[name]}",
+                    given=f"{frame.op.name} with {name} {value}, where this connection's is {expected[name]}",
                     rule="every request carries what its connection was opened with, and the server's epoch",
                     consequence="the request was refused and has changed nothing",
                     nearest="open a new connection: its hello says which epoch the server is of",
                 )
 
-    def _pulse(self) -> None:
-        while not self._closing.wait(PULSE_S):
+    def _send_heartbeats(self) -> None:
+        while not self._closing.wait(HEARTBEAT_S):
             for channel in list(self._busy):
                 # its own thread finds out when the peer is gone
                 with contextlib.suppress(ConnectionLost):
                     channel.send_unless_busy(Frame(Op.HEARTBEAT))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop listening, end every connection, wait for their threads. What blocks in the handler must be let go first.
+        """Stop listening, end every connection and join their threads. Requests that block in the handler must be woken
+        first.
 
         Raises CommError when a handler has not returned after ``timeout_s``.
         """
@@ -296,8 +313,8 @@ class FrameServer:
         self._wake.close()
         for loop in self._loops:
             loop.join()
-        for each in (*self._listeners, self._woken):
-            each.close()
+        for sock in (*self._listeners, self._woken):
+            sock.close()
         with self._lock:
             threads = list(self._threads.items())
         for sock, _ in threads:

@@ -1,8 +1,7 @@
-"""Where the job's secret comes from: 32 bytes that never are an argument, a variable's value or part of a log.
+"""The job's secret: 32 bytes that are never in an argument, a variable's value or a log.
 
-A launcher hands them over by a descriptor (``UNISONO_SECRET_FD``) or a file of mode 0600 (``UNISONO_SECRET_FILE``).
-Without either, a user's processes share ``~/.config/unisono/secret``, made at first use, as Erlang's nodes share a
-cookie.
+A launcher passes it by a descriptor (``UNISONO_SECRET_FD``) or a file of mode 0600 (``UNISONO_SECRET_FILE``). Without
+either, a user's processes share ``~/.config/unisono/secret``, created at first use, like the cookie of Erlang's nodes.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ from unisono.launch.secret import SECRET_BYTES, new_secret
 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
-    """The secret, from the descriptor, the file or the user's own. A descriptor is closed: ask once.
+    """The secret from the descriptor, the file or the user's own file. A descriptor is closed: call it once.
 
-    Raises LaunchError when both are named, when the length is wrong, or when others could have read or replaced it.
+    Raises LaunchError when both are named, when the length is wrong, or when others could have read or replaced the
+    file.
     """
     fd, file = environ.get("UNISONO_SECRET_FD"), environ.get("UNISONO_SECRET_FILE")
     if fd is not None and file is not None:
@@ -47,10 +47,10 @@ def _from_descriptor(text: str) -> bytes:
             f"UNISONO_SECRET_FD={text} is not an open descriptor ({error})", "the launcher leaves it open", nearest
         ) from error
     try:
-        found = _read(fd)
+        secret = _read(fd)
     finally:
         os.close(fd)
-    return _checked(found, f"descriptor {fd}", nearest)
+    return _checked(secret, f"descriptor {fd}", nearest)
 
 
 def _read(fd: int) -> bytes:
@@ -58,10 +58,10 @@ def _read(fd: int) -> bytes:
         # several processes may share the descriptor of one file, and with it the position
         return os.pread(fd, SECRET_BYTES + 1, 0)
     except OSError:
-        found = b""
-        while len(found) <= SECRET_BYTES and (more := os.read(fd, SECRET_BYTES + 1 - len(found))):
-            found += more
-        return found
+        secret = b""
+        while len(secret) <= SECRET_BYTES and (more := os.read(fd, SECRET_BYTES + 1 - len(secret))):
+            secret += more
+        return secret
 
 
 def _from_file(path: Path) -> bytes:
@@ -98,7 +98,7 @@ def _own(path: Path) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Two processes may come here at once: the file appears whole, and the first one's stays."""
+    """Create the user's secret. Two processes may do so at once: the file appears complete, and the first one stays."""
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

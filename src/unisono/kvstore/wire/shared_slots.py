@@ -1,14 +1,14 @@
-"""Payloads between two processes of one host, through memory that both map; headers go through the socket as ever.
+"""Payloads through memory that two processes of one host map; headers still go through the socket.
 
-The client makes an anonymous file with as many slots as it has credits, and the server opens it through /proc. A request lies
-in a slot, which is its client's until the answer, and the answer's payload lies in the same slot: nothing is copied through
-the kernel, and a server reads gradients where the worker put them. The file never has a name and goes with its last process.
-Its size is sealed, so neither side can make the other fault by cutting it short. The exchange over the socket orders the
-accesses of both sides on every processor.
+The client makes an anonymous file with as many slots as it has credits, and the server opens it through /proc. A
+request occupies a slot until its answer, whose payload is written to the same slot: no payload is copied through the
+kernel, and a server reads gradients where the worker wrote them. The file has no name and disappears with its last
+process. Its size is sealed, so neither side can make the other fault by truncating it. The exchange over the socket
+orders both sides' accesses on every processor.
 
-Payloads in memory are not digested: what could damage them here could damage the gradient before it got here just as well. A
-peer may write to a slot out of turn. It has proved itself and is of the same user, so it could change more than that; counts
-are still read once and compared with the slot, and torch compares what it indexes with.
+Payloads in memory are not digested: damage here could equally happen before they got here. A peer may write to a slot
+out of turn. It has proved itself and is of the same user, so it could change more than that; counts are still read once
+and compared with the slot, and torch checks its indices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedSlots:
         self.slots = tuple(slots)
 
     def slot(self, number: int, nbytes: int) -> Slot:
-        """Slot ``number``, from 1. CommError where there is none, or it does not hold ``nbytes``."""
+        """Slot ``number``, from 1. Raises CommError where there is none, or it is smaller than ``nbytes``."""
         if not 0 < number <= len(self.slots) or nbytes > self.slots[number - 1].view.nbytes:
             has = f"{len(self.slots)} slots of {self.slots[0].view.nbytes} bytes" if self.slots else "no slots"
             raise CommError(
@@ -50,7 +50,8 @@ class SharedSlots:
 
 
 def copy_into_slot(slot: Slot, parts: Sequence[memoryview]) -> None:
-    """Copy ``parts`` into the slot, back to back. What is there already, because the answer was made there, stays."""
+    """Copy ``parts`` into the slot, back to back. A part that is already in place, because the answer was written
+    there, stays."""
     start, room = 0, np.frombuffer(slot.view, np.uint8)
     for part in parts:
         source, target = np.frombuffer(part, np.uint8), room[start : start + part.nbytes]
@@ -60,7 +61,7 @@ def copy_into_slot(slot: Slot, parts: Sequence[memoryview]) -> None:
 
 
 def copy_from_slot(data: memoryview, parts: Iterable[memoryview]) -> None:
-    """Copy ``data`` out of a slot into ``parts``, which it fills exactly."""
+    """Copy ``data`` of a slot into ``parts``, which it fills exactly."""
     start, room = 0, np.frombuffer(data, np.uint8)
     for part in parts:
         np.frombuffer(part, np.uint8)[:] = room[start : start + part.nbytes]
@@ -68,7 +69,8 @@ def copy_from_slot(data: memoryview, parts: Iterable[memoryview]) -> None:
 
 
 def sharing_scope() -> str:
-    """The same for processes that can share memory: one boot of one host, one process table, one user. Empty: none can."""
+    """An id that is equal for processes that can share memory: one boot of one host, one process table, one user. Empty
+    where none can."""
     if sys.platform != "linux":
         return ""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -76,9 +78,9 @@ def sharing_scope() -> str:
 
 
 def create_shared_slots(slots: int, slot_bytes: int) -> tuple[int, dict[str, int]]:
-    """An anonymous file of sealed size, to be closed once both sides map it, and the offer that ``accept`` takes.
+    """An anonymous file of sealed size, to be closed once both sides map it, and the offer for ``accept_shared_slots``.
 
-    Raises OSError where the system has no such files, or no memory.
+    Raises OSError where the system lacks such files, or memory.
     """
     fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -91,13 +93,13 @@ def create_shared_slots(slots: int, slot_bytes: int) -> tuple[int, dict[str, int
 
 
 def map_slots(fd: int, slots: int, slot_bytes: int) -> SharedSlots:
-    """The memory in ``fd``, which may be closed then."""
+    """Map the memory of ``fd``, which may be closed afterwards."""
     whole = memoryview(mmap.mmap(fd, slots * slot_bytes))
     return SharedSlots([Slot(n + 1, whole[n * slot_bytes :][:slot_bytes]) for n in range(slots)])
 
 
 def accept_shared_slots(offer: Mapping[str, Any], most_slots: int, most_bytes: int) -> SharedSlots:
-    """Map what another process offers. CommError unless it is an anonymous file of exactly that size, which stays."""
+    """Map another process's offer. Raises CommError unless it is an anonymous file of exactly that size, sealed."""
     pid, number, slots, size = (offer.get(name) for name in ("pid", "fd", "slots", "slot_bytes"))
     if not all(type(n) is int and n >= 0 for n in (pid, number, slots, size)):
         raise _refused(f"an offer without {', '.join(('pid', 'fd', 'slots', 'slot_bytes'))}")

@@ -1,8 +1,9 @@
-"""TLS 1.3 between workers and servers, from a folder that every host has: ``certificate.pem``, ``key.pem``, ``authority.pem``.
+"""TLS 1.3 between workers and servers, from a folder on every host: ``certificate.pem``, ``key.pem``,
+``authority.pem``.
 
-Both sides show a certificate of the job's own authority. A worker also checks that a server's certificate names the address
-it was told. A server does not ask where a worker comes from: the proof of the secret (``auth``) follows inside.
-``UNISONO_TLS`` names the folder; it is no secret. A key never leaves its file.
+Both sides show a certificate of the job's own authority. A worker also checks that a server's certificate names the
+address it connected to. A server does not check a worker's address: the proof of the secret (``auth``) follows inside.
+``UNISONO_TLS`` names the folder; it is not secret. A key never leaves its file.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ _NOTHING = "no connection was made and no port opened"
 
 @dataclass(frozen=True, slots=True)
 class TLSContexts:
-    """What one process needs to serve and to connect."""
+    """The contexts to serve and to connect."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
 def read_tls(environ: Mapping[str, str]) -> TLSContexts | None:
-    """From the folder that UNISONO_TLS names; None where it is unset. Raises as ``load_tls``."""
+    """The contexts of the folder in UNISONO_TLS; None where it is unset. Raises as ``load_tls``."""
     folder = environ.get(TLS_VARIABLE)
     return load_tls(Path(folder)) if folder else None
 
 
 def load_tls(folder: Path) -> TLSContexts:
-    """The files of ``folder``, read once, and tried on each other.
+    """Read the files of ``folder`` and try them on each other.
 
-    Raises ConfigError where one is missing, others can read the key, or the certificate is not one that the folder's authority
-    has signed, for this key, and that holds today.
+    Raises ConfigError where one is missing, others can read the key, or the certificate is not signed by the folder's
+    authority, for this key, and valid today.
     """
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
@@ -52,18 +53,18 @@ def load_tls(folder: Path) -> TLSContexts:
         given = f"{folder / _KEY} has mode {mode:04o}, so others than its owner can read it"
         raise _wrong(given, f"chmod 600 {folder / _KEY}")
     try:
-        made = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
+        contexts = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
         trial = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
-        trial.check_hostname = False  # which of its names somebody will use is not known here
-        _shake_hands(trial, made.server)
+        trial.check_hostname = False  # the name that peers will use is not known here
+        _shake_hands(trial, contexts.server)
     except (OSError, ValueError) as error:
         check = f"openssl verify -CAfile {folder / _AUTHORITY} {folder / _CERTIFICATE}"
         raise _wrong(f"the TLS files in {folder} cannot be used ({_reason(error)})", check) from error
-    return made
+    return contexts
 
 
 def permanent_tls_error(error: BaseException | None, address: str) -> AuthError | None:
-    """Why a connection to ``address`` cannot be had however often it is tried; None where ``error`` says nothing of that kind."""
+    """The error of a connection to ``address`` that no retry can fix; None for other errors."""
     if isinstance(error, ssl.SSLCertVerificationError):
         given = f"the certificate of the server at {address} is not accepted here: {error.verify_message}"
         nearest = "authority.pem is the same on all hosts, and a certificate names its host as the others call it"
@@ -89,15 +90,14 @@ def _context(folder: Path, protocol: int) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Nobody is there to type one."""
     raise ValueError("the key has a password")
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """In memory. Raises ssl.SSLError where either refuses the other."""
+    """Handshake in memory. Raises ssl.SSLError where either side refuses the other."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
-    for end in ends * 2:  # hello, hello and certificate, certificate, the last look at it
+    for end in ends * 2:  # hello, hello and certificate, certificate, its check
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
 

@@ -35,11 +35,11 @@ class PipelineExecutor:
     def __init__(self, stages: PipelineStages, grid: ParallelDims, device: torch.device) -> None:
         self._stages, self._plan, self._world, self._device = stages, grid.plan, grid.world, device
         self._rank = grid.rank_along("pp")
-        self._weights = WeightGradients(stages.blocks) if grid.plan.schedule == "zbv" else None
+        self._weights = WeightGradients(stages.blocks) if grid.plan.pipeline.schedule == "zbv" else None
         plan = grid.plan
         places = {
-            stage_index(plan.schedule, plan.pp, rank, chunk): rank
-            for rank in range(plan.pp)
+            stage_index(plan.pipeline.schedule, plan.mesh.pp, rank, chunk): rank
+            for rank in range(plan.mesh.pp)
             for chunk in range(plan.stages_per_rank)
         }
         self._place = [places[stage] for stage in range(stages.num_stages)]
@@ -60,8 +60,8 @@ class PipelineExecutor:
         ways = [
             (a, b) for low in range(last) for a, b in ((low, low + 1), (low + 1, low)) if place[low] != place[low + 1]
         ]
-        lines = torch.arange(self._plan.world_size).view(
-            self._plan.pp, -1
+        lines = torch.arange(self._plan.mesh.world_size).view(
+            self._plan.mesh.pp, -1
         )  # every rank knows every pipeline: groups are made by all
         wanted = {_link(*way): lines[[place[way[0]], place[way[1]]]].T.tolist() for way in ways}
         for stages in sorted(set(self._stages.partition.shared_parameters.values())):
@@ -98,7 +98,7 @@ class PipelineExecutor:
         ``around("forward", micro)`` or ``around("backward", micro)``.
         """
         plan = self._plan
-        actions = schedule_order(plan.schedule, plan.pp, plan.stages_per_rank, len(micros))[self._rank]
+        actions = schedule_order(plan.pipeline.schedule, plan.mesh.pp, plan.stages_per_rank, len(micros))[self._rank]
         owed: dict[tuple[int, int], PendingGradients] = {}
         last = {action.stage: number for number, action in enumerate(actions) if action.kind in "BI"}
         try:
@@ -128,7 +128,7 @@ class PipelineExecutor:
 
         Forward passes only, of any number of micro-batches."""
         plan = self._plan
-        actions = forward_order(plan.schedule, plan.pp, self._rank, plan.stages_per_rank, len(micros))
+        actions = forward_order(plan.pipeline.schedule, plan.mesh.pp, self._rank, plan.stages_per_rank, len(micros))
         outputs: list[Any] = [None] * len(micros)
         try:
             with torch.no_grad():
@@ -207,8 +207,8 @@ class PipelineExecutor:
         """Shape and dtype of what ``action`` receives, where they are known."""
         if action.kind == "F":
             return self._specs.get((action.stage, _shapes(micros[action.micro])))
-        kept = self._kept.get(action[1:])
-        return None if kept is None else (kept[1].shape, kept[1].dtype)
+        activations = self._kept.get(action[1:])
+        return None if activations is None else (activations[1].shape, activations[1].dtype)
 
     def _post_next(self, actions: Sequence[Action], micros: Sequence[Micro]) -> None:
         """Post the receive of the first action, and of the first one behind it that has any, where its spec is known: a header
@@ -275,7 +275,7 @@ class PipelineExecutor:
             self._keep_sending(result.detach().contiguous(), *way)
 
     def _keep_sending(self, tensor: Tensor, sender: int, receiver: int) -> None:
-        self._sending = [(work, kept) for work, kept in self._sending if not work.is_completed()]
+        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
         with self._world.guard_collectives(f"send to stage {receiver}"):
             self._sending.append((self._isend(tensor, sender, receiver), tensor))
 
@@ -285,8 +285,8 @@ class PipelineExecutor:
                 work.wait()
 
     def _forget(self) -> None:
-        for each in (self._sending, self._posted, self._here, self._kept):
-            each.clear()
+        for store in (self._sending, self._posted, self._here, self._kept):
+            store.clear()
 
     def _isend(self, tensor: Tensor, sender: int, receiver: int) -> Any:
         return dist.isend(tensor, self._peers[self._place[receiver]], group=self._groups[_link(sender, receiver)])

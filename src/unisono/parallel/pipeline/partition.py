@@ -41,13 +41,13 @@ def partition_model(
     blocks: Sequence[nn.Module],
     inputs: Mapping[str, Tensor],
     pieces: int,
-    splits: tuple[int, ...] = (),
-    weights: Sequence[float] = (),
+    layers_per_stage: tuple[int, ...] = (),
+    block_costs: Sequence[float] = (),
 ) -> PipelinePartition:
     """How to cut ``model`` into ``pieces`` stages; ``inputs`` are those of any micro-batch; nothing is computed or changed.
 
-    Where there are no ``splits`` they are derived from ``weights``: of what is before the blocks, of each block, of what is
-    behind them; without those, from the numbers that are multiplied there.
+    Empty ``layers_per_stage`` are balanced by ``block_costs`` (what comes before the blocks, each block, what follows them);
+    without those, by the multiplications counted there.
 
     Raises PlanError with everything about the model that keeps it from being cut.
     """
@@ -60,18 +60,19 @@ def partition_model(
             consequence="there is no place to cut",
             nearest="plan.pp=1 with plan.dp_shard to spread the state",
         )
-    if splits and (sum(splits) != len(paths) or len(splits) != pieces):
+    if layers_per_stage and (sum(layers_per_stage) != len(paths) or len(layers_per_stage) != pieces):
         raise PlanError(
-            given=f"splits {list(splits)} for {type(model).__name__} with {len(paths)} blocks in {pieces} pieces",
-            rule="splits says for each piece how many of the blocks it has",
-            consequence=f"{sum(splits)} blocks would have a place",
-            nearest="numbers that add up, or none (they are chosen by weight)",
+            given=f"layers_per_stage {list(layers_per_stage)} for {type(model).__name__} with {len(paths)} blocks "
+            f"in {pieces} stages",
+            rule="layers_per_stage has the number of blocks of each stage",
+            consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
+            nearest="numbers that add up, or none (stages are balanced by cost)",
         )
-    if weights and len(weights) != len(paths) + 2:
+    if block_costs and len(block_costs) != len(paths) + 2:
         raise PlanError(
-            given=f"{len(weights)} weights for {type(model).__name__} with {len(paths)} blocks",
-            rule="one number for what is before the blocks, one for each block, one for what is behind them",
-            consequence="it would be unclear what each of them weighs",
+            given=f"{len(block_costs)} block_costs for {type(model).__name__} with {len(paths)} blocks",
+            rule="one cost for what comes before the blocks, one for each block, one for what follows them",
+            consequence="it would be unclear what each of them is the cost of",
             nearest=f"{len(paths) + 2} numbers, or none (they are counted)",
         )
     seen = trace(model, inputs)
@@ -81,9 +82,9 @@ def partition_model(
     users = _users(seen, ordered)
     _raise(_ways_around(seen, ordered) + _shared_from_inside(model, paths, users))
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    before, *inside, behind = weights or _counted(seen, ordered, model)
-    splits = splits or balance_stages(inside, before, behind, pieces)
-    of_block = [stage for stage, count in enumerate(splits) for _ in range(count)]
+    before, *inside, behind = block_costs or _counted(seen, ordered, model)
+    layers_per_stage = layers_per_stage or balance_stages(inside, before, behind, pieces)
+    of_block = [stage for stage, count in enumerate(layers_per_stage) for _ in range(count)]
     places = [0, *of_block, pieces - 1]
     homes: dict[str, tuple[int, ...]] = {}
     for name in sizes:
@@ -91,7 +92,7 @@ def partition_model(
         homes[name] = tuple(sorted({places[place] for place in (inside or users.get(name) or [0])}))
     return PipelinePartition(
         blocks=paths,
-        layers_per_stage=splits,
+        layers_per_stage=layers_per_stage,
         stages_of_parameter=homes,
         num_block_outputs=len(ordered[0].outputs) * ordered[0].returns_tuple,
     )
@@ -122,15 +123,15 @@ def _multiplied(seen: Trace, first: int, end: int, model: nn.Module) -> set[str]
 
 def _users(seen: Trace, ordered: Sequence[TracedCall]) -> dict[str, list[int]]:
     """By parameter, the places that read it: 0 before the blocks, then each block from 1, then behind them."""
-    found: dict[str, list[int]] = {}
+    users: dict[str, list[int]] = {}
     bounds = _bounds(seen, ordered)
     for place, (first, end) in enumerate(bounds):
         for name in {name for op in seen.ops[first:end] for name in op.parameters}:
-            found.setdefault(name, []).append(place)
+            users.setdefault(name, []).append(place)
     for name in seen.returned:
-        if len(bounds) - 1 not in (places := found.setdefault(name, [])):
+        if len(bounds) - 1 not in (places := users.setdefault(name, [])):
             places.append(len(bounds) - 1)
-    return found
+    return users
 
 
 def _not_in_a_row(paths: tuple[str, ...], calls: Mapping[str, list[TracedCall]]) -> list[Problem]:
@@ -170,15 +171,15 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
     weighed = seen.parameter_dependent()
     bounds = _bounds(seen, ordered)
     place = {number: index for index, (first, end) in enumerate(bounds) for number in range(first, end)}
-    made: dict[int, int] = {}  # value: place of the operation that made it; -1 between two blocks
+    origin: dict[int, int] = {}  # value: place of the operation that made it; -1 between two blocks
     for number, op in enumerate(seen.ops):
         for value in op.outputs:
-            made.setdefault(value, place.get(number, -1))
-    found: dict[str, None] = {}
+            origin.setdefault(value, place.get(number, -1))
+    violations: dict[str, None] = {}
     for call in ordered:
         for name, values in call.arguments[1:]:
             if not weighed.isdisjoint(values):
-                found[f"{call.module} is given {_argument(name)}, which depends on parameters outside it"] = None
+                violations[f"{call.module} is given {_argument(name)}, which depends on parameters outside it"] = None
     incoming = [(), *(call.arguments[0][1] for call in ordered), ordered[-1].outputs[0]]
     for index in range(1, len(bounds)):
         allowed = {
@@ -190,18 +191,18 @@ def _ways_around(seen: Trace, ordered: Sequence[TracedCall]) -> list[Problem]:
             uses.append(("", seen.outputs))
             allowed = set(incoming[index])
         for module, values in uses:
-            if any(value in weighed and made[value] != index and value not in allowed for value in values):
-                found[
+            if any(value in weighed and origin[value] != index and value not in allowed for value in values):
+                violations[
                     f"{module or 'the model itself'} uses what another block, or what is before the blocks, computed"
                 ] = None
     return [
         Problem(
-            given=f"plan.pp for a model where {what}",
+            given=f"plan.pp for a model where {violation}",
             rule="between stages only the hidden state travels; the rest is made from the inputs on every stage",
             consequence="it would be computed from zeros, and get no gradient",
             nearest="plan.pp=1, or hand it on inside the hidden state",
         )
-        for what in found
+        for violation in violations
     ]
 
 

@@ -1,13 +1,11 @@
-"""Cuts a model into pipeline stages without touching its forward pass.
+"""Splits a model into pipeline stages; the model's own forward pass runs on every stage, with the same inputs.
 
-The model's own forward runs on every stage, with the same inputs. What differs is what it finds there:
+- A block of another stage is replaced by a pass-through without parameters. The one before the stage's first block returns the
+  received hidden state; the one after its last block ends the forward pass with the hidden state to send.
+- A parameter that the stage does not use is replaced by a zero that takes no memory; results computed with it are dropped.
 
-- a block of another stage is a pass-through without parameters; the one before the stage's first block returns the hidden
-  state that was received, the one behind its last leaves the forward pass with the hidden state that is sent on,
-- a parameter that the stage does not use is a zero that takes no memory: what is computed with it is thrown away.
-
-So what a block is given beside the hidden state (angles, masks) is made by the model itself, on every stage; ``layout`` has
-seen to it that this is right. Names of parameters stay what they were. One that several stages use (a tied embedding) is on each.
+The model itself computes a block's other arguments (angles, masks) on every stage; ``partition`` has checked that this is
+right. Parameter names do not change. A parameter that several stages use (a tied embedding) is on each of them.
 """
 
 from __future__ import annotations
@@ -19,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.pipeline.partition import PipelinePartition
 
 
 class PipelineStages:
-    """This rank's stages of a model, which was cut in place: ``numbers`` in ascending order, of ``count`` in all.
+    """This rank's stages of a model, which is split in place: ``stage_ids`` in ascending order, of ``num_stages`` in all.
 
-    ``blocks`` are the modules it has kept. A call of the model runs the stage that ``enter`` named last: it returns the hidden
-    state, or on the last stage what the whole model would.
+    A call of the model runs the stage that ``activate`` named last. It returns the hidden state, or on the last stage the output
+    of the model.
     """
 
     def __init__(self, model: nn.Module, layout: PipelinePartition, numbers: Sequence[int]) -> None:
@@ -34,45 +33,44 @@ class PipelineStages:
         self.num_stages = len(layout.layers_per_stage)
         self._active = -1
         self._received: Tensor | None = None
-        kept = {number for stage in self.stage_ids for number in layout.blocks_of_stage(stage)}
+        local = {number for stage in self.stage_ids for number in layout.blocks_of_stage(stage)}
         self._homes = [_home(model, path) for path in layout.blocks]
-        self._own = {number: self._homes[number][0][self._homes[number][1]] for number in sorted(kept)}
+        self._own = {number: self._homes[number][0][self._homes[number][1]] for number in sorted(local)}
         self._passes = [_Pass(self._skip(number), parent[key]) for number, (parent, key) in enumerate(self._homes)]
         for number, (parent, key) in enumerate(self._homes):
-            if number not in kept:
+            if number not in local:
                 parent[key] = self._passes[number]
         _drop(
             model,
             {name for name, stages in layout.stages_of_parameter.items() if set(stages).isdisjoint(self.stage_ids)},
         )
-        self._inner = model.forward
-        model.forward = self._forward
+        wrap_forward(model, self._run_stage)
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks that are here."""
+        """The blocks of all stages on this rank."""
         return list(self._own.values())
 
     @property
     def duplicated_parameters(self) -> list[str]:
-        """Parameters here that an earlier rank's stage has too."""
+        """Names of this rank's parameters that an earlier rank has too."""
         homes = self.partition.stages_of_parameter.items()
         return [name for name, stages in homes if set(stages) & set(self.stage_ids) and stages[0] not in self.stage_ids]
 
     def blocks_of(self, stage: int) -> list[nn.Module]:
-        """The blocks of a stage that is here."""
+        """The blocks of ``stage``, one of this rank's."""
         return [self._own[number] for number in self.partition.blocks_of_stage(stage)]
 
     def activate(self, stage: int, received: Tensor | None) -> None:
-        """The next call of the model is of ``stage``, from ``received`` on; the first stage gets None."""
+        """Let the next call of the model run ``stage`` on the hidden state ``received``; None for the first stage."""
         self._active, self._received = stage, received
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_stage(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._active < 0:
-            raise RuntimeError("a model in stages runs one stage per call: enter(stage, received) says which")
+            raise RuntimeError("a model in stages runs one stage per call: activate(stage, received) says which")
         try:
             with self._only_active():
-                return self._inner(*args, **kwargs)
+                return forward(*args, **kwargs)
         except _Leave as leave:
             return leave.hidden
         finally:

@@ -7,7 +7,7 @@ else (biases, norms, embeddings) is computed at once.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unisono.models.precision import matmul_dtype
+from unisono.parallel.hooks import wrap_forward
 
 PendingGradients = list[tuple[Tensor, Tensor, Tensor]]
 
@@ -29,13 +30,13 @@ class WeightGradients:
             for layer in block.modules():
                 # a layer of another class, or with a forward of its own, does more than this
                 if type(layer) is nn.Linear and "forward" not in vars(layer):
-                    layer.forward = self._forward(layer)
+                    wrap_forward(layer, self._linear(layer))
 
-    def _forward(self, layer: nn.Linear) -> Any:
-        def forward(input: Tensor) -> Tensor:
+    def _linear(self, layer: nn.Linear) -> Callable[..., Tensor]:
+        def linear(_forward: Any, input: Tensor) -> Tensor:
             return _Linear.apply(input, layer.weight, layer.bias, self)  # pyright: ignore[reportReturnType]
 
-        return forward
+        return linear
 
     @contextmanager
     def collect(self) -> Generator[PendingGradients]:
@@ -89,6 +90,6 @@ class _Linear(torch.autograd.Function):
         of_x = (gradient @ cast_weight).to(ctx.dtype) if need_x else None
         of_bias = rows.sum(0).to(ctx.bias_dtype) if need_bias else None
         of_weight = None
-        if need_weight and not ctx.store.owe(x.flatten(0, -2), rows, weight):
+        if need_weight and not ctx.store.defer(x.flatten(0, -2), rows, weight):
             of_weight = _product(x.flatten(0, -2), rows, weight)
         return of_x, of_weight, of_bias, None

@@ -1,13 +1,14 @@
-"""Collectives inside a model, each with its own derivative, in pairs: what one does forward the other does backward.
+"""Differentiable collectives for tensor-parallel (tp) and sequence-parallel (sp) regions, named as in Megatron-LM.
 
-    enter    identity          sum                 before layers cut by columns, where x is whole
-    leave    sum               identity            behind the layer cut by rows
-    gather   gather            reduce-scatter      before layers cut by columns, where x is cut along ``dim``
-    scatter  reduce-scatter    gather              behind the layer cut by rows
-    split    own part          gather              from what is equal on all ranks to parts of it
-    join     gather            own part            and back
+                                   forward           backward          used
+    copy_to_tp_region              identity          all-reduce        before column-wise layers
+    reduce_from_tp_region          all-reduce        identity          after the row-wise layer
+    gather_from_sp_region          all-gather        reduce-scatter    before column-wise layers, with sequence parallelism
+    reduce_scatter_to_sp_region    reduce-scatter    all-gather        after the row-wise layer, with sequence parallelism
+    scatter_to_sp_region           split             all-gather        from replicated activations to a part of the sequence
+    gather_from_tp_region          all-gather        split             from parts to replicated activations
 
-Parts are in order of the group's ranks. ``sizes`` are their extents along ``dim`` where they are not equal.
+Parts are in order of the group's ranks. ``sizes`` are their sizes along ``dim`` where these differ.
 """
 
 from __future__ import annotations
@@ -29,51 +30,52 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or _torch.r
 
 
 def copy_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """``x`` as it is; its gradient is summed."""
+    """``x`` itself; its gradient is summed over the group."""
     return _pair(x, _same, partial(_sum, group=group))
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of all ranks' ``x``."""
+    """The sum of ``x`` over the group."""
     return _pair(x, partial(_sum, group=group), _same)
 
 
 def gather_from_sp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """All ranks' ``x`` behind each other; its gradient, a different one on every rank, is summed and cut."""
+    """All ranks' ``x``, concatenated; the ranks' gradients, which differ, are summed and split."""
     return _pair(x, partial(_gather, dim=dim, group=group), partial(_reduce_scatter, dim=dim, group=group))
 
 
 def reduce_scatter_to_sp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of the sum of all ranks' ``x``."""
+    """This rank's part of the sum of ``x`` over the group."""
     return _pair(x, partial(_reduce_scatter, dim=dim, group=group), partial(_gather, dim=dim, group=group))
 
 
 def scatter_to_sp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """This rank's part of ``x``, which is equal on all ranks; its gradient is whole and equal too."""
+    """This rank's part of ``x``, which is equal on all ranks; so is its gathered gradient."""
     return _pair(x, partial(_own, dim=dim, group=group), partial(_gather, dim=dim, group=group))
 
 
 def gather_from_tp_region(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ()) -> Tensor:
-    """All ranks' ``x`` behind each other, for what all ranks then compute alike: the gradient's own part is all of it."""
-    there = partial(_gather, dim=dim, group=group, sizes=sizes)
-    return _pair(x, there, partial(_own, dim=dim, group=group, sizes=sizes))
+    """All ranks' ``x``, concatenated, as input of what every rank then computes alike; each keeps its part of the gradient."""
+    return _pair(
+        x, partial(_gather, dim=dim, group=group, sizes=sizes), partial(_own, dim=dim, group=group, sizes=sizes)
+    )
 
 
-def _pair(x: Tensor, there: _Exchange, back: _Exchange) -> Tensor:
-    return _Pair.apply(x, there, back)  # pyright: ignore[reportReturnType]
+def _pair(x: Tensor, forward: _Exchange, backward: _Exchange) -> Tensor:
+    return _Pair.apply(x, forward, backward)  # pyright: ignore[reportReturnType]
 
 
 class _Pair(torch.autograd.Function):
-    """``there`` forward, ``back`` backward."""
+    """One collective in the forward pass, another in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: _Exchange, back: _Exchange) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: Tensor, forward: _Exchange, backward: _Exchange) -> Tensor:
+        ctx.exchange_gradient = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
+        return ctx.exchange_gradient(gradients[0]), None, None
 
 
 def _same(x: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def _gather(x: Tensor, dim: int, group: ProcessGroup, sizes: Sequence[int] = ())
     whole = room.new_empty(group.size() * room.shape[0], *room.shape[1:])
     all_gather_single(whole, room, group=group)
     parts = zip(whole.split(room.shape[0]), sizes, strict=True)
-    return torch.cat([each[:size].movedim(0, dim) for each, size in parts], dim)
+    return torch.cat([block[:size].movedim(0, dim) for block, size in parts], dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

@@ -14,6 +14,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,12 +25,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.utils import _pytree as pytree
 
 from unisono.errors import PlanError, Problem, nearest_name
+from unisono.parallel.hooks import wrap_forward
 from unisono.parallel.mesh import ParallelDims, clear_mesh_caches
-from unisono.parallel.shard_notes import TensorParallelBlock, note_block
-from unisono.parallel.sharded_parameters import ShardedParameters
+from unisono.parallel.sharding import ShardedParameters, ShardTable
 from unisono.plan import rules
+from unisono.plan.plan import Plan
 from unisono.plan.rules import match_modules
-from unisono.plan.tensor_layout import UNSHARDED, Layout
 
 AXIS = "tp"
 Dims = tuple[str | None, ...]
@@ -44,12 +45,12 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
     """
     names = _names(model)
     chosen, problems = _match(names, placements)
-    if grid.plan.tp == 1:
+    if grid.plan.mesh.tp == 1:
         problems.append(_inert())
     if problems:
         raise PlanError(*problems)
     mesh = _mesh(grid)
-    made = {
+    distributed = {
         parameter: nn.Parameter(
             distribute_tensor(
                 parameter.detach(), mesh, _torch_placements(chosen.get(parameter, ())), src_data_rank=None
@@ -63,44 +64,58 @@ def shard_module(model: nn.Module, placements: Mapping[str, Dims], grid: Paralle
             module.register_forward_pre_hook(_gradients_return_alike)
             module.register_forward_hook(_sum_at_once)
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            setattr(module, name, made[parameter])
-            dims = chosen.get(parameter, ())
-            if AXIS in dims:
-                note_block(module, name, _block(dims, tuple(parameter.shape), grid))
+            setattr(module, name, distributed[parameter])
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, distribute_tensor(buffer, mesh, [Replicate()], src_data_rank=None))
     _enter_and_leave(model, mesh)
 
 
-def apply_placements(model: nn.Module, grid: ParallelDims) -> None:
-    """Cut ``model`` in place as the placements of the plan say, and pin what goes into and out of modules. Raises PlanError, as
-    ``shard`` does."""
+def resolve_placements(
+    model: nn.Module, plan: Plan
+) -> tuple[dict[str, dict[str, Dims]], dict[str, rules.ParameterPlacement]]:
+    """By module, the placements of its parameters (dims by pattern), and those of its inputs and outputs.
+
+    Raises PlanError with everything that keeps the placements of ``plan`` from being followed.
+    """
     modules = dict(model.named_modules())
     wanted: dict[str, dict[str, Dims]] = {}
     moved: dict[str, rules.ParameterPlacement] = {}
     problems: list[Problem] = []
-    for each in grid.plan.placements:
-        found = match_modules(each.module, modules)
-        if not found:
-            problems.append(_no_module(each.module, modules))
-        for path in found:
-            if each.parameter:
-                twice = wanted.setdefault(path, {}).setdefault(each.parameter, each.dims) != each.dims
+    for placement in plan.tensor_parallel.placements:
+        paths = match_modules(placement.module, modules)
+        if not paths:
+            problems.append(_no_module(placement.module, modules))
+        for path in paths:
+            if placement.parameter:
+                twice = wanted.setdefault(path, {}).setdefault(placement.parameter, placement.dims) != placement.dims
             else:
-                twice = moved.setdefault(path, each) is not each
+                twice = moved.setdefault(path, placement) is not placement
             if twice:
-                what = repr(each.parameter) if each.parameter else "what goes into or comes out"
+                what = repr(placement.parameter) if placement.parameter else "what goes into or comes out"
                 problems.append(_placed_twice(f"{what} of {path or 'the model'!r}"))
     problems += [*_not_apart(model, wanted), *_outside(moved, wanted)]
     problems += [problem for path, own in wanted.items() for problem in _match(_names(modules[path]), own)[1]]
     if problems:
         alike = {re.sub(r"\.\d+", ".*", problem.given): problem for problem in reversed(problems)}
         raise PlanError(*reversed(alike.values()))  # of repeated blocks those of the first
+    return wanted, moved
+
+
+def apply_placements(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+    """Shard ``model`` in place as the placements of the plan say, pin the inputs and outputs of modules, and record the shards in
+    ``table``."""
+    modules = dict(model.named_modules())
+    wanted, moved = resolve_placements(model, mesh.plan)
     for path, placements in wanted.items():
-        shard_module(modules[path], placements, grid)
-    for path, each in moved.items():
-        module = modules[path]
-        module.forward = shard_function(module.forward, inputs=each.inputs, outputs=each.outputs)
+        shard_module(modules[path], placements, mesh)
+        _record(modules[path], path, mesh, table)
+    for path, placement in moved.items():
+        pinned = shard_function(modules[path].forward, inputs=placement.inputs, outputs=placement.outputs)
+        wrap_forward(modules[path], partial(_call, pinned))
+
+
+def _call(pinned: Callable[..., Any], _forward: Any, *args: Any, **kwargs: Any) -> Any:
+    return pinned(*args, **kwargs)
 
 
 def _no_module(pattern: str, modules: Mapping[str, nn.Module]) -> Problem:
@@ -150,22 +165,26 @@ def _outside(moved: Collection[str], wanted: Collection[str]) -> Iterator[Proble
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """All names of each parameter."""
-    found: dict[nn.Parameter, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return found
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def _within(name: str, path: str) -> bool:
     return not path or name.startswith(path + ".")
 
 
-def _block(dims: Dims, shape: tuple[int, ...], grid: ParallelDims) -> TensorParallelBlock:
-    """Where this rank's part lies."""
-    layout = Layout((grid.plan.tp,), (AXIS,))(*(dim or UNSHARDED for dim in dims))
-    at = dims.index(AXIS)
-    held = layout.slices(shape)[grid.rank_along(AXIS)][at]
-    return TensorParallelBlock(dim=at, size=shape[at], runs=((held.start, held.stop - held.start),))
+def _record(module: nn.Module, path: str, mesh: ParallelDims, table: ShardTable) -> None:
+    """Note in ``table`` which elements of each parameter of ``module``, at ``path``, are on this rank."""
+    for name, parameter in module.named_parameters():
+        dims = _dims(parameter)
+        if AXIS in dims:
+            dim = dims.index(AXIS)
+            size = -(-parameter.shape[dim] // mesh.plan.mesh.tp)
+            start = min(mesh.rank_along(AXIS) * size, parameter.shape[dim])
+            length = cast(DTensor, parameter).to_local().shape[dim]
+            table.select(f"{path}.{name}".lstrip("."), dim, [(start, length)])
 
 
 class DTensorGradients:
@@ -216,8 +235,8 @@ def shard_function(
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
         moved = [
-            each if dims is None else _move(each, dims, f"input {number} of {_name(function)}")
-            for number, (each, dims) in enumerate(zip(args, [*inputs, *[None] * len(args)], strict=False))
+            value if dims is None else _move(value, dims, f"input {number} of {_name(function)}")
+            for number, (value, dims) in enumerate(zip(args, [*inputs, *[None] * len(args)], strict=False))
         ]
         result = function(*moved, **kwargs)
         return result if outputs is None else _move(result, outputs, f"the output of {_name(function)}")
@@ -256,7 +275,7 @@ def _sum_at_once(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> An
 
 def _mesh(grid: ParallelDims) -> DeviceMesh:
     line = torch.tensor(grid.ranks_along(AXIS))
-    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.device, mesh=line, mesh_dim_names=(AXIS,))
+    return DeviceMesh.from_group(grid.group(AXIS), grid.plan.mesh.device, mesh=line, mesh_dim_names=(AXIS,))
 
 
 def _torch_placements(dims: Dims) -> list[Placement]:
@@ -274,21 +293,21 @@ def _match(
     chosen: dict[nn.Parameter, Dims] = {}
     problems: list[Problem] = []
     for pattern, dims in placements.items():
-        found = {p: name for p, each in names.items() for name in each if fnmatchcase(name, pattern)}
-        if not found:
+        matched = {p: name for p, aliases in names.items() for name in aliases if fnmatchcase(name, pattern)}
+        if not matched:
             problems.append(
                 Problem(
                     given=f"a placement of {pattern!r}",
                     rule="a placement names parameters of the model, by name or pattern",
                     consequence="it would act on nothing",
-                    nearest=nearest_name(pattern, [name for each in names.values() for name in each]),
+                    nearest=nearest_name(pattern, [name for aliases in names.values() for name in aliases]),
                 )
             )
         problem = _wrong_axes(repr(pattern), dims)
         if problem is not None:
             problems.append(problem)
             continue
-        for parameter, name in found.items():
+        for parameter, name in matched.items():
             if parameter.dim() != len(dims):
                 problems.append(_wrong_length(f"{name} of shape {list(parameter.shape)}", dims, parameter.dim()))
             elif chosen.setdefault(parameter, dims) != dims:
@@ -346,16 +365,14 @@ def _move(value: Any, dims: Dims, what: str) -> Any:
 
 
 def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
-    inner = model.forward
 
     def enter(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
 
-    @functools.wraps(inner)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def with_dtensors(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map_only(Tensor, enter, (args, kwargs))
         try:
-            outputs = inner(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             text = str(error)
             if "sharding strategy" not in text and "mixed torch.Tensor and DTensor" not in text:
@@ -368,7 +385,7 @@ def _enter_and_leave(model: nn.Module, mesh: DeviceMesh) -> None:
             ) from error
         return pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), outputs)
 
-    model.forward = forward
+    wrap_forward(model, with_dtensors)
 
 
 def _name(function: Callable[..., Any]) -> str:

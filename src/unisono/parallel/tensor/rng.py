@@ -1,36 +1,38 @@
-"""Random numbers between the layers of a pair: each rank of ``tp`` draws its own.
+"""Random numbers of tensor-parallel regions: between column-wise and row-wise layers, each rank of ``tp`` draws its own.
 
-The ranks of ``tp`` share one stream of random numbers, since what they all compute must drop alike. Between the layers that a
-pair cuts they hold different heads or hidden units: drawn from that stream, head n of every rank would drop the same places. So
-from the first cut layer on a rank draws from a stream of its own (as in Megatron-LM, Shoeybi et al. 2019), whose seed follows
-from where the common one is and from the rank. At the last layer the common one goes on, one number further where anything
-was drawn, so that the next pair's streams are others. Nothing of it must be saved: recompute and a resumed run, which put the
-common stream back to where it was, draw the same.
+The ranks of ``tp`` share one random stream, so that replicated activations get the same dropout. Inside a region they hold
+different heads or hidden units; from the shared stream, head n of every rank would drop the same elements. So from the first
+column-wise layer on, a rank draws from its own stream (as in Megatron-LM, Shoeybi et al. 2019), seeded by the state of the shared
+stream and the rank. At the row-wise layer the shared stream continues. It is advanced by one number if the region drew any,
+so that the next region's streams differ. No state is saved: recompute and a resumed run restore the shared stream, and the
+others follow from it.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unisono.parallel.hooks import wrap_forward
+
 
 class TensorParallelRNG:
-    """The streams of one module, whose forward pass holds pairs. ``index`` is this rank's place along tp."""
+    """The rank's own stream in the regions inside one module. ``index`` is the rank along ``tp``."""
 
     def __init__(self, module: nn.Module, index: int) -> None:
         self._index = index
-        self._open: set[nn.Module] = set()  # last layers that are still to come
+        self._open: set[nn.Module] = set()  # row-wise layers that have not run yet
         self._generator = torch.default_generator
         self._common: Tensor | None = None
         self._began = b""
         self._wrap(module)
 
     def add_pair(self, first: list[nn.Module], last: nn.Module) -> None:
-        """A pair inside the module: layers cut by columns, and the one by rows."""
+        """Add a region inside the module: its column-wise layers ``first``, and its row-wise layer ``last``."""
 
         def begin(_module: nn.Module, _args: Any, output: Tensor) -> None:
             if last.training:
@@ -47,17 +49,14 @@ class TensorParallelRNG:
         last.register_forward_pre_hook(end)
 
     def _wrap(self, module: nn.Module) -> None:
-        inner = module.forward
-
-        @functools.wraps(inner)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def restoring(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             try:
-                return inner(*args, **kwargs)
-            finally:  # recompute stops as soon as it has what it needs
+                return forward(*args, **kwargs)
+            finally:  # recompute stops as soon as it has all activations
                 self._open.clear()
                 self._end()
 
-        module.forward = forward
+        wrap_forward(module, restoring)
 
     def _begin(self, device: torch.device) -> None:
         if self._common is not None:
@@ -79,7 +78,7 @@ class TensorParallelRNG:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """The one that a device's dropout draws from."""
+    """The generator that dropout on ``device`` uses."""
     if device.type == "cpu":
         return torch.default_generator
     of_device: Any = torch.get_device_module(device)

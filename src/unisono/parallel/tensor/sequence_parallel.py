@@ -1,9 +1,9 @@
-"""Sequence parallelism (Korthikanti et al. 2022): between pairs of cut layers, activations are cut along the sequence.
+"""Sequence parallelism (Korthikanti et al. 2022): between tensor-parallel layers, activations are split along the sequence.
 
-From the first to the last module that the rule names, each rank has its part of the tokens: x [B, T/tp, D]. A pair gathers its
-input and reduce-scatters its output, which costs what the all-reduces did. Norms and what else is whole in between see a part of
-the tokens, so their gradients are summed over the ranks (``ReplicatedGradients``). Outside everything is as without: whole, and equal
-on all ranks. Attention masks and positions are made outside and stay those of the whole sequence.
+From the first to the last module that the rule names, each rank has T/tp tokens: x [B, T/tp, D]. A column-wise and row-wise pair
+gathers its input and reduce-scatters its output, at the cost of the all-reduces that these replace. Replicated parameters in
+between, such as norms, see a part of the tokens, so their gradients are summed over the ranks (``ReplicatedGradients``).
+Activations outside are replicated. Attention masks and positions are made outside and cover the whole sequence.
 
 Dropout between pairs draws the mask of the whole sequence on every rank and uses its own part: the generators of the ranks stay
 equal, and a layer drops what it would without sequence parallelism. (Draws cost tp times as much, and one mask of memory.)
@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.errors import PlanError
-from unisono.parallel.hooks import map_input, map_output
-from unisono.parallel.parameter_sharder import ParameterSharder
-from unisono.parallel.shard_notes import blocks, note_replicated_grad
+from unisono.parallel.hooks import map_input, map_output, wrap_forward
+from unisono.parallel.sharding import ParameterSharder
 from unisono.parallel.tensor.collectives import gather_from_tp_region, scatter_to_sp_region
 from unisono.parallel.tensor.tp_validation import RuleMatch
 from unisono.plan.rules import ColwiseRowwise, SequenceRule
@@ -28,24 +27,23 @@ from unisono.plan.rules import ColwiseRowwise, SequenceRule
 SEQUENCE_DIM = -2  # the dim of tokens in activations [..., T, D]
 
 
-def apply_sequence_parallel(matched: list[RuleMatch], cutter: ParameterSharder) -> None:
+def apply_sequence_parallel(matched: list[RuleMatch], sharder: ParameterSharder) -> None:
     """Cut activations from before the first to behind the last module that the rule names."""
-    group = cutter.group
-    between = [each.module for each in matched if isinstance(each.rule, SequenceRule)]
+    group = sharder.group
+    between = [match.module for match in matched if isinstance(match.rule, SequenceRule)]
     map_input(between[0], lambda x: scatter_to_sp_region(_divisible(x, group), SEQUENCE_DIM, group))
     map_output(between[-1], lambda x: gather_from_tp_region(x, SEQUENCE_DIM, group))
     entered = {
         module
-        for each in matched
-        if isinstance(each.rule, ColwiseRowwise)
-        for name in each.rule.input_modules
-        for module in each.module.get_submodule(name).modules()
+        for match in matched
+        if isinstance(match.rule, ColwiseRowwise)
+        for name in match.rule.input_modules
+        for module in match.module.get_submodule(name).modules()
     }
     for module in {inner: None for outer in between for inner in outer.modules()}:
-        cut = blocks(module)
         for name, _ in module.named_parameters(recurse=False):
-            if name not in cut:
-                note_replicated_grad(module, name, group)
+            if not sharder.is_sharded(module, name):
+                sharder.sum_grad(module, name, group)
         if isinstance(module, nn.Dropout) and module not in entered:
             _draw_for_whole(module, group)
 
@@ -65,11 +63,11 @@ def _divisible(x: Tensor, group: ProcessGroup) -> Tensor:
 def _draw_for_whole(layer: Any, group: ProcessGroup) -> None:
     count, index = group.size(), group.rank()
 
-    def forward(x: Tensor) -> Tensor:
+    def masked(_forward: Any, x: Tensor) -> Tensor:
         if not layer.training or not layer.p:
             return x
         tokens = x.shape[SEQUENCE_DIM]
         ones = x.new_ones(*x.shape[:SEQUENCE_DIM], tokens * count, *x.shape[SEQUENCE_DIM + 1 :])
         return x * F.dropout(ones, layer.p).narrow(SEQUENCE_DIM, index * tokens, tokens)
 
-    layer.forward = forward
+    wrap_forward(layer, masked)

@@ -1,17 +1,17 @@
-"""Tensor parallelism: cuts the layers that rules name (``plan.rules``), with plain local tensors in place of whole ones.
+"""Tensor parallelism: shards the layers that the rules of ``plan.tensor_parallel`` name; local tensors replace global ones.
 
-In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are cut by columns (output features: whole attention heads, or some
-of the hidden units of a feed-forward layer) and the last by rows, so that what lies between is computed by parts and one sum
-over the ranks ends it. Forward that is one all-reduce behind the last layer, backward one before the first.
+In a pair (Shoeybi et al. 2019, Megatron-LM) the first layers are split column-wise (by output features: whole attention heads, or
+hidden units of a feed-forward layer) and the last row-wise (by input features). Everything in between is computed on the local
+part, with one all-reduce after the row-wise layer forward and one before the column-wise layers backward.
 
-    pair        input x, the same on all ranks         ∂x summed over ranks
+    pair        input x, replicated                    ∂x summed over ranks
     column      y_r = x W_rᵀ + b_r
-    row         z = Σ_r y_r V_rᵀ + c                    ∂z the same on all ranks
+    row         z = Σ_r y_r V_rᵀ + c                    ∂z replicated
 
-Experts are cut likewise, by the hidden units of each. Where a layer has fewer key/value heads than there are ranks, several
-ranks hold the same one, and their gradients are summed (``ReplicatedGradients``); so are those of whole parameters that lie between
-the layers of a pair, such as norms of single heads. What no rule names stays whole on every rank and is computed by each. Dropout
-outside of pairs drops the same everywhere; between the layers of a pair each rank draws for its own part (``draws``).
+Experts are split along their hidden units. Where a layer has fewer key/value heads than there are ranks, several ranks hold the
+same head and their gradients are summed (``ReplicatedGradients``). So are the gradients of replicated parameters between the
+layers of a pair, such as norms of single heads. Modules matched by no rule are replicated. Dropout outside of pairs drops
+the same elements on every rank; between the layers of a pair each rank draws random numbers of its own (``rng``).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.parallel.expert import shard_expert_hidden
-from unisono.parallel.hooks import map_input
+from unisono.parallel.hooks import map_input, wrap_forward
 from unisono.parallel.mesh import ParallelDims
-from unisono.parallel.parameter_sharder import ParameterSharder
-from unisono.parallel.shard_notes import note_replicated_grad
+from unisono.parallel.sharding import ParameterSharder, ShardTable
 from unisono.parallel.tensor.collectives import (
     copy_to_tp_region,
     gather_from_sp_region,
@@ -42,35 +41,44 @@ from unisono.parallel.tensor.vocab_parallel import VocabShard, attach_vocab_shar
 from unisono.plan.rules import ColwiseRowwise, EmbeddingRule, ExpertRule, OutputRule
 
 
-def apply_tensor_parallel(model: nn.Module, grid: ParallelDims) -> None:
-    """Keep this rank's part of every layer that a rule names, in place. All ranks call it, with equal models.
+def apply_tensor_parallel(model: nn.Module, mesh: ParallelDims, table: ShardTable) -> None:
+    """Keep this rank's part of every layer that a rule names, in place, and record it in ``table``. All ranks call it, with equal
+    models.
 
     Raises PlanError, before anything is changed, with all that keeps the rules from being followed.
     """
-    matched = resolve_rules(model, grid.plan)
-    replicas = _groups_of_replicas(matched, grid)
-    cutter = ParameterSharder(model, grid)
+    matched = resolve_rules(model, mesh.plan)
+    replicas = _groups_of_replicas(matched, mesh)
+    sharder = ParameterSharder(model, mesh, table)
     tables: dict[nn.Module, VocabShard] = {}
     draws: dict[nn.Module, TensorParallelRNG] = {}
-    for each in matched:
-        match each.rule:
+    for rule_match in matched:
+        match rule_match.rule:
             case ColwiseRowwise():
-                _cut_pair(each, each.rule, cutter, replicas, along_sequence=grid.plan.sequence_parallel)
-                around = _called(model, each.path)
-                draws[around] = draws.get(around) or TensorParallelRNG(around, cutter.rank)
-                *first, last = map(each.module.get_submodule, each.rule.layers)
+                _cut_pair(
+                    rule_match,
+                    rule_match.rule,
+                    sharder,
+                    replicas,
+                    along_sequence=mesh.plan.tensor_parallel.sequence_parallel,
+                )
+                around = _called(model, rule_match.path)
+                draws[around] = draws.get(around) or TensorParallelRNG(around, sharder.rank)
+                *first, last = map(rule_match.module.get_submodule, rule_match.rule.layers)
                 draws[around].add_pair(first, last)
             case ExpertRule():
-                shard_expert_hidden(each.module, cutter, along_sequence=grid.plan.sequence_parallel)
+                shard_expert_hidden(
+                    rule_match.module, sharder, along_sequence=mesh.plan.tensor_parallel.sequence_parallel
+                )
             case EmbeddingRule():
-                tables[each.module] = shard_embedding(each.module, cutter)
+                tables[rule_match.module] = shard_embedding(rule_match.module, sharder)
             case OutputRule():
-                tables[each.module] = shard_output_layer(each.module, cutter)
+                tables[rule_match.module] = shard_output_layer(rule_match.module, sharder)
             case _:
                 pass
     attach_vocab_shards(model, tables)
-    if grid.plan.sequence_parallel:
-        apply_sequence_parallel(matched, cutter)
+    if mesh.plan.tensor_parallel.sequence_parallel:
+        apply_sequence_parallel(matched, sharder)
 
 
 def _called(model: nn.Module, path: str) -> nn.Module:
@@ -84,12 +92,12 @@ def _called(model: nn.Module, path: str) -> nn.Module:
 
 def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[int, ProcessGroup]:
     """This rank's group of ranks next to each other that hold the same block, by their number."""
-    count, counts = grid.plan.tp, set[int]()
-    for each in matched:
-        if isinstance(each.rule, ColwiseRowwise) and each.rule.shared_units:
-            counts.add(count // min(count, attribute_value(each, each.rule.shared_units)))
+    count, counts = grid.plan.mesh.tp, set[int]()
+    for match in matched:
+        if isinstance(match.rule, ColwiseRowwise) and match.rule.num_kv_heads_attr:
+            counts.add(count // min(count, attribute_value(match, match.rule.num_kv_heads_attr)))
     lines = {
-        str(n): torch.arange(grid.plan.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
+        str(n): torch.arange(grid.plan.mesh.world_size).view(-1, n).tolist()  # the ranks along tp are neighbours
         for n in sorted(counts)
         if 1 < n < count
     }
@@ -98,31 +106,31 @@ def _groups_of_replicas(matched: list[RuleMatch], grid: ParallelDims) -> dict[in
 
 
 def _cut_pair(
-    each: RuleMatch,
+    match: RuleMatch,
     pair: ColwiseRowwise,
-    cutter: ParameterSharder,
+    sharder: ParameterSharder,
     replicas: dict[int, ProcessGroup],
     *,
     along_sequence: bool,
 ) -> None:
-    module, group = each.module, cutter.group
-    parts = attribute_value(each, pair.shared_units) if pair.shared_units else 0
-    for name in (*pair.column, *pair.shared, *pair.fused):
+    module, group = match.module, sharder.group
+    parts = attribute_value(match, pair.num_kv_heads_attr) if pair.num_kv_heads_attr else 0
+    for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
         layer = module.get_submodule(name)
-        held = parts if name in pair.shared else 0
-        fused = 3 if name in pair.fused else 1
-        cutter.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
-        cutter.shard(layer, "bias", 0, parts=held, fused=fused)
-        if 0 < held < cutter.num_ranks:
+        held = parts if name in pair.kv_colwise else 0
+        fused = 3 if name in pair.fused_colwise else 1
+        sharder.shard(layer, "weight", weight_dims(layer)[0], parts=held, fused=fused)
+        sharder.shard(layer, "bias", 0, parts=held, fused=fused)
+        if 0 < held < sharder.num_ranks:
             for parameter, _ in layer.named_parameters(recurse=False):
-                note_replicated_grad(layer, parameter, replicas[cutter.num_ranks // held])
-    last = module.get_submodule(pair.row)
-    cutter.shard(last, "weight", weight_dims(last)[1])
+                sharder.sum_grad(layer, parameter, replicas[sharder.num_ranks // held])
+    last = module.get_submodule(pair.rowwise)
+    sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
-    _tell_counts(module, pair, cutter.num_ranks)
+    _tell_counts(module, pair, sharder.num_ranks)
     for first in map(module.get_submodule, pair.input_modules):
-        _sum_between(first, [module.get_submodule(name) for name in pair.layers], group)
+        _sum_between(first, sharder, [module.get_submodule(name) for name in pair.layers])
         map_input(
             first,
             lambda x: gather_from_sp_region(x, SEQUENCE_DIM, group) if along_sequence else copy_to_tp_region(x, group),
@@ -143,8 +151,8 @@ def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
     local: dict[str, int] = {}
     for name in pair.local_attrs:
         local[name] = max(1, int(attrgetter(name)(module)) // count)
-    if pair.ratio:
-        local[pair.ratio] = local[pair.units] // local[pair.shared_units]
+    if pair.kv_group_size_attr:
+        local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
     for name, number in local.items():
         path, _, attribute = name.rpartition(".")
         owner = attrgetter(path)(module) if path else module
@@ -152,19 +160,19 @@ def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
             setattr(owner, attribute, number)
 
 
-def _sum_between(first: nn.Module, layers: list[nn.Module], group: ProcessGroup) -> None:
+def _sum_between(first: nn.Module, sharder: ParameterSharder, layers: list[nn.Module]) -> None:
     """Whole parameters between the layers of a pair see this rank's heads only."""
     for module in first.modules():
         if module not in layers:
             for name, _ in module.named_parameters(recurse=False):
-                note_replicated_grad(module, name, group)
+                sharder.sum_grad(module, name, sharder.group)
 
 
 def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> None:
     """Sum what the layer computes over the ranks; its bias is added once, to the sum."""
     out, _ = weight_dims(layer)
 
-    def forward(x: Tensor) -> Tensor:
+    def row_parallel(_forward: Any, x: Tensor) -> Tensor:
         part = F.linear(x, layer.weight if out == 0 else layer.weight.T)
         whole = (
             reduce_scatter_to_sp_region(part, SEQUENCE_DIM, group)
@@ -173,4 +181,4 @@ def _leave_behind(layer: Any, group: ProcessGroup, *, along_sequence: bool) -> N
         )
         return whole if layer.bias is None else whole + layer.bias.to(whole.dtype)
 
-    layer.forward = forward
+    wrap_forward(layer, row_parallel)

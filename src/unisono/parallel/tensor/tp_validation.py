@@ -41,25 +41,25 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
     Raises PlanError with all that cannot be cut as they say.
     """
     modules = {path: module for path, module in model.named_modules() if path}
-    rules = plan.rules or built_in_rules(modules)
+    rules = plan.tensor_parallel.rules or built_in_rules(modules)
     if not rules:
         raise PlanError(
-            given=f"plan.tp={plan.tp} for {type(model).__name__}",
+            given=f"plan.tp={plan.mesh.tp} for {type(model).__name__}",
             rule=f"layers are cut by rules, and the built-in ones ({', '.join(BUILT_IN_RULES)}) do not name its modules",
             consequence="every rank would compute the same",
             nearest="plan.rules in a strategy file, or plan.tp=1 with plan.dp_shard to spread the state",
         )
     problems = list(_nothing_named(rules, modules))
     if not problems:
-        found = [
+        matches = [
             RuleMatch(rule=rule, path=path, module=modules[path])
             for rule in rules
             for pattern in module_patterns(rule)
             for path in match_modules(pattern, modules)
         ]
-        problems = list(_wrong_layers(found, model, modules)) or [*_sizes(found, plan.tp), *_widths(found)]
-        problems += _recomputed_in_part(found, plan, modules)
-        if plan.sequence_parallel and not any(isinstance(rule, SequenceRule) for rule in rules):
+        problems = list(_wrong_layers(matches, model, modules)) or [*_sizes(matches, plan.mesh.tp), *_widths(matches)]
+        problems += _recomputed_in_part(matches, plan, modules)
+        if plan.tensor_parallel.sequence_parallel and not any(isinstance(rule, SequenceRule) for rule in rules):
             problems.append(
                 Problem(
                     given=f"sequence_parallel for {type(model).__name__}",
@@ -69,25 +69,27 @@ def resolve_rules(model: nn.Module, plan: Plan) -> list[RuleMatch]:
                 )
             )
         if not problems:
-            return found
+            return matches
     raise PlanError(*problems)
 
 
-def _recomputed_in_part(found: list[RuleMatch], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+def _recomputed_in_part(matches: list[RuleMatch], plan: Plan, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
     """Between the layers of a pair a rank draws from a stream of its own (``draws``), which begins and ends at them."""
-    named = [name for pattern in plan.recompute_modules for name in match_modules(pattern, modules)]
-    for each in found:
-        layers = [f"{each.path}.{layer}" for layer in each.rule.layers] if isinstance(each.rule, ColwiseRowwise) else []
+    named = [name for pattern in plan.recompute.modules for name in match_modules(pattern, modules)]
+    for match in matches:
+        layers = (
+            [f"{match.path}.{layer}" for layer in match.rule.layers] if isinstance(match.rule, ColwiseRowwise) else []
+        )
         for name in named:
             inside = [layer for layer in layers if layer.startswith(f"{name}.")]
             if inside and len(inside) < len(layers):
                 (other, *_) = (layer for layer in layers if layer not in inside)
                 yield Problem(
-                    given=f"recompute_modules for {name} with plan.tp={plan.tp}, which holds {inside[0]} and not {other}",
+                    given=f"recompute.modules for {name} with plan.tp={plan.mesh.tp}, which holds {inside[0]} and not {other}",
                     rule="between the layers of a pair each rank draws numbers of its own; a recomputed module holds all of "
                     "them, or is one of them, or holds none",
                     consequence="dropout would draw other numbers in the backward pass",
-                    nearest=f"{each.path}, or modules between those layers",
+                    nearest=f"{match.path}, or modules between those layers",
                 )
                 return  # other blocks are like it
 
@@ -106,8 +108,8 @@ def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) ->
     kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in modules}
     for rule in rules:
         for pattern in module_patterns(rule):
-            found = match_modules(pattern, modules)
-            if not found:
+            paths = match_modules(pattern, modules)
+            if not paths:
                 yield Problem(
                     given=f"a rule for {pattern!r}",
                     rule="a rule names modules of the model",
@@ -116,7 +118,7 @@ def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) ->
                 )
             if isinstance(rule, ColwiseRowwise):
                 yield from _incomplete(rule)
-                for path in found:
+                for path in paths:
                     missing = [layer for layer in rule.layers if f"{path}.{layer}" not in modules]
                     absent = [name for name in _attributes(rule) if not _holds(modules[path], name)]
                     if missing or absent:
@@ -133,22 +135,26 @@ def _nothing_named(rules: tuple[Rule, ...], modules: Mapping[str, nn.Module]) ->
 def _incomplete(pair: ColwiseRowwise) -> Iterator[Problem]:
     if len(pair.layers) == 1:
         yield Problem(
-            given=f"a pair for {pair.module!r} with row {pair.row!r} alone",
+            given=f"a pair for {pair.module!r} with row {pair.rowwise!r} alone",
             rule="in a pair the row takes in what layers cut by output features give",
             consequence="the row would get whole inputs, and have weights for a part of them",
-            nearest='those layers as "column", "shared" or "fused"',
+            nearest='those layers as "colwise", "kv_colwise" or "fused_colwise"',
         )
-    if pair.ratio and not (pair.units and pair.shared_units):
+    if pair.kv_group_size_attr and not (pair.num_heads_attr and pair.num_kv_heads_attr):
         yield Problem(
-            given=f"a pair for {pair.module!r} with ratio {pair.ratio!r}",
-            rule="ratio is units per shared unit",
+            given=f"a pair for {pair.module!r} with kv_group_size_attr {pair.kv_group_size_attr!r}",
+            rule="it is set to the number of heads per key/value head",
             consequence="it would be unclear what it is set to",
-            nearest='"units" and "shared_units" beside it, or no ratio',
+            nearest='"num_heads_attr" and "num_kv_heads_attr" beside it, or no "kv_group_size_attr"',
         )
 
 
 def _attributes(rule: ColwiseRowwise) -> list[str]:
-    return [name for name in (rule.units, rule.shared_units, rule.ratio, *rule.divided) if name]
+    return [
+        name
+        for name in (rule.num_heads_attr, rule.num_kv_heads_attr, rule.kv_group_size_attr, *rule.size_attrs)
+        if name
+    ]
 
 
 def _holds(module: nn.Module, path: str) -> bool:
@@ -158,14 +164,14 @@ def _holds(module: nn.Module, path: str) -> bool:
         return False
 
 
-def _wrong_layers(found: list[RuleMatch], model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
+def _wrong_layers(matches: list[RuleMatch], model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Problem]:
     """Layers of a kind that cannot be cut, claimed twice, or that share a parameter with one that is not cut alike."""
     claims: dict[str, tuple[Rule, str]] = {}
-    for each in found:
-        for path, cut in _claimed(each):
+    for match in matches:
+        for path, cut in _claimed(match):
             if path in claims:
                 yield Problem(
-                    given=f"{path}, which is named by {_said(claims[path][0])} and by {_said(each.rule)}",
+                    given=f"{path}, which is named by {_said(claims[path][0])} and by {_said(match.rule)}",
                     rule="a layer is cut in one way",
                     consequence="it would be unclear which of the two counts",
                     nearest="leave one of them out",
@@ -180,7 +186,7 @@ def _wrong_layers(found: list[RuleMatch], model: nn.Module, modules: Mapping[str
                     consequence="it cannot be cut",
                     nearest="leave it out: what no rule names stays whole",
                 )
-            claims[path] = each.rule, cut
+            claims[path] = match.rule, cut
     cut_of = {path: cut for path, (_, cut) in claims.items()}
     holders: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules():
@@ -197,15 +203,15 @@ def _wrong_layers(found: list[RuleMatch], model: nn.Module, modules: Mapping[str
             )
 
 
-def _claimed(each: RuleMatch) -> Iterator[tuple[str, str]]:
-    match each.rule:
+def _claimed(rule_match: RuleMatch) -> Iterator[tuple[str, str]]:
+    match rule_match.rule:
         case ColwiseRowwise() as pair:
             for layer in pair.layers:
-                yield f"{each.path}.{layer}", "row" if layer == pair.row else "column"
+                yield f"{rule_match.path}.{layer}", "row" if layer == pair.rowwise else "column"
         case ExpertRule():
-            yield each.path, "experts"
+            yield rule_match.path, "experts"
         case EmbeddingRule() | OutputRule():
-            yield each.path, "vocabulary"
+            yield rule_match.path, "vocabulary"
         case SequenceRule():
             pass
 
@@ -220,18 +226,18 @@ def _fits(layer: nn.Module, cut: str) -> bool:
 
 
 def _said(rule: Rule) -> str:
-    return f"the {type(rule).__name__.lower()} rule for {', '.join(map(repr, module_patterns(rule)))}"
+    return f"the {rule.__struct_config__.tag} rule for {', '.join(map(repr, module_patterns(rule)))}"
 
 
-def _sizes(found: list[RuleMatch], count: int) -> Iterator[Problem]:
+def _sizes(matches: list[RuleMatch], count: int) -> Iterator[Problem]:
     said: set[tuple[str, ...]] = set()
-    for each in found:
-        for name, size, shared in _counts(each):
+    for match in matches:
+        for name, size, shared in _counts(match):
             legal = [n for n in range(1, count + 1) if size % n == 0 or (shared and n % size == 0)]
-            if count not in legal and (key := (*module_patterns(each.rule), name)) not in said:
+            if count not in legal and (key := (*module_patterns(match.rule), name)) not in said:
                 said.add(key)
                 yield Problem(
-                    given=f"plan.tp={count} for {each.path}, whose {name} is {size}",
+                    given=f"plan.tp={count} for {match.path}, whose {name} is {size}",
                     rule="each rank has equally many heads and hidden units"
                     + (", or ranks share whole key/value heads" if shared else ""),
                     consequence="the layer cannot be cut",
@@ -239,41 +245,41 @@ def _sizes(found: list[RuleMatch], count: int) -> Iterator[Problem]:
                 )
 
 
-def _widths(found: list[RuleMatch]) -> Iterator[Problem]:
+def _widths(matches: list[RuleMatch]) -> Iterator[Problem]:
     """Without heads the row takes in feature by feature what the columns give."""
     said: set[tuple[ColwiseRowwise, str]] = set()
-    for each in found:
-        pair = each.rule
-        if not isinstance(pair, ColwiseRowwise) or pair.units:
+    for match in matches:
+        pair = match.rule
+        if not isinstance(pair, ColwiseRowwise) or pair.num_heads_attr:
             continue
-        into = _width(each, pair.row, 1)
-        for name in (*pair.column, *pair.shared, *pair.fused):
-            width, due = _width(each, name, 0), into * 3 if name in pair.fused else into
+        into = _width(match, pair.rowwise, 1)
+        for name in (*pair.colwise, *pair.kv_colwise, *pair.fused_colwise):
+            width, due = _width(match, name, 0), into * 3 if name in pair.fused_colwise else into
             if width != due and (pair, name) not in said:
                 said.add((pair, name))
                 yield Problem(
-                    given=f"{each.path}.{name}, of {width} output features, before {pair.row}, of {into} input features",
-                    rule="without units, columns give what the row takes in, and fused ones three times that",
+                    given=f"{match.path}.{name}, of {width} output features, before {pair.rowwise}, of {into} input features",
+                    rule="without num_heads_attr, columns give what the row takes in, and fused ones three times that",
                     consequence="a rank would compute with features that do not belong together",
-                    nearest="units, the attribute that counts heads; a gate and its values as two layers",
+                    nearest="num_heads_attr, the attribute that counts heads; a gate and its values as two layers",
                 )
 
 
-def _width(each: RuleMatch, name: str, which: int) -> int:
-    layer = each.module.get_submodule(name)
+def _width(match: RuleMatch, name: str, which: int) -> int:
+    layer = match.module.get_submodule(name)
     weight: Tensor = layer.weight  # pyright: ignore[reportAssignmentType]
     return weight.shape[weight_dims(layer)[which]]
 
 
-def _counts(each: RuleMatch) -> Iterator[tuple[str, int, bool]]:
+def _counts(match: RuleMatch) -> Iterator[tuple[str, int, bool]]:
     """(name, size, whether several ranks may hold the same one): what ``tp`` has to divide."""
-    if isinstance(each.module, moe.Experts):
-        yield "number of hidden units of an expert", each.module.gate.shape[1], False
-    if not isinstance(each.rule, ColwiseRowwise):
+    if isinstance(match.module, moe.Experts):
+        yield "number of hidden units of an expert", match.module.gate.shape[1], False
+    if not isinstance(match.rule, ColwiseRowwise):
         return
-    pair = each.rule
-    if pair.units:
-        yield pair.units, attribute_value(each, pair.units), False
-    if pair.shared_units:
-        yield pair.shared_units, attribute_value(each, pair.shared_units), True
-    yield f"width of {pair.row}", _width(each, pair.row, 1), False
+    pair = match.rule
+    if pair.num_heads_attr:
+        yield pair.num_heads_attr, attribute_value(match, pair.num_heads_attr), False
+    if pair.num_kv_heads_attr:
+        yield pair.num_kv_heads_attr, attribute_value(match, pair.num_kv_heads_attr), True
+    yield f"width of {pair.rowwise}", _width(match, pair.rowwise, 1), False

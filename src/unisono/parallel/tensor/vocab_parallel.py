@@ -1,13 +1,13 @@
-"""Tables of a vocabulary, cut over ranks by rows (Shoeybi et al. 2019): the embedding, and the matrix that makes logits.
+"""Vocabulary parallelism (Shoeybi et al. 2019): the embedding and the output matrix, sharded by rows.
 
-A rank looks up the tokens it has, zeros for the others, and the sum over ranks is everyone's. Of the logits each rank makes those
-of its part: the chunked loss needs their maximum and sum over the ranks only (``models.loss``). A model that returns logits gets
-all of them, gathered. Parts differ by one row at most, so any vocabulary can be cut.
+A rank looks up the tokens in its rows and zeros for the others; an all-reduce gives every rank all embeddings. Each rank
+computes the logits of its rows. The chunked loss (``models.loss``) exchanges only their maximum and sum; a model that returns
+logits gathers them. Shards differ by one row at most, so that any vocabulary size works.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,30 +18,31 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.models.loss import LazyLogits
-from unisono.parallel.parameter_sharder import ParameterSharder, even_sizes
+from unisono.parallel.hooks import wrap_forward
+from unisono.parallel.sharding import ParameterSharder, even_sizes
 from unisono.parallel.tensor.collectives import copy_to_tp_region, gather_from_tp_region, reduce_from_tp_region
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabShard:
-    """This rank's rows of a vocabulary, ``sizes`` of them on each rank; what ``models.loss`` asks of it."""
+    """This rank's rows of a vocabulary, for ``models.loss``; ``sizes`` has the number of rows on each rank."""
 
     sizes: Sequence[int]
     group: ProcessGroup
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """``hidden`` as it is; its gradient, of which each rank has what its rows say, is summed."""
+        """``hidden`` itself; its gradient, of which each rank computes the part of its rows, is summed."""
         return copy_to_tp_region(hidden, self.group)
 
     def place(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Where ``tokens`` lie among the rows here, 0 for those that do not, and whether they do."""
+        """Row numbers on this rank of ``tokens``, 0 for those of other ranks, and a mask of those that are here."""
         index = self.group.rank()
         places = tokens - list(accumulate(self.sizes, initial=0))[index]
         here = (places >= 0) & (places < self.sizes[index])
         return places.where(here, 0), here
 
     def combine(self, log_norm: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of logsumexps over parts the one over the whole, and the sum of ``chosen``, of which one rank has each element."""
+        """The logsumexp over the vocabulary from that over this rank's rows, and ``chosen`` summed over the ranks."""
         largest = log_norm.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         sums = torch.stack([(log_norm - largest).exp(), chosen])
@@ -53,48 +54,47 @@ class VocabShard:
         return gather_from_tp_region(logits, -1, self.group, self.sizes)
 
 
-def shard_embedding(layer: Any, cutter: ParameterSharder) -> VocabShard:
-    """Keep this rank's rows of an ``nn.Embedding``."""
-    part = VocabShard(sizes=even_sizes(layer.num_embeddings, cutter.num_ranks), group=cutter.group)
+def shard_embedding(layer: Any, sharder: ParameterSharder) -> VocabShard:
+    """Shard an ``nn.Embedding`` by rows, in place."""
+    part = VocabShard(sizes=even_sizes(layer.num_embeddings, sharder.num_ranks), group=sharder.group)
     padding = layer.padding_idx
     if padding is not None:  # the row whose gradient stays zero
         place, here = part.place(torch.tensor(padding))
         padding = int(place) if here else None
-    cutter.shard(layer, "weight", 0)
-    inner = layer.forward  # a subclass may scale what it looks up
+    sharder.shard(layer, "weight", 0)
 
-    def forward(tokens: Tensor) -> Tensor:
+    def look_up(forward: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         places, here = part.place(tokens)
-        return reduce_from_tp_region(inner(places).where(here[..., None], 0), part.group)
+        # a subclass may scale the rows
+        return reduce_from_tp_region(forward(places).where(here[..., None], 0), part.group)
 
-    layer.forward = forward
-    layer.num_embeddings, layer.padding_idx = part.sizes[cutter.rank], padding
+    wrap_forward(layer, look_up)
+    layer.num_embeddings, layer.padding_idx = part.sizes[sharder.rank], padding
     return part
 
 
-def shard_output_layer(layer: Any, cutter: ParameterSharder) -> VocabShard:
-    """Keep this rank's rows of an ``nn.Linear``; called as a layer it returns all logits on every rank."""
-    part = VocabShard(sizes=even_sizes(layer.out_features, cutter.num_ranks), group=cutter.group)
-    cutter.shard(layer, "weight", 0)
-    cutter.shard(layer, "bias", 0)
-    layer.out_features = part.sizes[cutter.rank]
-    inner = layer.forward
+def shard_output_layer(layer: Any, sharder: ParameterSharder) -> VocabShard:
+    """Shard an ``nn.Linear`` by rows, in place; when called it gathers all logits on every rank."""
+    part = VocabShard(sizes=even_sizes(layer.out_features, sharder.num_ranks), group=sharder.group)
+    sharder.shard(layer, "weight", 0)
+    sharder.shard(layer, "bias", 0)
+    layer.out_features = part.sizes[sharder.rank]
 
-    def forward(x: Tensor) -> Tensor:
-        return part.gather(inner(copy_to_tp_region(x, part.group)))
+    def gathered(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        return part.gather(forward(copy_to_tp_region(x, part.group)))
 
-    layer.forward = forward
+    wrap_forward(layer, gathered)
     return part
 
 
 def attach_vocab_shards(model: nn.Module, tables: Mapping[Any, VocabShard]) -> None:
-    """Where ``model`` returns a ``Head`` with the matrix of one of ``tables``, have it say how that is cut."""
+    """Where ``model`` returns ``LazyLogits`` with the matrix of one of ``tables``, set its ``vocab_sharding``."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         if isinstance(output, LazyLogits):
             for table, part in tables.items():
                 if output.weight is table.weight:
-                    return output._replace(part=part)
+                    return output._replace(vocab_sharding=part)
         return output
 
     if tables:

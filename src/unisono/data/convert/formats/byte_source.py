@@ -1,4 +1,4 @@
-"""A file read front to back in exact sizes, gzip undone on the way: never more memory than its bytes account for."""
+"""Sequential reads of exact sizes from a file, decompressing gzip, with bounded memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Final
 
 from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, unreadable_error
 
-MAX_EXPANSION: Final = 200  # bytes out of gzip for one byte in: real data stays far below, bombs come near 1,000
-_FREE_BYTES: Final = 16 << 20  # what a small file may expand to in any case
+MAX_EXPANSION: Final = 200  # of gzip: real data stays far below, decompression bombs come near 1,000
+_FREE_BYTES: Final = 16 << 20  # a small file may expand to this much in any case
 _PIECE_BYTES: Final = 1 << 20
 
 
 class ByteSource:
-    """One open file; ``offset`` is what has been read of it, behind its gzip where the name ends in ``.gz``.
+    """One open file; ``offset`` counts the bytes read, after decompression if the name ends in ``.gz``.
 
-    Raises DataError with the offset where it ends early, where its gzip is damaged, and where it expands more than
-    ``MAX_EXPANSION`` times.
+    Raises DataError with the offset if the file ends early, its gzip is damaged, or it expands more than ``MAX_EXPANSION`` times.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,7 +31,7 @@ class ByteSource:
                 f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
             ) from error
         self._unpacked = gzip.GzipFile(fileobj=self._raw) if path.name.endswith(".gz") else None
-        # bytes of the whole; None: only the end of the gzip tells
+        # bytes of the whole file; unknown for gzip
         self.size = None if self._unpacked else os.fstat(self._raw.fileno()).st_size
 
     def __enter__(self) -> ByteSource:
@@ -44,7 +43,7 @@ class ByteSource:
         self._raw.close()
 
     def read(self, count: int, what: str, *, record: int | None = None) -> bytes:
-        """The next ``count`` bytes, which are ``what``."""
+        """The next ``count`` bytes; ``what`` they are, and ``record``, are for errors."""
         if count > MAX_RECORD_BYTES:
             said = f"{what} of {count:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
             raise damaged_error(self.path, self.offset, said, record=record)
@@ -55,7 +54,7 @@ class ByteSource:
         return content
 
     def read_up_to(self, count: int) -> bytes:
-        """The next ``count`` bytes, fewer where the file ends."""
+        """The next ``count`` bytes, or fewer at the end of the file."""
         pieces: list[bytes] = []
         while count and (piece := self._piece(min(count, _PIECE_BYTES))):
             pieces.append(piece)
@@ -64,7 +63,7 @@ class ByteSource:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def end(self, what: str) -> None:
-        """Nothing is left; reading so far also makes gzip compare its checksum."""
+        """Raise DataError if bytes are left; reading to the end also makes gzip check its checksum."""
         if self.read_up_to(1):
             raise damaged_error(self.path, self.offset - 1, f"there is more behind the end of {what}")
 

@@ -16,16 +16,16 @@ from unisono.data.convert.formats.table import Row, Table, damaged_error, unread
 from unisono.data.mindrecord import FieldType
 
 _SIDE: Final = 32
-_LABELS: Final = ({"label": 10}, {"coarse_label": 20, "fine_label": 100})  # how many classes
+_LABELS: Final = ({"label": 10}, {"coarse_label": 20, "fine_label": 100})  # numbers of classes
 
 
 def read(path: Path) -> Table:
-    """Rows of ``image``, uint8 [32, 32, 3] in the order RGB, and ``label``, or ``coarse_label`` and ``fine_label``."""
+    """Rows of ``image``, uint8 [32, 32, 3] in RGB, and ``label``, or ``coarse_label`` and ``fine_label``."""
     with ByteSource(path) as source:
         size = source.size or 0
     pixels = _SIDE * _SIDE * 3
     fitting = [labels for labels in _LABELS if size and size % (pixels + len(labels)) == 0]
-    if len(fitting) == 2:  # then the name tells
+    if len(fitting) == 2:  # the name decides
         fitting = [_LABELS[path.stem in ("train", "test")]]
     if not fitting:
         raise unreadable_error(

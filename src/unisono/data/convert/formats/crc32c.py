@@ -1,7 +1,7 @@
-"""CRC-32C (Castagnoli, RFC 3720 appendix B.4), in NumPy, and the masked form that TFRecord stores.
+"""CRC-32C (Castagnoli, RFC 3720 appendix B.4) in NumPy, and the masked form that TFRecord stores.
 
-A CRC is linear: that of a block is the XOR of what each byte at its place adds, and that of two blocks the XOR of the second and
-of the first moved past it. So all blocks of 256 bytes are looked up at once, then joined two by two.
+A CRC is linear: that of a block is the XOR of one table entry per byte and position, and that of two blocks is the XOR of the
+second and of the first, shifted past it. All blocks of 256 bytes are looked up at once and then joined pairwise.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 _POLYNOMIAL: Final = 0x82F63B78
 _BLOCK: Final = 256
-_STRETCH: Final = 1 << 18  # bytes looked up at once: what the lookup needs is 8 times as much
-_SHORT: Final = 64  # bytes, below which a loop is quicker
+_STRETCH: Final = 1 << 18  # bytes per lookup, which takes 8 times as much memory
+_SHORT: Final = 64  # bytes, below which a loop is faster
 _ONES: Final = 0xFFFFFFFF
 
 
@@ -27,8 +27,8 @@ def crc32c(data: bytes) -> int:
         for byte in data:
             crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
         return crc ^ _ONES
-    # The register begins with ones, which is as if it began with zeros and the first four bytes were inverted; and
-    # zeros in front of them then change nothing, so that the first stretch may be filled up with them.
+    # A register that starts with ones equals one that starts with zeros and has the first four bytes inverted. Leading zeros then
+    # change nothing, so the first stretch may be padded with them.
     content = np.frombuffer(data, np.uint8).copy()
     content[:4] ^= 0xFF
     first = len(data) % _STRETCH or _STRETCH
@@ -43,12 +43,12 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(crc: int) -> int:
-    """A CRC as TFRecord stores it, so that a CRC of bytes that hold CRCs is no special one."""
+    """A CRC as TFRecord stores it: masked, because a CRC of data that contains CRCs is weak."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & _ONES
 
 
 def _raw(content: NDArray[np.uint8]) -> int:
-    """The CRC of 256 · 2^k bytes, of a register that begins with zeros and is not inverted."""
+    """The CRC of 256 · 2^k bytes, with a register that starts with zeros and is not inverted."""
     places = content.reshape(-1, _BLOCK).astype(np.intp) + np.arange(_BLOCK) * 256  # [blocks, 256]
     crcs = np.bitwise_xor.reduce(_place_table().take(places), axis=1)  # [blocks]
     size = _BLOCK
@@ -78,10 +78,10 @@ def _plain_table() -> list[int]:
 
 @cache
 def _place_table() -> NDArray[np.uint32]:
-    """[256 · 256] what a byte value adds to the register, by the place in a block that it has."""
+    """[256 · 256] contribution of a byte value to the register, by its position in a block."""
     plain = np.array(_plain_table(), np.uint32)
     rows = [plain]
-    for _ in range(_BLOCK - 1):  # one place further from the end: one zero byte more behind it
+    for _ in range(_BLOCK - 1):  # one position further from the end: one more zero byte after it
         rows.append(plain[rows[-1] & np.uint32(0xFF)] ^ rows[-1] >> np.uint32(8))
     return np.concatenate(rows[::-1])
 

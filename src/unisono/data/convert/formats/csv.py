@@ -1,8 +1,8 @@
 """``.csv`` after RFC 4180: UTF-8, commas, a header line, double quotes doubled inside quotes. Nothing is repaired.
 
-What stands in quotes is a string. A column of unquoted integers in int64 is int64, one of unquoted numbers, ``nan`` or ``inf``
-is float64, any other is string: the whole file is read once to know. A number has no zeros in front, and an integer among floats
-is one that float64 holds, so that neither codes nor long ids change. Bytes are base64 in the columns that are said to be.
+A quoted cell is a string. A column of unquoted integers in int64 is int64, one of unquoted numbers, ``nan`` or ``inf`` is
+float64, any other is string; reading the whole file once determines this. A number has no leading zeros, and an integer among
+floats must be exact in float64, so that codes and long ids do not change. Bytes are base64 in the given columns.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _Cell = tuple[str, bool]  # the text, and whether it stood in quotes
 
 
 def read(path: Path, binary: Collection[str] = ()) -> Table:
-    """The lines behind the header as rows; columns named in ``binary`` are base64. Raises DataError naming line and offset."""
+    """The lines after the header as rows; columns in ``binary`` are base64. Raises DataError naming line and offset."""
     names, kinds = _types(path, frozenset(binary))
     return Table(rows=_rows(path, names, kinds), schema={name: FieldType(type=kinds[name]) for name in names})
 
 
 def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
-    """The rows under a header line, strings in quotes; bytes of fields named in ``binary`` as base64. Returns how many."""
+    """Write a header line and the rows, strings quoted, bytes of fields in ``binary`` as base64. Returns the number of rows."""
     schema, rows = infer_schema(table)
     for name, field in schema.items():
         if field.type == "bytes" and name not in binary:
@@ -78,7 +78,7 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
 
 
 def _types(path: Path, binary: frozenset[str]) -> tuple[list[str], dict[str, str]]:
-    """The names of the columns and the type of each, from all of the file."""
+    """The names of the columns and their types, from the whole file."""
     records = _records(path)
     _, _, header = next(records, (1, 0, []))
     names = [text for text, _ in header]
@@ -147,7 +147,7 @@ def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names:
 
 
 def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
-    """Number and offset of the line where a record begins, and its cells."""
+    """Line number and offset of each record, and its cells."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -183,16 +183,16 @@ def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
 def _cells(record: str) -> list[_Cell]:
     if '"' not in record and "\r" not in record:
         return [(text, False) for text in record.split(",")]
-    found: list[_Cell] = []
+    cells: list[_Cell] = []
     at = 0
     while True:
         match = _CELL.match(record, at)
         if match is None:
-            raise ValueError(f"field {len(found) + 1} has a quote or a line end where none can be")
+            raise ValueError(f"field {len(cells) + 1} has a quote or a line end where none can be")
         inside, plain, end = match.groups()
-        found.append((plain, False) if inside is None else (inside.replace('""', '"'), True))
+        cells.append((plain, False) if inside is None else (inside.replace('""', '"'), True))
         if not end:
-            return found
+            return cells
         at = match.end()
 
 

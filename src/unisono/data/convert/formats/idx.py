@@ -22,7 +22,7 @@ _STRETCH: Final = 1 << 10  # labels read at once
 
 
 def read(path: Path) -> Table:
-    """Rows of ``image``, uint8 [H, W], and ``label``. Raises DataError where the two files do not go together."""
+    """Rows of ``image``, uint8 [H, W], and ``label``. Raises DataError if the two files do not match."""
     with ByteSource(path) as images, ByteSource(_labels_beside(path)) as labels:
         _, height, width = _dims(images, 3)
         _dims(labels, 1)
@@ -64,18 +64,18 @@ def _labels_beside(path: Path) -> Path:
 
 
 def _dims(source: ByteSource, count: int) -> tuple[int, ...]:
-    """The sizes in the head, which the file's own size bears out where it tells."""
+    """The sizes in the header, checked against the file's size if it is known."""
     head = source.read(4 + 4 * count, "the head of an idx file")
     if head[:4] != bytes([0, 0, 8, count]):
         what = f"it begins with {head[:4].hex()}, where unsigned bytes of {count} dims begin with 000008{count:02x}"
         raise damaged_error(source.path, 0, what)
     dims = struct.unpack(f">{count}I", head[4:])
-    each = 1
+    item_bytes = 1
     for dim in dims[1:]:
-        each *= dim
-    if not 0 < each <= MAX_RECORD_BYTES:
+        item_bytes *= dim
+    if not 0 < item_bytes <= MAX_RECORD_BYTES:
         raise damaged_error(source.path, 4, f"dims {list(dims)}, where a picture has 1 to {MAX_RECORD_BYTES:,} bytes")
-    if source.size is not None and source.size != source.offset + dims[0] * each:
-        what = f"dims {list(dims)} are {dims[0] * each:,} bytes, and {source.size - source.offset:,} follow"
+    if source.size is not None and source.size != source.offset + dims[0] * item_bytes:
+        what = f"dims {list(dims)} are {dims[0] * item_bytes:,} bytes, and {source.size - source.offset:,} follow"
         raise damaged_error(source.path, 4, what)
     return dims

@@ -1,4 +1,4 @@
-"""``.jsonl``: an object a line; bytes as ``{"base64": "…"}``, arrays as lists (read back as bool, int64 or float64)."""
+"""``.jsonl``: one object per line; bytes as ``{"base64": "…"}``, arrays as lists (read back as bool, int64 or float64)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read(path: Path) -> Table:
 
 
 def write(path: Path, table: Table) -> int:
-    """The rows as lines; returns how many."""
+    """Write the rows as lines; returns their number."""
     count = 0
     with new_file(path) as file:
         for row in table.rows:
@@ -42,7 +42,7 @@ def write(path: Path, table: Table) -> int:
 
 
 def to_line(row: Row) -> str:
-    """A row as its line. Raises ValueError for a number that is not finite."""
+    """The line of a row. Raises ValueError for a number that is not finite."""
     return json.dumps(row, default=_to_json, ensure_ascii=False, allow_nan=False)
 
 
@@ -74,19 +74,19 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("it has a name twice")
-    return found
+    return values
 
 
 def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        found = cast("dict[str, Any]", value)
-        if found.keys() != {"base64"} or not isinstance(found["base64"], str):
+        fields = cast("dict[str, Any]", value)
+        if fields.keys() != {"base64"} or not isinstance(fields["base64"], str):
             raise ValueError('an object inside a row is {"base64": "…"}')
         try:
-            return base64.b64decode(found["base64"], validate=True)
+            return base64.b64decode(fields["base64"], validate=True)
         except binascii.Error as error:
             raise ValueError(f"base64: {error}") from error
     if isinstance(value, list):
@@ -107,11 +107,11 @@ def _array(values: list[Any]) -> Any:
 
 
 def _kinds(values: list[Any]) -> set[type]:
-    found = set(map(type, values))
-    if list in found:
-        found.discard(list)
-        found.update(*(_kinds(cast("list[Any]", each)) for each in values if isinstance(each, list)))
-    return found
+    kinds = set(map(type, values))
+    if list in kinds:
+        kinds.discard(list)
+        kinds.update(*(_kinds(cast("list[Any]", value)) for value in values if isinstance(value, list)))
+    return kinds
 
 
 def _to_json(value: Any) -> Any:

@@ -1,22 +1,21 @@
-"""``.mindrecord``: int32, int64, float32, float64, string, bytes and arrays of the numbers; a picture as PNG bytes."""
+"""``.mindrecord``: int32, int64, float32, float64, string, bytes and arrays of these numbers; an image as PNG."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from unisono.data.convert.formats.png import encode_image_column
-from unisono.data.convert.formats.table import Table, infer_schema
+from unisono.data.convert.formats.table import Table, encode_image_column, infer_schema
 from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 
 
 def read(path: Path) -> Table:
-    """The rows of the file and of all files of its set."""
+    """The rows of all files of the file's set."""
     file = MindRecordFile(path)
     return Table(rows=file, schema=file.schema)
 
 
 def write(path: Path, table: Table) -> int:
-    """The rows as one file and its index; returns how many."""
+    """Write the rows to one file and its index; returns their number."""
     schema, rows = infer_schema(encode_image_column(table))
     with MindRecordWriter(path, schema, overwrite=True) as writer:
         for row in rows:

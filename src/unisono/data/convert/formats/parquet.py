@@ -1,7 +1,7 @@
 """``.parquet``: columns of numbers, booleans, strings and bytes, and lists of numbers as arrays, through pyarrow.
 
-An array of shape [-1, 3] is a ``list`` of ``fixed_size_list``\\ s of 3, so all dtypes and dims come back. Pages are written with
-checksums, and compared where a file has them; Parquet has none for its footer.
+An array of shape [-1, 3] is a ``list`` of ``fixed_size_list``\\ s of 3, so all dtypes and dims are preserved. Page checksums are
+written, and verified if a file has them; Parquet has none for its footer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from unisono.data.mindrecord import FieldType
 from unisono.errors import missing_extra
 from unisono.storage.files import new_file
 
-_READ_ROWS: Final = 256  # in memory at once, besides the pages they are in
-_BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it all of a row group's column is
+_READ_ROWS: Final = 256  # in memory at once, besides their pages
+_BUFFER_BYTES: Final = 1 << 20  # of a column at once; without it, a row group's whole column
 _GROUP_ROWS: Final = 1 << 12
 _GROUP_BYTES: Final = 32 << 20
 _MAX_NAME_BYTES: Final = 64 << 20  # of any text in the footer; pyarrow's own limit is 100 MB
@@ -40,7 +40,7 @@ _BYTES: Final = ("binary", "large_binary", "binary_view")
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> Table:
-    """The rows, of these columns only where they are named. Raises DataError for columns and cells that no row can hold."""
+    """The rows, with only these columns if given. Raises DataError for columns and cells that no row can hold."""
     pa, pq = _pyarrow()
     try:
         file = pq.ParquetFile(
@@ -84,7 +84,7 @@ def _rows(path: Path, file: Any, schema: dict[str, FieldType], pa: Any) -> Itera
 
 
 def write(path: Path, table: Table) -> int:
-    """The rows as row groups of at most 4,096 rows or about 32 MiB; returns how many rows."""
+    """Write the rows in row groups of at most 4,096 rows or about 32 MiB; returns the number of rows."""
     pa, pq = _pyarrow()
     fields, rows = infer_schema(table)
     arrow = pa.schema([pa.field(name, _type(pa, name, field), nullable=False) for name, field in fields.items()])
@@ -98,7 +98,7 @@ def write(path: Path, table: Table) -> int:
 
 
 def _writer(pq: Any, file: Any, arrow: Any) -> Any:
-    # the size of a page is looked at once in so many values: with the default of 1,024 a page of images is 100 MB
+    # the page size is checked once per batch: with the default of 1,024 values a page of images is 100 MB
     return pq.ParquetWriter(file, arrow, write_page_checksum=True, write_batch_size=64)
 
 
@@ -118,7 +118,7 @@ def _bytes_of(value: Any) -> int:
 
 
 def _field(path: Path, name: str, kind: Any) -> FieldType:
-    """The field that a column of an arrow type is."""
+    """The field type of an arrow type. Raises DataError."""
     dims: list[int] = []
     inner = kind
     while hasattr(inner, "value_field"):
@@ -140,7 +140,7 @@ def _field(path: Path, name: str, kind: Any) -> FieldType:
 
 
 def _type(pa: Any, name: str, field: FieldType) -> Any:
-    """The arrow type of a field."""
+    """The arrow type of a field. Raises DataError."""
     if field.type == "bytes":
         return pa.large_binary()
     try:
@@ -155,7 +155,7 @@ def _type(pa: Any, name: str, field: FieldType) -> Any:
 
 
 def _column(pa: Any, values: list[Any], field: FieldType, at: int) -> Any:
-    """Values of one field as an arrow array, arrays by way of their flat values."""
+    """Values of one field as an arrow array; arrays are built from their flat values."""
     shape = field.shape
     if shape is None:
         try:
@@ -166,7 +166,7 @@ def _column(pa: Any, values: list[Any], field: FieldType, at: int) -> Any:
             ) from error
     shapes = np.array([value.shape for value in values], np.int64)  # [rows, dims]
     column = pa.array(np.concatenate([value.reshape(-1) for value in values]))
-    # from the innermost dim outwards: of dim k a row has as many lists as its dims before k multiply to
+    # from the innermost dim outwards: in dim k the number of a row's lists is the product of its dims before k
     for dim in reversed(range(len(shape))):
         lists = shapes[:, :dim].prod(axis=1)
         if shape[dim] == -1:
@@ -179,12 +179,12 @@ def _column(pa: Any, values: list[Any], field: FieldType, at: int) -> Any:
 
 
 def _cells(path: Path, at: int, name: str, column: Any, field: FieldType) -> list[Any]:
-    """The values of a column, in Python's types or as arrays."""
+    """The values of a column, as Python objects or arrays."""
     _no_nulls(path, at, name, column)
     if field.shape is None:
         return column.to_pylist()
     rows = len(column)
-    bounds = np.arange(rows + 1)  # [rows + 1] where each row's lists begin among all lists of the dim
+    bounds = np.arange(rows + 1)  # [rows + 1] start of each row's lists among all lists of the dim
     shapes = np.zeros((rows, len(field.shape)), np.int64)
     for dim, size in enumerate(field.shape):
         if size != -1:

@@ -1,6 +1,7 @@
-"""``.rec``: one bytes field is the payload, numbers and arrays of one dim are side columns, an int ``key`` is the record's key.
+"""``.rec``: one bytes field is the payload, numbers and 1-d arrays are side columns, an int ``key`` is the record's key.
 
-A table with a picture becomes what im2rec writes: MXNet's image header with the labels (all other fields), and a PNG behind it.
+A table with an image becomes image records as im2rec writes them: MXNet's image header with the labels (all other fields), then
+PNG.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats.png import encode_image_column
-from unisono.data.convert.formats.table import Row, Table, shorten, unreadable_error, unwritable_error
+from unisono.data.convert.formats.table import (
+    Row,
+    Table,
+    encode_image_column,
+    shorten,
+    unreadable_error,
+    unwritable_error,
+)
 from unisono.data.mindrecord import FieldType
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
-from unisono.data.recordio.side_columns import RaggedColumn, SideColumn
+from unisono.data.recordio.index import RaggedColumn, SideColumn
 
-_ARRAYS: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")  # what a sidecar keeps
+_ARRAYS: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")  # the dtypes of a sidecar
 
 
 def read(path: Path) -> Table:
-    """The records as rows of ``data`` and the side columns, ``key`` where the records have keys of their own."""
+    """The records as rows of ``data``, the side columns and, unless keys are 0, 1, 2, …, ``key``."""
     file = RecordFile(path)
     columns = dict(file.side)
     if not isinstance(file.keys, range):
@@ -38,7 +45,7 @@ def read(path: Path) -> Table:
         for number, payload in enumerate(file):
             yield {"data": payload, **{name: _value(column, number) for name, column in columns.items()}}
 
-    # of arrays only a record tells the type
+    # only a record shows the dtype of an array
     known = len(file) > 0 or not any(isinstance(column, RaggedColumn) for column in columns.values())
     kinds = {name: _kind(column) for name, column in columns.items()} if known else {}
     return Table(rows=rows(), schema={"data": FieldType(type="bytes"), **kinds} if known else None)
@@ -55,7 +62,7 @@ def _kind(column: SideColumn) -> FieldType:
 
 
 def write(path: Path, table: Table) -> int:
-    """The rows as records; returns how many."""
+    """Write the rows as records; returns their number."""
     kinds: dict[str, str] = {}
     with RecordWriter(path, overwrite=True) as writer:
         for number, row in enumerate(encode_image_column(table).rows):
@@ -71,7 +78,7 @@ def write(path: Path, table: Table) -> int:
                 label = float(labels[0]) if len(labels) == 1 else labels
                 payload = pack_header(ImageHeader(label=label, id=number), payload)
             for name, value in side.items():
-                # the column would have floats in the place of ints, or refuse without a row at the very end
+                # else the column would turn ints into floats, or fail at the end without naming a row
                 kind = value.dtype.str if isinstance(value, np.ndarray) else type(value).__name__
                 if kinds.setdefault(name, kind) != kind:
                     raise unwritable_error(

@@ -1,11 +1,13 @@
-"""What all formats share: rows, what is known of their types, and the errors that name row and field.
+"""Tables of typed rows, common to all formats, and their errors.
 
-A row is named values: bool, int, float, str, bytes, or a NumPy array of numbers. A field's type is the name of a NumPy dtype,
-``string`` or ``bytes``; an array has a shape besides, in which −1 is any size.
+A row is a mapping of names to values: bool, int, float, str, bytes, or a NumPy array of numbers. A field's type is the name of a
+NumPy dtype, ``string`` or ``bytes``; an array also has a shape, in which −1 is any size.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,21 +15,22 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unisono.data.mindrecord import FieldType
 from unisono.errors import DataError, nearest_name
 
 Row = Mapping[str, Any]
-MAX_RECORD_BYTES: Final = 1 << 28  # of one record, line, member or array: what a length may ask for
+MAX_RECORD_BYTES: Final = 1 << 28  # of one record, line, member or array: limits what a length in a file can allocate
 _SCALARS: Final[dict[type, str]] = {bool: "bool", int: "int64", float: "float64", str: "string", bytes: "bytes"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows and what is known before the first one is read. The rows are read once.
+    """Rows, which are read once, and what is known before.
 
-    ``schema``: type and shape of each field, None where only the rows tell. ``image``: the field that is a picture, uint8
-    [H, W] or [H, W, 3]; a format without such arrays holds it as PNG, which loses nothing.
+    ``schema``: type and shape of each field; None if only the rows determine it. ``image``: the field that is an image, uint8
+    [H, W] or [H, W, 3]; formats without such arrays hold it as PNG.
     """
 
     rows: Iterable[Row]
@@ -36,17 +39,17 @@ class Table:
 
 
 def unwritable_error(given: str, rule: str, nearest: str) -> DataError:
-    """The target cannot hold what is given."""
+    """The error for values that the target cannot hold."""
     return DataError(given=given, rule=rule, consequence="nothing was written", nearest=nearest)
 
 
 def unreadable_error(given: str, rule: str, nearest: str) -> DataError:
-    """The source is not what its format says, or holds what no row can."""
+    """The error for a source that violates its format, or holds values that no row can."""
     return DataError(given=given, rule=rule, consequence="nothing from there on was read", nearest=nearest)
 
 
 def damaged_error(path: Path, offset: int, what: str, *, record: int | None = None) -> DataError:
-    """A file that is not as it was written."""
+    """The error for a damaged file."""
     place = f"offset {offset}" if record is None else f"record {record} at offset {offset}"
     return unreadable_error(
         f"{path}: {place}: {what}", "a file is read as its format says, every byte of it", "a whole copy of the file"
@@ -54,7 +57,7 @@ def damaged_error(path: Path, offset: int, what: str, *, record: int | None = No
 
 
 def select_columns(table: Table, columns: Sequence[str]) -> Table:
-    """The table with these fields only, in this order. Raises DataError for a name that is no field."""
+    """The table with only these fields, in this order. Raises DataError for an unknown field."""
 
     def rows() -> Iterator[Row]:
         for number, row in enumerate(table.rows):
@@ -69,7 +72,7 @@ def select_columns(table: Table, columns: Sequence[str]) -> Table:
 
 
 def check_columns(columns: Sequence[str], fields: Collection[str], where: str) -> None:
-    """Raises DataError for a name that is none of the fields."""
+    """Raise DataError for a column that is not a field."""
     for name in columns:
         if name not in fields:
             nearest = nearest_name(name, fields)
@@ -77,7 +80,7 @@ def check_columns(columns: Sequence[str], fields: Collection[str], where: str) -
 
 
 def kind_of(name: str, value: Any) -> FieldType:
-    """The field that a value is of. The first dim of an array may be another in other rows."""
+    """The field type of a value. The first dim of an array may differ in other rows."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         if array.ndim and array.dtype.kind in "biuf":
@@ -93,7 +96,7 @@ def kind_of(name: str, value: Any) -> FieldType:
 
 
 def infer_schema(table: Table) -> tuple[dict[str, FieldType], Iterator[Row]]:
-    """The fields, from the first row where the table does not say them, and all rows."""
+    """The schema, inferred from the first row if the table has none, and all rows."""
     rows = iter(table.rows)
     if table.schema is not None:
         return table.schema, rows
@@ -108,7 +111,7 @@ def infer_schema(table: Table) -> tuple[dict[str, FieldType], Iterator[Row]]:
 
 
 def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name: str) -> Iterator[Row]:
-    """The rows as they come. Raises DataError for one that has not exactly the fields of ``schema``, each of its type."""
+    """Yield the rows. Raises DataError for a row without exactly the fields of ``schema``, each of its type."""
     for number, row in enumerate(rows):
         if row.keys() != schema.keys():
             off = [f"no {name!r}" for name in schema if name not in row] + [repr(n) for n in row if n not in schema]
@@ -127,8 +130,37 @@ def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name
         yield row
 
 
+def encode_png(image: NDArray[np.uint8]) -> bytes:
+    """A grey [H, W] or colour [H, W, 3] uint8 image as PNG (W3C PNG, 8 bits a sample, no row filters), without loss."""
+    height, width = image.shape[:2]
+    # each row starts with the number of its filter: 0, none
+    rows = np.zeros((height, 1 + image[0].size), np.uint8)
+    rows[:, 1:] = image.reshape(height, -1)
+    colour = 2 if image.ndim == 3 else 0
+    head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    )
+
+
+def encode_image_column(table: Table) -> Table:
+    """The table with its image field, if it has one, encoded as PNG."""
+    image = table.image
+    if image is None:
+        return table
+
+    def rows() -> Iterator[Row]:
+        for row in table.rows:
+            picture: NDArray[Any] = row[image]
+            yield {**row, image: encode_png(picture)}
+
+    schema = None if table.schema is None else {**table.schema, image: FieldType(type="bytes")}
+    return replace(table, rows=rows(), schema=schema, image=None)
+
+
 def shorten(value: Any) -> str:
-    """A value as an error names it: what it is, and itself where that is short."""
+    """A value for an error text: its type, and itself if it is short."""
     if isinstance(value, np.ndarray):
         array = cast("np.ndarray[Any, Any]", value)
         return f"an array of {array.dtype} and shape {list(array.shape)}"

@@ -1,11 +1,11 @@
-"""``.tar``, ``.tar.gz``: webdataset's samples. Members ``a/0001.cls`` and ``a/0001.png`` next to each other are a row with the
-key ``a/0001`` and fields ``cls`` and ``png``: the name up to the first dot of its last part, and what is behind it.
+"""``.tar``, ``.tar.gz``: webdataset's samples. Adjacent members ``a/0001.cls`` and ``a/0001.png`` are a row with the key
+``a/0001`` and the fields ``cls`` and ``png``; the key ends at the first dot of the file name.
 
-    .cls   int      .txt, .json  str (UTF-8)      .npy  array, or a float or int where it has no dims      else bytes
+    .cls   int      .txt, .json  str (UTF-8)      .npy  array, or a float or int without dims      else bytes
 
-are the types that webdataset's decoder gives them too. One of these behind another part is the type alone: ``0001.label.cls`` is
-the int ``label``, and ``.bin`` the same for bytes. Headers: POSIX.1-2001 (ustar, pax) and GNU's long names. Members are
-never unpacked to disk; what is no plain file or folder, or would lie elsewhere, is refused all the same.
+These are the types of webdataset's decoder. After another extension they only give the type: ``0001.label.cls`` is the int
+``label``, and likewise ``.bin`` for bytes. Headers: POSIX.1-2001 (ustar, pax) and GNU's long names. Members are never unpacked
+to disk; links, devices and paths outside the archive are refused nevertheless.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def write(path: Path, table: Table) -> int:
-    """The rows as samples, ``__key__`` or else the row's number in nine digits as the key; returns how many."""
+    """Write the rows as samples with the key ``__key__``, or the row's number in nine digits; returns their number."""
     count, before = 0, None
     with new_file(path) as file, tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for row in table.rows:
@@ -102,7 +102,7 @@ def write(path: Path, table: Table) -> int:
 
 
 def _members(path: Path) -> Iterator[tuple[str, int, bytes]]:
-    """Name, place and content of each file in the archive."""
+    """Name, offset and content of each file in the archive."""
     with ByteSource(path) as source:
         extra: dict[str, str] = {}
         while True:
@@ -151,7 +151,7 @@ def _content(source: ByteSource, size: int) -> bytes:
 
 
 def _header(path: Path, offset: int, header: bytes) -> tuple[str, str, int]:
-    """Type, name and size of a member, once its checksum is right."""
+    """Type, name and size of a member. Raises DataError for a wrong checksum."""
     try:
         stored = _octal(header[148:156])
         if stored != sum(header[:148]) + sum(header[156:]) + 8 * ord(" "):
@@ -175,11 +175,11 @@ def _octal(digits: bytes) -> int:
 
 
 def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, str]:
-    """What an extra header says of the member behind it: pax records, or GNU's name."""
+    """The fields of an extra header for the next member: pax records, or GNU's long name."""
     try:
         if kind == "L":
             return {"path": content.rstrip(b"\0").decode()}
-        found: dict[str, str] = {}
+        fields: dict[str, str] = {}
         at = 0
         while at < len(content):
             match = _PAX.match(content, at)
@@ -189,9 +189,9 @@ def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, 
             name = match[2].decode()
             if name.startswith("GNU.sparse"):
                 raise ValueError("a sparse file")
-            found[name] = content[match.end() : end - 1].decode()
+            fields[name] = content[match.end() : end - 1].decode()
             at = end
-        return found
+        return fields
     except ValueError as error:
         raise damaged_error(path, offset, f"no extra header of a tar archive: {error}") from error
 
@@ -234,7 +234,7 @@ def _decode(extension: str, content: bytes) -> Any:
 
 
 def _encode(number: int, name: str, value: Any) -> tuple[str, bytes]:
-    """Extension and content of a field: its own name where that is read back as the type of the value."""
+    """Extension and content of a field; the extension is the field's name if that is read back as the value's type."""
     is_array = isinstance(value, np.ndarray) and cast("NDArray[Any]", value).dtype.kind in "biuf"
     kind = float if is_array and value.ndim else type(value)
     if kind not in _TYPES or not re.fullmatch(r"[^/\0]*[^./\0]", name) or name.startswith("."):
@@ -262,7 +262,7 @@ def _to_npy(array: NDArray[Any]) -> bytes:
 
 
 def _from_npy(content: bytes) -> Any:
-    # not by NumPy's reader, which takes the header for Python and raises whatever that raises
+    # not with NumPy's reader, which evaluates the header as Python and raises arbitrary errors
     wide = content[6:7] == b"\x02"
     begin = 12 if wide else 10
     begin += int.from_bytes(content[8:begin], "little")

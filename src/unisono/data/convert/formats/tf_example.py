@@ -1,10 +1,10 @@
-"""``tf.Example`` out of its protocol buffer bytes, and nothing else of protocol buffers.
+"""Decode ``tf.Example`` from the protocol buffer wire format.
 
-    Example   1: Features       Features  1: map entry, again and again       entry    1: name  2: Feature
-    Feature   1: BytesList  2: FloatList  3: Int64List        each list  1: value, again and again, numbers also packed
+    Example   1: Features       Features  1: map entry, repeated       entry    1: name  2: Feature
+    Feature   1: BytesList  2: FloatList  3: Int64List        each list  1: value, repeated, numbers also packed
 
-Wire format: Protocol Buffers encoding guide. Functions raise ValueError saying what is wrong; who calls them knows the record.
-No message is nested in itself, so no depth is anyone else's choice.
+Wire format: Protocol Buffers encoding guide. Functions raise ValueError; the caller adds the record. No message contains itself,
+so the nesting depth is bounded.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ FeatureValues = list[bytes] | NDArray[Any]
 
 
 def read_example(data: bytes) -> dict[str, FeatureValues]:
-    """The features by name, in their order: a list of bytes, or float32 or int64 [values]."""
-    found: dict[str, FeatureValues] = {}
+    """The features by name, in order: a list of bytes, or float32 or int64 [values]."""
+    example: dict[str, FeatureValues] = {}
     for features in _messages(memoryview(data), 1):
         for entry in _messages(features, 1):
             name, values = _entry(entry)
-            if name in found:
+            if name in example:
                 raise ValueError(f"it has feature {name!r} twice")
-            found[name] = values
-    return found
+            example[name] = values
+    return example
 
 
 def _entry(entry: memoryview) -> tuple[str, FeatureValues]:
@@ -54,7 +54,7 @@ def _feature(feature: memoryview) -> FeatureValues:
 
 
 def _bytes_list(content: memoryview) -> list[bytes]:
-    return [bytes(each) for each in _messages(content, 1)]
+    return [bytes(value) for value in _messages(content, 1)]
 
 
 def _float_list(content: memoryview) -> NDArray[Any]:
@@ -79,7 +79,7 @@ _READERS: Final[dict[int, Callable[[memoryview], FeatureValues]]] = {1: _bytes_l
 
 
 def _varints(content: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Varints one after the other: 7 bits a byte, the low ones first, the top bit set in all but the last byte."""
+    """Concatenated varints: 7 bits per byte, low bits first, the top bit set in all but the last byte."""
     if not content.size:
         return np.empty(0, np.int64)
     ends = np.flatnonzero(content < 0x80) + 1
@@ -104,7 +104,7 @@ def _messages(data: memoryview, wanted: int) -> Iterator[memoryview]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int, memoryview]]:
-    """Number, wire type and content of each field; of an integer the bytes of its varint."""
+    """Number, wire type and content of each field; the content of an integer is its varint."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -1,4 +1,5 @@
-"""``.tfrecord``, ``.tfrecords``: TensorFlow's records, both checksums of each compared, ``tf.Example`` as fields.
+"""``.tfrecord``, ``.tfrecords``: TensorFlow's records, with both checksums verified, and the features of ``tf.Example`` as
+fields.
 
 u64 length | u32 masked CRC-32C of the length | the record | u32 masked CRC-32C of the record       all little-endian
 """
@@ -24,10 +25,10 @@ _CRC: Final = struct.Struct("<I")
 
 
 def read(path: Path, arrays: Collection[str] = ()) -> Table:
-    """The records as rows of their features, if the first is a ``tf.Example``; else as rows of ``data``, and a warning says so.
+    """The records as rows of their features if the first is a ``tf.Example``; else, with a warning, as rows of ``data``.
 
-    A feature with one value is that value (bytes, int, or a float that was float32), with any other number of values an int64
-    or float32 array [values]; those named in ``arrays`` are arrays in each row. Raises DataError for a list of several bytes.
+    A feature with one value is that value (bytes, int, or a float that was float32), else an int64 or float32 array [values];
+    features in ``arrays`` are arrays in every row. Raises DataError for several bytes values.
     """
     records = _records(path)
     first = next(records, None)

@@ -1,7 +1,4 @@
-"""Images, text, tables and what functions make, packed into record files: in parallel, to the same bytes however often cut short.
-
-Names are loaded on first use.
-"""
+"""Pack images, text, tables and results of functions into record files, in parallel and resumable to the same bytes."""
 
 import lazy_loader
 

@@ -1,9 +1,10 @@
 from .image_encoding import ImageOptions as ImageOptions
-from .image_files import pack_images as pack_images
-from .image_rows import pack_image_rows as pack_image_rows
+from .images import pack_image_rows as pack_image_rows
+from .images import pack_images as pack_images
 from .inspection import RecordStats as RecordStats
 from .inspection import record_sheet as record_sheet
 from .inspection import record_stats as record_stats
+from .pack_job import PackOptions as PackOptions
 from .pack_job import PackResult as PackResult
 from .record_schema import RecordSchema as RecordSchema
 from .tables import pack_function as pack_function

@@ -1,7 +1,7 @@
-"""One image file to what a record keeps: the bytes as they are, or cropped, resized and encoded again as im2rec does.
+"""The image of a record: the input's bytes, or the image cropped, resized and encoded again as im2rec does.
 
-In im2rec's order: orientation of EXIF applied (its reader does so), the largest centred square cut out, the short side resized.
-Resizing is Pillow's bilinear with antialiasing, where im2rec has OpenCV's without; sizes are the same.
+The order is im2rec's: apply the EXIF orientation, cut the largest centred square, resize the short side. Resizing is Pillow's
+bilinear with antialiasing, where im2rec has OpenCV's without; the sizes are the same.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _EXIF_ORIENTATION = 0x0112
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions:
-    """What is done to each image. Where nothing asks for pixels its bytes stay untouched (``passes_through``).
+    """Processing of each image; by default its bytes stay unchanged (``passes_through``).
 
-    ``resize``: of the short side, in pixels. ``quality``: of JPEG, 1 to 100, 95 where only others ask for pixels. ``tiles``:
-    restart markers, without loss where the bytes stay. ``exif``: turn the pixels as a JPEG's orientation says, since
-    encoding again drops it.
+    ``resize``: the short side, in pixels. ``quality``: of JPEG, 1 to 100; 95 if another option encodes again. ``tiles``: restart
+    markers, without loss if the bytes pass through. ``exif``: apply a JPEG's orientation, which encoding again would drop.
     """
 
     resize: int | None = None
@@ -48,7 +47,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedImage:
-    """What the record keeps of an image. ``tiles``: bytes per tile, empty where it has none; None where not asked for."""
+    """The image of a record. ``tiles``: bytes per tile, empty if it has none, None if not requested."""
 
     data: bytes
     width: int
@@ -57,8 +56,8 @@ class EncodedImage:
 
 
 def encode_image(raw: bytes, options: ImageOptions) -> EncodedImage:
-    """Raises DataError for what is no whole image as far as was looked: all of it where pixels are made, else its header, and
-    of JPEG and PNG its end."""
+    """Process an image. Raises DataError for an invalid image: checks all of it if it is encoded again, else its header and, of
+    JPEG and PNG, its end."""
     info = probe(raw)
     check_pixels(info.width, info.height, options.max_pixels)
     if options.passes_through:
@@ -73,7 +72,7 @@ def encode_image(raw: bytes, options: ImageOptions) -> EncodedImage:
 
 
 def _check_end(raw: bytes, info: ImageInfo) -> None:
-    """Without decoding a file that was cut is known by its missing end, which entropy-coded data cannot contain."""
+    """Detect a truncated file without decoding: its end marker is missing, which entropy-coded data cannot contain."""
     if info.jpeg is not None and raw.rfind(b"\xff\xd9") < info.jpeg.scan_at:
         raise _cut(f"a JPEG of {len(raw)} bytes without an end marker")
     if info.format == "PNG" and b"IEND" not in raw[-64:]:
@@ -86,7 +85,7 @@ def _pixels(raw: bytes, info: ImageInfo, options: ImageOptions) -> Pixels:
     if options.center_crop:
         height = width = min(height, width)
     target = _resized(height, width, options.resize) if options.resize else (height, width)
-    # Twice the size that is needed: what the DCT leaves out then does not show, and antialiasing has something to do.
+    # Decode at twice the size at least: the scaled DCT is then not visible, and antialiasing has an effect.
     least = (2 * target[0], 2 * target[1]) if options.resize else None
     pixels = decode(raw, max_pixels=options.max_pixels, color=options.color or "rgb", min_size=least)
     if options.center_crop:
@@ -112,7 +111,7 @@ def _scaled(pixels: Pixels, height: int, width: int) -> Pixels:
 
 
 def _orientation(raw: bytes) -> int:
-    """1 to 8, 1 where none is said (EXIF 2.32, 4.6.4)."""
+    """EXIF orientation, 1 to 8; 1 if there is none (EXIF 2.32, 4.6.4)."""
     from PIL import JpegImagePlugin
 
     try:
@@ -148,7 +147,7 @@ def _encoded(pixels: Pixels, options: ImageOptions) -> bytes:
 
 
 def _tiles(data: bytes) -> NDArray[np.uint32]:
-    """uint32 in all records, where ``to_column`` may give uint16: a side column is of one type."""
+    """Bytes per tile as uint32, because a side column has one dtype and ``to_column`` may return uint16."""
     grid = tile_grid(data)
     return np.empty(0, np.uint32) if grid is None else grid.to_column().astype(np.uint32)
 

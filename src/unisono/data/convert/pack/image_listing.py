@@ -1,11 +1,11 @@
-"""Which images there are, their labels and their order; and what is wrong with them, as far as that is cheap to tell.
+"""List images with labels and order, and the bad ones as far as a cheap check shows.
 
-    a folder    class = the folder an image lies in, numbered in the order of the folders' paths; order: folder by folder,
-                names in order. Both are what im2rec --recursive does.
+    a folder    class = the folder of an image, numbered in the order of the folders' paths; images in the order of their paths.
+                Both as in im2rec --recursive.
     a .lst      MXNet's: integer index, tab, label or labels, tab, path; in the order of its lines
-    a .csv      path,label or path,label,label…, below a line of names; a single column of names becomes classes in order
+    a .csv      path,label or path,label,label…, below a header line; a single column of names becomes classes, sorted
 
-Each image's first bytes are read, none is decoded.
+Reads the first bytes of each image and decodes none.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class BadInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListedImage:
-    """An image to be packed; ``name`` is its path from the root, with forward slashes."""
+    """An image to pack; ``name`` is its path from the root, with forward slashes."""
 
     name: str
     labels: tuple[float, ...]
     key: int
-    stamp: tuple[int, int]  # size and mtime_ns, to know it again
+    stamp: tuple[int, int]  # size and mtime_ns, to detect a change
 
 
 @dataclass(kw_only=True, slots=True)
 class ImageListing:
-    """All that was found. ``classes`` are names in the order of their labels, empty where labels were given as numbers."""
+    """Images and bad inputs. ``classes``: names in the order of their labels, empty if labels are numbers."""
 
     root: Path
     samples: list[ListedImage] = field(default_factory=list[ListedImage])
     classes: list[str] = field(default_factory=list[str])
     bad: list[BadInput] = field(default_factory=list[BadInput])
-    left_out: int = 0  # files of a folder whose names are not those of images
+    left_out: int = 0  # files of a folder without an image suffix
 
 
 def list_images(source: Path, *, root: Path | None = None, follow_links: bool = False) -> ImageListing:
     """The images of a folder, a ``.lst`` or a ``.csv``; paths in lists are relative to ``root``, by default the list's folder.
 
-    Links that lead out of the folder, and links to folders, are bad inputs unless ``follow_links``. Raises DataError for a
-    source that is none of the three, or where nothing is listed.
+    Links to folders, and links out of the folder, are bad inputs unless ``follow_links``. Raises DataError for any other
+    source, or one without images.
     """
     if source.is_dir():
         listing = ImageListing(root=source)
@@ -88,18 +88,18 @@ def shuffle_by_hash(names: list[str], salt: str) -> list[int]:
 
 
 def label_problem(labels: Sequence[float]) -> str | None:
-    """Why MXNet's header, whose labels are 32-bit floats, cannot hold these; fractions are rounded, and that is known."""
+    """Why MXNet's header cannot hold these labels, or None. Its labels are 32-bit floats; fractions may be rounded."""
     large = [label for label in labels if label == label // 1 and abs(label) > _MAX_INTEGER]
     return f"label {large[0]:.0f}, which a 32-bit float does not hold" if large else None
 
 
 def _list_folder(listing: ImageListing, follow_links: bool) -> None:
-    found = sorted(_walk(listing, (), set(), follow_links), key=lambda parts: (parts[:-1], parts[-1]))
-    folders = sorted({parts[:-1] for parts in found})
+    paths = sorted(_walk(listing, (), set(), follow_links), key=lambda parts: (parts[:-1], parts[-1]))
+    folders = sorted({parts[:-1] for parts in paths})
     numbers = {folder: number for number, folder in enumerate(folders)}
     if folders != [()]:
         listing.classes = ["/".join(folder) or "." for folder in folders]
-    for key, parts in enumerate(found):
+    for key, parts in enumerate(paths):
         _add(listing, "/".join(parts), (numbers[parts[:-1]],), key)
 
 
@@ -117,7 +117,7 @@ def _walk(listing: ImageListing, parts: tuple[str, ...], above: set[str], follow
     for entry in entries:
         here = (*parts, entry.name)
         printable = entry.name.encode("utf-8", "backslashreplace").decode()
-        if printable != entry.name:  # bytes that are no UTF-8 come as lone surrogates
+        if printable != entry.name:  # bytes that are not UTF-8 appear as lone surrogates
             listing.bad.append(BadInput(path="/".join((*parts, printable)), reason="its name is not UTF-8"))
         elif entry.is_dir():
             if entry.is_symlink() and not follow:
@@ -167,11 +167,11 @@ def _csv_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
             "that line; other tables are packed by --kind rows",
         )
     body = [(number, row) for number, row in enumerate(rows[1:], 2) if row]
-    for number, row in [each for each in body if len(each[1]) != len(rows[0])]:
+    for number, row in [line for line in body if len(line[1]) != len(rows[0])]:
         listing.bad.append(
             BadInput(path=f"{source.name}:{number}", reason=f"{len(row)} cells under {len(rows[0])} names")
         )
-    body = [each for each in body if len(each[1]) == len(rows[0])]
+    body = [line for line in body if len(line[1]) == len(rows[0])]
     named = len(rows[0]) == 2 and not all(_is_number(row[1]) for _, row in body)
     if named:
         listing.classes = sorted({row[1] for _, row in body})
@@ -208,7 +208,7 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
             listing.bad.append(BadInput(path=name, reason="not a file"))
             return
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
+            status = os.fstat(file.fileno())
             begin = file.read(8)
     except OSError as error:
         listing.bad.append(BadInput(path=name, reason=f"it cannot be read: {error.strerror}"))
@@ -216,10 +216,12 @@ def _add(listing: ImageListing, name: str, labels: tuple[float, ...], key: int) 
     if not begin.startswith(_BEGINNINGS):
         what = f"begins with {begin.hex(' ')}" if begin else "is empty"
         listing.bad.append(BadInput(path=name, reason=f"not an image that is read here: it {what}"))
-    elif found.st_size > MAX_RECORD_BYTES:
-        listing.bad.append(BadInput(path=name, reason=f"{found.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}"))
+    elif status.st_size > MAX_RECORD_BYTES:
+        listing.bad.append(BadInput(path=name, reason=f"{status.st_size:,} bytes, more than {MAX_RECORD_BYTES:,}"))
     else:
-        listing.samples.append(ListedImage(name=name, labels=labels, key=key, stamp=(found.st_size, found.st_mtime_ns)))
+        listing.samples.append(
+            ListedImage(name=name, labels=labels, key=key, stamp=(status.st_size, status.st_mtime_ns))
+        )
 
 
 def _inside(root: Path, path: Path) -> bool:

@@ -1,7 +1,7 @@
-"""What a file of records or tokens holds, in numbers and as a page of pictures.
+"""Statistics of a file of records or tokens, and a page of its images.
 
-Numbers come from indexes and side columns, over all records at once. Labels and sizes of images that no side column has come from
-some records, evenly spread over the file, and ``sampled`` says how many.
+Statistics come from the index and the side columns of all records. Labels and image sizes without a side column come from evenly
+spread records, whose number is ``sampled``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.image import contact_sheet, decode, probe
 from unisono.data.recordio import RecordFile, unpack_header
-from unisono.data.recordio.side_columns import RaggedColumn
+from unisono.data.recordio.index import RaggedColumn
 from unisono.data.tokens.shards import open_tokens
 from unisono.errors import DataError
 
@@ -26,7 +26,7 @@ _SHEET: Final = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantiles:
-    """Of a set of numbers."""
+    """Quantiles of a set of numbers."""
 
     least: float
     p10: float
@@ -39,8 +39,8 @@ class Quantiles:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordStats:
     """``spreads``: of "payload bytes", "width px", "height px", "label", or of "document tokens" of token shards.
-    ``labels``: how many records (of several labels: how often) each label has; empty where there are none, or too many.
-    ``sampled``: how many records labels and image sizes were taken from, 0 where from all or none."""
+    ``labels``: count of each label; empty if there are none, or too many. ``sampled``: number of records read for labels and
+    image sizes; 0 if all or none."""
 
     records: int
     bytes: int
@@ -50,24 +50,24 @@ class RecordStats:
 
 
 def record_stats(file: Path) -> RecordStats:
-    """Of a ``.rec``, or a ``.bin`` of tokens. Raises DataError for others, and for what is damaged."""
+    """Statistics of a ``.rec``, or a ``.bin`` of tokens. Raises DataError for other or damaged files."""
     if file.suffix == ".bin":
         shard = open_tokens([file]).shards[0]
         sizes = np.diff(shard.starts, append=shard.tokens.size) - 1  # without the token that ends a document
         spreads = {"document tokens": _spread(sizes)} if sizes.size else {}
         return RecordStats(records=sizes.size, bytes=shard.tokens.nbytes, spreads=spreads, labels={}, sampled=0)
     records = _records(file)
-    found: dict[str, NDArray[Any]] = {"payload bytes": records.lengths}
+    columns: dict[str, NDArray[Any]] = {"payload bytes": records.lengths}
     sampled = 0
     if {"label", "width", "height"} <= records.side.keys():
         label = records.side["label"]
-        found["label"] = np.concatenate(label.tolist()) if isinstance(label, RaggedColumn) else label
-        found |= {"width px": np.asarray(records.side["width"]), "height px": np.asarray(records.side["height"])}
+        columns["label"] = np.concatenate(label.tolist()) if isinstance(label, RaggedColumn) else label
+        columns |= {"width px": np.asarray(records.side["width"]), "height px": np.asarray(records.side["height"])}
     elif (seen := _sampled(records)) is not None:
         sampled = len(seen["width px"])
-        found |= seen
-    spreads = {name: _spread(values) for name, values in found.items() if len(values)}
-    values, counts = np.unique(found.get("label", np.empty(0)), return_counts=True)
+        columns |= seen
+    spreads = {name: _spread(values) for name, values in columns.items() if len(values)}
+    values, counts = np.unique(columns.get("label", np.empty(0)), return_counts=True)
     labels = dict(zip(values.tolist(), counts.tolist(), strict=True)) if len(values) <= _CLASSES else {}
     return RecordStats(records=len(records), bytes=file.stat().st_size, spreads=spreads, labels=labels, sampled=sampled)
 
@@ -75,7 +75,7 @@ def record_stats(file: Path) -> RecordStats:
 def record_sheet(file: Path) -> bytes:
     """A PNG of up to 64 images of a ``.rec``, evenly spread over it, each with its number and its label or labels.
 
-    Raises DataError where it holds no image records.
+    Raises DataError for records that are not images.
     """
     records = _records(file)
     images: list[NDArray[np.uint8]] = []
@@ -83,13 +83,13 @@ def record_sheet(file: Path) -> bytes:
     for number in _spaced(len(records), _SHEET):
         header, image = unpack_header(records.read(number))
         images.append(decode(image))
-        told = np.atleast_1d(np.asarray(header.label)).tolist()
-        labels.append(f"{number}: {', '.join(f'{label:g}' for label in told)}")
+        values = np.atleast_1d(np.asarray(header.label)).tolist()
+        labels.append(f"{number}: {', '.join(f'{label:g}' for label in values)}")
     return contact_sheet(images, labels)
 
 
 def _sampled(records: RecordFile) -> dict[str, NDArray[Any]] | None:
-    """Labels, widths and heights of some records; None where they are no image records."""
+    """Labels, widths and heights of evenly spread records; None if they are not images."""
     labels: list[float] = []
     sizes: list[tuple[int, int]] = []
     try:

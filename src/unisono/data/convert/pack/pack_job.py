@@ -1,4 +1,4 @@
-"""What every kind of packing shares: where shards are cut, their names, the report, and going on after a kill."""
+"""Pack jobs of any kind: options, ends and names of shards, the report, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -25,15 +25,31 @@ from unisono.data.convert.pack.resumable_shards import (
     bad_inputs_error,
     open_partial_target,
 )
+from unisono.data.convert.table_files import files_of
 from unisono.storage.files import write_atomically
 
-UNSPLIT: Final = "all"  # the series of what is not split
+UNSPLIT: Final = "all"  # the series of inputs without a split
 OnError = Literal["fail", "skip"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PackOptions:
+    """How inputs are packed, of any kind.
+
+    A file ends with the record that fills ``shard_bytes``; None is one file, for text 512 MiB. ``shards``: number of files of
+    equal numbers of inputs (images that are files). ``workers``: processes, 0 = this one; by default by cores and inputs.
+    ``on_error``: a bad input ends the job, or is skipped and reported.
+    """
+
+    shard_bytes: int | None = None
+    shards: int = 1
+    workers: int | None = None
+    on_error: OnError = "fail"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PackResult:
-    """What became of the inputs. ``splits``: records of each part; ``empty``: inputs that gave no record and were not bad."""
+    """The outcome. ``num_empty``: inputs without a record that are not bad; ``splits``: number of records of each part."""
 
     files: tuple[Path, ...]
     num_inputs: int
@@ -47,8 +63,8 @@ class PackResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackJob:
-    """``identity``: all that decides the bytes of the target. ``beside``: small files written beside it, by suffix.
-    ``bad``, ``left_out``: of the listing."""
+    """``identity``: everything that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
+    ``bad``, ``left_out``: from the listing."""
 
     source: str
     target: Path
@@ -64,51 +80,57 @@ class PackJob:
 
 
 def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool = False) -> PackResult:
-    """Write the target's files, whole and under their names, or none of them; then its report.
+    """Write all of the target's files or none, then its report.
 
-    ``numbered``: their number is in their names even where it is one file. Raises DataError for a target that exists and,
-    where ``on_error`` is "fail", for bad inputs; the report is written then too.
+    ``numbered``: also a single file has a number in its name. Raises DataError for a target that exists and, if ``on_error`` is
+    "fail", for bad inputs; these are reported too.
     """
     part = job.target.with_name(f"{job.target.name}.part")
-    names = [each.name for each in series]
+    names = [part_series.name for part_series in series]
     if not (part / "ending.json").exists():
         _refuse_existing(job.target, names)
     if job.on_error == "fail" and job.bad:
         _write_report(job, job.bad, None)
         raise bad_inputs_error(job.bad)
     identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode(job.identity))
-    with open_partial_target(part, f"{identity} of {job.source}\n".encode()) as work:
-        ending = work.ending()
-        if ending is None:
+    with open_partial_target(part, f"{identity} of {job.source}\n".encode()) as partial:
+        plan = partial.planned()
+        if plan is None:
             _refuse_existing(job.target, names)
             try:
-                journals = _build(work, series, fail=job.on_error == "fail")
+                journals = _build(partial, series, fail=job.on_error == "fail")
             except BadInputError as error:
                 _write_report(job, [error.bad], None)
                 raise bad_inputs_error([error.bad]) from None
-            ending = CommitPlan(journals=journals, moves=_moves(job.target, journals, numbered))
-            work.decide(ending)
-        packed = _packed(job, ending)
+            plan = CommitPlan(journals=journals, moves=_moves(job.target, journals, numbered))
+            partial.plan(plan)
+        result = _result(job, plan)
         for suffix, text in job.side_files.items():
             write_atomically(job.target.with_name(job.target.name + suffix), text.encode())
-        _write_report(job, packed.bad, packed)
-        work.end(ending, job.target.parent)
-    return packed
+        _write_report(job, result.bad, result)
+        partial.commit(plan, job.target.parent)
+    return result
 
 
 def cut_by_bytes(shard_bytes: int | None) -> ShardCut:
-    """Shards that end with the record which fills them; one shard where None."""
+    """Shards end with the record that fills them; None means one shard."""
     return lambda _stop, size: shard_bytes is not None and size >= shard_bytes
 
 
 def cut_by_count(inputs: int, shards: int) -> ShardCut:
-    """``shards`` shards of equal numbers of inputs, the first ones of one more where that does not come out even."""
+    """``shards`` shards of equal numbers of inputs, ± 1."""
     ends = {inputs * (number + 1) // shards for number in range(shards)}
     return lambda stop, _size: stop in ends and stop < inputs
 
 
+def file_stamps(source: Path) -> list[tuple[str, int, int]]:
+    """(name, size, mtime_ns) of the files of a table, by which a change is detected."""
+    files = [(path.name, path.stat()) for path in files_of(source) if path.exists()]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in files]
+
+
 def check_suffix(target: Path, known: Iterable[str], kind: str) -> None:
-    """Raises DataError where ``kind`` is not written to such a file."""
+    """Raise DataError if inputs of ``kind`` cannot be packed into such a file."""
     if target.suffix not in known:
         raise unwritable_error(
             f"{target}, whose suffix is {target.suffix!r}",
@@ -117,32 +139,31 @@ def check_suffix(target: Path, known: Iterable[str], kind: str) -> None:
         )
 
 
-def _build(work: PartialTarget, series: Sequence[ShardSeries], *, fail: bool) -> dict[str, list[ShardJournal]]:
-    totals = [each.total for each in series]
+def _build(partial: PartialTarget, series: Sequence[ShardSeries], *, fail: bool) -> dict[str, list[ShardJournal]]:
+    totals = [part.total for part in series]
     progress = PackProgress(None if None in totals else sum(total or 0 for total in totals))
-    return {each.name: work.build(each, progress, fail=fail) for each in series}
+    return {part.name: partial.build(part, progress, fail=fail) for part in series}
 
 
 def _refuse_existing(target: Path, series: Sequence[str]) -> None:
-    """The target, and what is named as one of its parts or shards."""
+    """Raise DataError if the target, or a file named like one of its parts or shards, exists."""
     parts = "|".join(f"-{name}" for name in series if name != UNSPLIT)
     ours = re.compile(rf"{re.escape(target.stem)}({parts})?(-[0-9]{{5}}(-of-[0-9]{{5}})?)?{re.escape(target.suffix)}")
     if not target.parent.is_dir():
         raise unwritable_error(
             f"{target}, in a folder that is not there", "a target's folder exists", f"mkdir -p {target.parent}"
         )
-    there = sorted(each for each in target.parent.iterdir() if ours.fullmatch(each.name))
-    if there:
+    existing = sorted(path for path in target.parent.iterdir() if ours.fullmatch(path.name))
+    if existing:
         raise unwritable_error(
-            f"{there[0]}, which exists",
+            f"{existing[0]}, which exists",
             "a target, its parts and its shards are written once",
             "another name for the target",
         )
 
 
 def _moves(target: Path, journals: Mapping[str, list[ShardJournal]], numbered: bool) -> dict[str, str]:
-    """SERIES-NNNNN/FILE to the name it gets, indexes before what they index. MindRecord's files hold their own names, and
-    keep them."""
+    """SERIES-NNNNN/FILE → final name, indexes before the files they index. MindRecord files contain their names and keep them."""
     moves: dict[str, str] = {}
     for series, shards in journals.items():
         stem = target.stem if series == UNSPLIT else f"{target.stem}-{series}"
@@ -154,36 +175,36 @@ def _moves(target: Path, journals: Mapping[str, list[ShardJournal]], numbered: b
     return moves
 
 
-def _packed(job: PackJob, ending: CommitPlan) -> PackResult:
-    shards = [journal for journals in ending.journals.values() for journal in journals]
-    bad = (*job.bad, *(each for journal in shards for each in journal.bad))
-    inputs = sum(journal.stop - journal.start for journal in shards) + len(job.bad)
+def _result(job: PackJob, plan: CommitPlan) -> PackResult:
+    shards = [journal for journals in plan.journals.values() for journal in journals]
     return PackResult(
-        files=tuple(job.target.with_name(name) for name in ending.moves.values() if name.endswith(job.target.suffix)),
-        num_inputs=inputs,
+        files=tuple(job.target.with_name(name) for name in plan.moves.values() if name.endswith(job.target.suffix)),
+        num_inputs=sum(journal.stop - journal.start for journal in shards) + len(job.bad),
         num_records=sum(journal.records for journal in shards),
         num_empty=sum(journal.empty for journal in shards),
-        bad=bad,
+        bad=(*job.bad, *(bad for journal in shards for bad in journal.bad)),
         num_left_out=job.left_out,
         splits={
-            name: sum(each.records for each in journals)
-            for name, journals in ending.journals.items()
+            name: sum(journal.records for journal in journals)
+            for name, journals in plan.journals.items()
             if name != UNSPLIT
         },
         report=job.report,
     )
 
 
-def _write_report(job: PackJob, bad: Sequence[BadInput], packed: PackResult | None) -> None:
-    """What became of the inputs, also where nothing was written (``packed`` None)."""
-    told: dict[str, Any] = {"source": job.source, "target": str(job.target), "on_error": job.on_error}
-    if packed is not None:
-        told |= {
-            "files": [path.name for path in packed.files],
-            "inputs": packed.num_inputs,
-            "records": packed.num_records,
+def _write_report(job: PackJob, bad: Sequence[BadInput], result: PackResult | None) -> None:
+    """Write the outcome of the inputs, also if nothing was packed (``result`` None)."""
+    report: dict[str, Any] = {"source": job.source, "target": str(job.target), "on_error": job.on_error}
+    if result is not None:
+        report |= {
+            "files": [path.name for path in result.files],
+            "inputs": result.num_inputs,
+            "records": result.num_records,
+            "empty": result.num_empty,
+            "left_out": result.num_left_out,
+            "splits": result.splits,
         }
-        told |= {"empty": packed.num_empty, "left_out": packed.num_left_out, "splits": packed.splits}
-    told["written"] = packed is not None
-    told["bad"] = [{"path": each.path, "reason": each.reason} for each in bad]
-    write_atomically(job.report, json.dumps(told, indent=1, ensure_ascii=False).encode() + b"\n")
+    report["written"] = result is not None
+    report["bad"] = [{"path": entry.path, "reason": entry.reason} for entry in bad]
+    write_atomically(job.report, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")

@@ -1,14 +1,14 @@
-"""Typed records as bytes: scalars, arrays, strings and bytes of a stated schema, one after the other.
+"""Typed records as bytes: the scalars, arrays, strings and bytes of a schema, concatenated.
 
-A record, all little-endian, nothing padded:
+A record, little-endian, without padding:
 
-    u8      xxh3-64 of the schema's text, so that a record is not read by another schema
+    u8      xxh3-64 of the schema's text, which prevents reading with another schema
     then for each field, in the schema's order
       bool, intN, uintN, floatN    the number
       string, bytes                u4 length, then UTF-8 or the bytes
-      array                        u4 for each dim of any size, then the values, last dim fastest
+      array                        u4 for each ``?`` dim, then the values in C order
 
-A schema's text is ``name=type`` or ``name=type[dims]`` separated by commas, a dim of any size being ``?``:
+A schema's text is ``name=type`` or ``name=type[dims]`` separated by commas; ``?`` is a dim of any size:
 ``time=float64,accel=float32[3],samples=int16[?,6],note=string``.
 """
 
@@ -33,7 +33,7 @@ from unisono.errors import DataError
 _NUMBERS: Final = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"}
 )
-_TAKEN: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of values that become a kind of number
+_ACCEPTED: Final = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # kinds of values accepted for a kind of number
 _MARK: Final = struct.Struct("<Q")
 _COUNT: Final = struct.Struct("<I")
 _FIELD: Final = re.compile(r"([A-Za-z_]\w*)=(\w+)(?:\[([0-9?,\s]+)\])?(?:,\s*|$)")
@@ -42,13 +42,14 @@ _MAX_DIMS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class RecordSchema:
-    """How the fields of a record become bytes and come back. ``RecordDataset(files, Layout.load(path).decode)`` reads them."""
+    """How the fields of a record become bytes and come back. ``RecordDataset(files, RecordSchema.load(path).decode)`` reads
+    them."""
 
     fields: dict[str, FieldType]
 
     @staticmethod
     def parse(text: str) -> RecordSchema:
-        """From a schema's text. Raises DataError naming what is no field."""
+        """Parse a schema's text. Raises DataError naming the invalid part."""
         fields: dict[str, FieldType] = {}
         at = 0
         while at < len(text):
@@ -68,7 +69,7 @@ class RecordSchema:
 
     @staticmethod
     def load(path: Path | str) -> RecordSchema:
-        """From the ``.schema`` file that ``pack`` writes beside its records. Raises DataError where it is none."""
+        """Load the ``.schema`` file that packing writes beside the records. Raises DataError."""
         try:
             return RecordSchema.parse(Path(path).read_text().strip())
         except (OSError, UnicodeDecodeError) as error:
@@ -76,7 +77,7 @@ class RecordSchema:
 
     @property
     def text(self) -> str:
-        """The schema's text: ``parse`` of it is this layout."""
+        """The schema's text, the inverse of ``parse``."""
         parts: list[str] = []
         for name, field in self.fields.items():
             dims = "" if field.shape is None else f"[{','.join('?' if dim < 0 else str(dim) for dim in field.shape)}]"
@@ -85,13 +86,13 @@ class RecordSchema:
 
     @property
     def mark(self) -> int:
-        """What each record begins with."""
+        """The first bytes of each record, as an integer."""
         return xxhash.xxh3_64_intdigest(self.text.encode())
 
     def encode(self, row: Mapping[str, Any]) -> bytes:
-        """The record of a row: numbers, strings, bytes, arrays or nested lists. Raises DataError where it does not fit.
+        """Encode a row of numbers, strings, bytes, arrays or nested lists. Raises DataError if it does not fit the schema.
 
-        Numbers must be held exactly, but floats are rounded to the type that the schema states.
+        Integers must fit exactly; floats are rounded to the schema's type.
         """
         if row.keys() != self.fields.keys():
             off = [f"no {name!r}" for name in self.fields if name not in row]
@@ -106,7 +107,7 @@ class RecordSchema:
         return b"".join(parts)
 
     def decode(self, record: bytes | memoryview) -> dict[str, Any]:
-        """The row of a record: arrays are read-only views of it. Raises DataError for bytes that are no such record."""
+        """Decode a record to a row, arrays as read-only views. Raises DataError for a record of another schema."""
         view = memoryview(record)
         if len(view) < _MARK.size or _MARK.unpack_from(view)[0] != self.mark:
             raise _no_record(f"a record of {len(view)} bytes that does not begin with the mark of {self.text!r}")
@@ -138,12 +139,12 @@ def _encoded(value: Any, field: FieldType) -> list[bytes]:
 
 
 def _as_type(value: Any, kind: str) -> NDArray[Any]:
-    """The values in the stated type, little-endian: integers exactly, floats rounded where they are in its range."""
+    """The values in a type, little-endian: integers exactly, floats rounded. Raises for values outside its range."""
     given = np.asarray(value)
     dtype = np.dtype(kind).newbyteorder("<")
-    if not given.size:  # an empty list says nothing of its type
+    if not given.size:  # an empty list has no type
         return given.astype(dtype)
-    if given.dtype.kind not in _TAKEN[dtype.kind]:
+    if given.dtype.kind not in _ACCEPTED[dtype.kind]:
         raise TypeError(f"not {kind}")
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
@@ -213,12 +214,12 @@ def _no_record(given: str) -> DataError:
         given=given,
         rule="a record is read by the schema that it was written with",
         consequence="it was not decoded",
-        nearest="Layout.load of the .schema file beside the records",
+        nearest="RecordSchema.load of the .schema file beside the records",
     )
 
 
 def rows_of(value: Any) -> list[Mapping[str, Any]]:
-    """What a function gave for one item as rows: one mapping, or any iterable of them. Raises TypeError for others."""
+    """The rows that a function returned for one item: a mapping, or an iterable of mappings. Raises TypeError."""
     rows: list[Any] = [value] if isinstance(value, Mapping) else list(value)
     for row in rows:
         if not isinstance(row, Mapping):

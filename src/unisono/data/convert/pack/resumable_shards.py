@@ -1,13 +1,12 @@
-"""Inputs to shards, one after the other, so that a process killed half-way loses only the shard it was at.
+"""Write inputs to shards, one shard at a time, so that a killed process loses only the current one.
 
-    DST.part/job.json            what is being packed: options, inputs with sizes and times
+    DST.part/job.json            identity of the job: options, inputs with sizes and times
     DST.part/SERIES-NNNNN/       a shard's files
-    DST.part/SERIES-NNNNN.json   that it is finished: the inputs it holds, its bad ones, digests of its files
-    DST.part/ending.json         all are finished, and are being given their names
+    DST.part/SERIES-NNNNN.json   journal of a finished shard: its inputs, bad ones, digests of its files
+    DST.part/ending.json         all shards are finished; their files are being renamed
 
-A shard's journal is written after its files, and both atomically; the next run takes over the shards whose files have the
-digests of their journal, makes the others again, and ends with the same bytes. Work is single-threaded here: others may make
-what is written.
+A journal is written atomically, after its shard's files. The next run keeps the shards whose files match their journal's digests,
+writes the others again, and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.errors import DataError
-from unisono.storage.files import sync_folder, write_atomically
+from unisono.storage.files import file_digest, sync_folder, write_atomically
 
 _PROGRESS_S = 5.0
 _SHOWN = 20
-_CHUNK = 1 << 20
 _LOG = logging.getLogger("unisono")
 
 
 class PackedInput(msgspec.Struct, frozen=True):
-    """What one input became: records to be written and their size in bytes, or why there are none."""
+    """The outcome of one input: records to write and their size in bytes, or the reason why it is bad."""
 
     records: Sequence[Any] = ()
     size: int = 0
@@ -45,8 +42,8 @@ class PackedInput(msgspec.Struct, frozen=True):
 
 
 class ShardJournal(msgspec.Struct, frozen=True):
-    """A finished shard: inputs ``start`` to ``stop``, how many records they became, how many of
-    them became none and are not bad, and its files' digests (xxh3-128)."""
+    """A finished shard: inputs ``start`` to ``stop``, numbers of records and of inputs without any that are not bad, and the
+    digests of its files (xxh3-128)."""
 
     start: int
     stop: int
@@ -57,20 +54,20 @@ class ShardJournal(msgspec.Struct, frozen=True):
 
 
 class CommitPlan(msgspec.Struct, frozen=True):
-    """Finished shards by series, and the names that their files get: from SERIES-NNNNN/FILE to a name beside the target."""
+    """Finished shards by series, and the final names of their files: SERIES-NNNNN/FILE → name beside the target."""
 
     journals: dict[str, list[ShardJournal]]
     moves: dict[str, str]
 
 
-ShardCut = Callable[[int, int], bool]  # (inputs of the series until here, bytes of this shard) -> whether it ends here
-InputSource = Callable[[int], Generator[PackedInput]]  # what the inputs from this one on became
+ShardCut = Callable[[int, int], bool]  # (inputs of the series so far, bytes of the shard) -> whether the shard ends
+InputSource = Callable[[int], Generator[PackedInput]]  # outcomes of the inputs from this number on
 ShardWriter = Callable[[Path, Iterator[Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSeries:
-    """Inputs that become shards of their own: all of them, or one part of a split. ``file``: the name of shard n."""
+    """Inputs that share shards: all, or one part of a split. ``file``: the name of shard n."""
 
     name: str
     source: InputSource
@@ -81,7 +78,7 @@ class ShardSeries:
 
 
 class PackProgress:
-    """Counts inputs and says so every few seconds: how many, records, MB, inputs/s, time left where the total is known."""
+    """Logs progress every few seconds: inputs, records, MB, inputs/s and, if the total is known, the time left."""
 
     def __init__(self, total: int | None) -> None:
         self._total = total
@@ -91,10 +88,10 @@ class PackProgress:
     def take_over(self, journal: ShardJournal) -> None:
         self._taken_over += journal.stop - journal.start
 
-    def add(self, made: PackedInput) -> None:
+    def add(self, outcome: PackedInput) -> None:
         self._inputs += 1
-        self._records += len(made.records)
-        self._bytes += made.size
+        self._records += len(outcome.records)
+        self._bytes += outcome.size
         now = time.monotonic()
         if now - self._said < _PROGRESS_S:
             return
@@ -116,48 +113,48 @@ class BadInputError(Exception):
 
 
 class PartialTarget:
-    """The shards of one job until all of them are finished. Use ``open_partial_target`` to have one alone."""
+    """The folder of a job's shards until all are finished. ``open_partial_target`` opens it exclusively."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def build(self, series: ShardSeries, progress: PackProgress, *, fail: bool) -> list[ShardJournal]:
-        """Write the shards of ``series`` that are missing. Raises BadInputError for the first bad input where ``fail``."""
+        """Write the missing shards of ``series``. Raises BadInputError for the first bad input if ``fail``."""
         done = self._finished(series.name)
         for journal in done:
             progress.take_over(journal)
-        made = series.source(done[-1].stop if done else 0)
+        outcomes = series.source(done[-1].stop if done else 0)
         try:
-            first = next(made, None)
+            first = next(outcomes, None)
             while first is not None or not done:  # a series without inputs is one shard without records
                 folder = self.folder / f"{series.name}-{len(done):05d}"
                 if folder.exists():
                     shutil.rmtree(folder)
                 folder.mkdir()
-                inputs = chain(() if first is None else (first,), made)
+                inputs = chain(() if first is None else (first,), outcomes)
                 shard = _ShardInputs(inputs, done[-1].stop if done else 0, series.cut, progress, fail)
                 series.write(folder / series.file(len(done)), shard.records())
-                done.append(shard.journal({each.name: file_digest(each) for each in sorted(folder.iterdir())}))
+                done.append(shard.journal({path.name: file_digest(path) for path in sorted(folder.iterdir())}))
                 _write_json(self.folder / f"{folder.name}.json", done[-1])
-                first = next(made, None)
+                first = next(outcomes, None)
         finally:
-            made.close()
+            outcomes.close()
         return done
 
-    def ending(self) -> CommitPlan | None:
-        """How this job ends, if that was decided before and only cut short."""
+    def planned(self) -> CommitPlan | None:
+        """The commit plan of an interrupted commit, if there was one."""
         try:
             return msgspec.json.decode((self.folder / "ending.json").read_bytes(), type=CommitPlan)
         except (FileNotFoundError, msgspec.DecodeError):
             return None
 
-    def decide(self, ending: CommitPlan) -> None:
-        """From here on the shards are finished, and their files may be moved."""
-        _write_json(self.folder / "ending.json", ending)
+    def plan(self, plan: CommitPlan) -> None:
+        """Store the plan: all shards are finished, and their files may be moved."""
+        _write_json(self.folder / "ending.json", plan)
 
-    def end(self, ending: CommitPlan, folder: Path) -> None:
-        """Give the files that still lie here their names in ``folder``; nothing is left here."""
-        for old, new in ending.moves.items():
+    def commit(self, plan: CommitPlan, folder: Path) -> None:
+        """Move the remaining files to their names in ``folder`` and remove this folder."""
+        for old, new in plan.moves.items():
             if (self.folder / old).exists():
                 (self.folder / old).replace(folder / new)
         sync_folder(folder)
@@ -174,38 +171,38 @@ class PartialTarget:
     def _journal(self, name: str, start: int) -> ShardJournal | None:
         try:
             journal = msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=ShardJournal)
-            sound = journal.start == start and all(
+            valid = journal.start == start and all(
                 Path(file).name == file and file_digest(self.folder / name / file) == digest
                 for file, digest in journal.files.items()
             )
         except (FileNotFoundError, msgspec.DecodeError):
             return None
-        return journal if sound else None
+        return journal if valid else None
 
 
 class _ShardInputs:
-    """The inputs of one shard, on their way into its file."""
+    """The inputs of one shard, counted while they are written."""
 
     def __init__(
-        self, made: Iterator[PackedInput], start: int, cut: ShardCut, progress: PackProgress, fail: bool
+        self, outcomes: Iterator[PackedInput], start: int, cut: ShardCut, progress: PackProgress, fail: bool
     ) -> None:
-        self._made, self._start, self._cut, self._progress, self._fail = made, start, cut, progress, fail
+        self._outcomes, self._start, self._cut, self._progress, self._fail = outcomes, start, cut, progress, fail
         self._stop, self._count, self._empty, self._bytes = start, 0, 0, 0
         self._bad: list[BadInput] = []
 
     def records(self) -> Iterator[Any]:
-        for made in self._made:
+        for outcome in self._outcomes:
             self._stop += 1
-            self._progress.add(made)
-            if made.bad is not None:
+            self._progress.add(outcome)
+            if outcome.bad is not None:
                 if self._fail:
-                    raise BadInputError(made.bad)
-                self._bad.append(made.bad)
-            elif not made.records:
+                    raise BadInputError(outcome.bad)
+                self._bad.append(outcome.bad)
+            elif not outcome.records:
                 self._empty += 1
-            self._count += len(made.records)
-            self._bytes += made.size
-            yield from made.records
+            self._count += len(outcome.records)
+            self._bytes += outcome.size
+            yield from outcome.records
             if self._cut(self._stop, self._bytes):
                 return
 
@@ -217,8 +214,8 @@ class _ShardInputs:
 
 @contextmanager
 def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
-    """``folder`` for ``job``, alone. What another job left there is thrown away, and said. Raises DataError while another
-    process is at it."""
+    """Open ``folder`` for ``job``, exclusively. Files of another job are deleted, with a warning. Raises DataError while another
+    process has it open."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("ab") as lock:
         try:
@@ -232,11 +229,11 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
             ) from error
         path = folder / "job.json"
         if not path.exists() or path.read_bytes() != job:
-            old = [each for each in folder.iterdir() if each.name != "lock"]
+            old = [entry for entry in folder.iterdir() if entry.name != "lock"]
             if old:
                 _LOG.warning("%s: what is there is of other inputs or options, and is made anew", folder)
-            for each in old:
-                shutil.rmtree(each) if each.is_dir() else each.unlink()
+            for entry in old:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             write_atomically(path, job)
         try:
             yield PartialTarget(folder)
@@ -247,8 +244,8 @@ def open_partial_target(folder: Path, job: bytes) -> Generator[PartialTarget]:
 
 
 def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
-    """The answer of ``--on-error fail``."""
-    shown = "".join(f"\n    {each.path}: {each.reason}" for each in bad[:_SHOWN])
+    """The error of ``--on-error fail``."""
+    shown = "".join(f"\n    {entry.path}: {entry.reason}" for entry in bad[:_SHOWN])
     more = f"\n    and {len(bad) - _SHOWN:,} more, all in the report" if len(bad) > _SHOWN else ""
     return DataError(
         given=f"{len(bad):,} bad input{'s' if len(bad) > 1 else ''}:{shown}{more}",
@@ -256,15 +253,6 @@ def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
         consequence="the target was not written; finished shards, if any, are kept for a next run",
         nearest="mend or remove them; or --on-error skip packs the rest and lists them in the report",
     )
-
-
-def file_digest(path: Path) -> str:
-    """xxh3-128 of a file's bytes, as hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Text to token shards that ``open_tokens`` reads: files, lines, or a column of a table, each a document."""
+"""Pack text into token shards for ``open_tokens``. Documents are files, lines, or a column of a table."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from unisono.data.convert.formats import open_table, read_formats
-from unisono.data.convert.formats.detection import files_of, format_of
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.pack_job import (
     UNSPLIT,
-    OnError,
     PackJob,
+    PackOptions,
     PackResult,
     check_suffix,
     cut_by_bytes,
+    file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.parallel import worker_count
 from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
+from unisono.data.convert.pack.worker import worker_count
+from unisono.data.convert.table_files import format_of, open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
 
-_WORKER_BYTES = 1 << 23  # text for which a process more is worth its start
-_SHARD_TOKENS = 1 << 62  # here shards end by bytes, where ``cut`` says so
+_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process
+_SHARD_BYTES = 1 << 29  # by default
+_SHARD_TOKENS = 1 << 62  # no limit: here ``cut`` ends shards by bytes
 
 
 def pack_text(
@@ -40,18 +40,49 @@ def pack_text(
     tokenizer: str = BYTES,
     lines: bool = False,
     column: str | None = None,
-    shard_bytes: int | None = 1 << 29,
-    workers: int | None = None,
-    on_error: OnError = "fail",
+    pack: PackOptions | None = None,
 ) -> PackResult:
-    """Tokenize the documents of ``source`` into ``STEM-NNNNN.bin`` and ``.idx``, ``target`` being ``STEM.bin``.
+    """Tokenize the documents of ``source`` into ``STEM-NNNNN.bin`` and ``.idx``, where ``target`` is ``STEM.bin``.
 
-    A file, or each file of a folder in the order of their paths, is one document, or with ``lines`` each of its lines that
-    is not empty; of a table (``column`` names the field) each row is one. Shards end with the document that fills
-    ``shard_bytes``. ``workers``: tokenizing processes, 0 = this one. Raises DataError for what is not UTF-8 text unless
-    ``on_error`` is "skip".
+    A document is a file, each file of a folder in the order of their paths, with ``lines`` each line that is not empty, or with
+    ``column`` that field of each row of a table. Raises DataError for input that is not UTF-8 text unless ``pack.on_error`` is
+    "skip".
     """
+    pack = pack or PackOptions()
+    shard_bytes = _SHARD_BYTES if pack.shard_bytes is None else pack.shard_bytes
     check_suffix(target, (".bin",), "text")
+    _check_source(source, target, lines, column)
+    loaded = load_tokenizer(tokenizer)
+    corpus = find_corpus(str(source)) if column is None else None
+    stamps = file_stamps(source) if corpus is None else [(f.path, f.size, f.mtime_ns) for f in corpus.files]
+    identity = {
+        "text": str(source.absolute()),
+        "files": stamps,
+        "tokenizer": loaded.fingerprint,
+        "lines": lines,
+        "column": column,
+        "shard_bytes": shard_bytes,
+        "on_error": pack.on_error,
+    }
+    text_bytes = sum(size for _, size, _ in stamps)
+    workers = worker_count(pack.workers, 0 if loaded.name == BYTES else 64 * (text_bytes // _WORKER_BYTES))
+
+    def documents() -> Iterator[str | BadInput]:
+        return _column_texts(source, column) if column is not None else _file_texts(corpus, lines)
+
+    series = ShardSeries(
+        name=UNSPLIT,
+        source=lambda start: _encoded(islice(documents(), start, None), loaded, workers),
+        file=lambda _: "part.bin",
+        write=lambda path, records: _write(path, records, loaded),
+        cut=cut_by_bytes(shard_bytes),
+        total=None if corpus is None or lines else len(corpus.files),
+    )
+    job = PackJob(source=str(source), target=target, identity=identity, on_error=pack.on_error)
+    return run_pack_job(job, [series], numbered=True)
+
+
+def _check_source(source: Path, target: Path, lines: bool, column: str | None) -> None:
     if column is None and not lines and source.is_file() and format_of(source) in read_formats():
         raise unreadable_error(
             f"{source} as one document of text",
@@ -62,41 +93,6 @@ def pack_text(
         raise unwritable_error(
             f"{target} inside of {source}", "every file of the folder is text to be packed", "a target outside of it"
         )
-    loaded = load_tokenizer(tokenizer)
-    if column is None:
-        corpus = find_corpus(str(source))
-        stamps: list[Any] = [(file.path, file.size, file.mtime_ns) for file in corpus.files]
-        size = sum(file.size for file in corpus.files)
-        total = None if lines else len(corpus.files)
-    else:
-        corpus = None
-        stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files_of(source)]
-        size, total = sum(stamp[1] for stamp in stamps), None
-    identity = {
-        "text": str(source.absolute()),
-        "files": stamps,
-        "tokenizer": loaded.fingerprint,
-        "lines": lines,
-        "column": column,
-        "shard_bytes": shard_bytes,
-        "on_error": on_error,
-    }
-    processes = worker_count(workers, 0 if loaded.name == BYTES else 64 * (size // _WORKER_BYTES))
-
-    def documents() -> Iterator[str | BadInput]:
-        return _column_texts(source, column) if column is not None else _file_texts(corpus, lines)
-
-    series = ShardSeries(
-        name=UNSPLIT,
-        source=lambda start: _encoded(islice(documents(), start, None), loaded, processes),
-        file=lambda _: "part.bin",
-        write=lambda path, records: _write(path, records, loaded),
-        cut=cut_by_bytes(shard_bytes),
-        total=total,
-    )
-    return run_pack_job(
-        PackJob(source=str(source), target=target, identity=identity, on_error=on_error), [series], numbered=True
-    )
 
 
 def _file_texts(corpus: Corpus | None, lines: bool) -> Iterator[str | BadInput]:
@@ -126,7 +122,7 @@ def _column_texts(source: Path, column: str) -> Iterator[str | BadInput]:
 
 
 def _encoded(texts: Iterator[str | BadInput], tokenizer: Tokenizer, workers: int) -> Generator[PackedInput]:
-    """What each text became, in order; what is bad or empty is not sent to the tokenizer, and waits here for its turn."""
+    """The outcome of each text, in order; bad and empty texts wait here for their turn and are not tokenized."""
     waiting: deque[tuple[int, PackedInput]] = deque()
 
     def documents() -> Iterator[Document]:
@@ -144,8 +140,8 @@ def _encoded(texts: Iterator[str | BadInput], tokenizer: Tokenizer, workers: int
                 yield waiting.popleft()[1]
             size = (document.ids.size + 1) * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
             yield PackedInput(records=(document,), size=size)
-    for _, made in waiting:
-        yield made
+    for _, outcome in waiting:
+        yield outcome
 
 
 def _write(path: Path, documents: Iterator[Encoded], tokenizer: Tokenizer) -> None:

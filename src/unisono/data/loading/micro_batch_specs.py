@@ -1,0 +1,121 @@
+"""Which samples a micro-batch has: arithmetic on step, rank and sample order, without reading data.
+
+A batch shard is one rank's share of one step, numbered ``step * world_size + rank``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.data.loading.batch_builder import MicroBatchSpec
+from unisono.data.order.samplers import SampleOrder
+from unisono.data.order.step_schedule import StepSchedule
+
+Ids = NDArray[np.int64]
+
+_CACHED_SAMPLES, _CACHED_STEPS = 4096, 256  # limits of what one call of the sample order computes
+_NO_IDS, _NO_FLAGS = np.empty(0, np.int64), np.empty(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSamples:
+    """Samples of a batch shard.
+
+    ``sample_ids`` and ``occurrences`` are those of slots ``first_slot`` on of the step; ``slots`` are the shard's own, its
+    neighbours may be partners in a pair.
+    """
+
+    first_slot: int
+    slots: range
+    step_slots: int
+    step_samples: int  # slots of the step that are not padding
+    sample_ids: Ids
+    occurrences: Ids
+
+    @property
+    def own_ids(self) -> Ids:
+        """Ids in the shard's own slots."""
+        return self.sample_ids[self.slots.start - self.first_slot : self.slots.stop - self.first_slot]
+
+
+class SpecSource:
+    """Makes the specs of batch shards. ``pairs``: neighbouring slots (0, 1), (2, 3), … of a step are mixed."""
+
+    def __init__(
+        self, schedule: StepSchedule, order: SampleOrder, *, micro_batch: int, world_size: int, pairs: bool
+    ) -> None:
+        self._schedule, self._order = schedule, order
+        self._micro_batch, self._world_size, self._pairs = micro_batch, world_size, pairs
+        self._cache: tuple[range, list[ShardSamples]] = (range(0), [])
+
+    def samples(self, batch_shard: int, stride: int) -> ShardSamples:
+        """Samples of a batch shard. ``stride``: the distance to the shard that is asked for next."""
+        shards, samples = self._cache
+        if batch_shard not in shards:
+            # One call of the order costs about the same for one shard as for hundreds: compute the stretch around this one.
+            shard_size = max(1, self._schedule.global_batch // self._world_size)
+            length = stride * min(_CACHED_STEPS, max(1, _CACHED_SAMPLES // shard_size))
+            first = batch_shard - batch_shard % length + batch_shard % stride
+            shards = range(first, first + length, stride)
+            samples = self._compute(shards)
+            self._cache = (shards, samples)
+        return samples[shards.index(batch_shard)]
+
+    def specs(self, batch_shard: int, stride: int) -> list[MicroBatchSpec]:
+        """The micro-batches of a batch shard; the last may be smaller, and an empty shard has none."""
+        samples = self.samples(batch_shard, stride)
+        starts = range(samples.slots.start, samples.slots.stop, self._micro_batch)
+        rows = [range(low, min(low + self._micro_batch, samples.slots.stop)) for low in starts]
+        return [self._spec(batch_shard // self._world_size, samples, slots) for slots in rows]
+
+    def _compute(self, shards: range) -> list[ShardSamples]:
+        slots: list[tuple[int, range, int, int]] = []
+        positions: list[Ids] = []
+        for shard in shards:
+            step, rank = divmod(shard, self._world_size)
+            step_positions, step_samples = self._schedule.positions(step)
+            own = rank_range(len(step_positions), rank, self._world_size)
+            low, high = _with_partners(own, len(step_positions)) if self._pairs else (own.start, own.stop)
+            slots.append((low, own, len(step_positions), step_samples))
+            positions.append(step_positions[low:high])
+        ids, occurrences = self._order.samples_at(np.concatenate(positions))
+        ends = np.cumsum([len(part) for part in positions])[:-1]
+        columns = zip(slots, np.split(ids, ends), np.split(occurrences, ends), strict=True)
+        return [ShardSamples(*place, shard_ids, counts) for place, shard_ids, counts in columns]
+
+    def _spec(self, step: int, samples: ShardSamples, own: range) -> MicroBatchSpec:
+        slots = np.arange(own.start, own.stop)
+        is_filler = slots >= samples.step_samples
+        partner_rows, pair_ids, is_first = _NO_IDS, _NO_IDS, _NO_FLAGS
+        if self._pairs:
+            partner = np.where((slots ^ 1) < samples.step_slots, slots ^ 1, slots)
+            is_first = slots % 2 == 0
+            pair_ids = step * self._schedule.global_batch + slots - ~is_first
+            first, last = _with_partners(own, samples.step_slots)
+            slots = np.concatenate([slots, np.arange(first, own.start), np.arange(own.stop, last)])
+            partner_rows = np.argsort(slots)[np.searchsorted(np.sort(slots), partner)]
+        return MicroBatchSpec(
+            step=step,
+            num_rows=len(own),
+            sample_ids=samples.sample_ids[slots - samples.first_slot],
+            occurrences=samples.occurrences[slots - samples.first_slot],
+            is_filler=is_filler,
+            partner_rows=partner_rows,
+            pair_ids=pair_ids,
+            is_first=is_first,
+        )
+
+
+def rank_range(total: int, rank: int, world_size: int) -> range:
+    """Rank ``rank``'s contiguous part of ``range(total)``; sizes differ by at most one, larger ones first."""
+    base, extra = divmod(total, world_size)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+def _with_partners(slots: range, step_slots: int) -> tuple[int, int]:
+    """``slots`` widened to whole pairs (0, 1), (2, 3), …"""
+    return slots.start - slots.start % 2, min(step_slots, slots.stop + slots.stop % 2) if slots else slots.stop

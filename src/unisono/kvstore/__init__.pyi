@@ -1,0 +1,9 @@
+from .backends.local_sgd import LocalSGD as LocalSGD
+from .backends.local_sgd import LocalSGDConfig as LocalSGDConfig
+from .backends.server_client import ServerConfig as ServerConfig
+from .keys import Future as Future
+from .keys import SparseRows as SparseRows
+from .store import GradientSync as GradientSync
+from .store import KVStore as KVStore
+from .store import create_kvstore as create_kvstore
+from .wire.tls import load_tls as load_tls

@@ -1,0 +1,10 @@
+from .auto import CodecChoice as CodecChoice
+from .auto import auto_codec as auto_codec
+from .codec import Codec as Codec
+from .codec import check_length as check_length
+from .contract import contract_violations as contract_violations
+from .error_feedback import ErrorFeedback as ErrorFeedback
+from .registry import find_codec as find_codec
+from .sums import CompressedSum as CompressedSum
+from .sums import PowerSGD as PowerSGD
+from .sums import compressed_sum as compressed_sum

@@ -1,0 +1,12 @@
+from .mesh import ParallelDims as ParallelDims
+from .sharding import ShardedParameters as ShardedParameters
+from .sharding import ShardTable as ShardTable
+from .sharding import TensorShard as TensorShard
+from .tensor.dtensor_placements import parameter_placements as parameter_placements
+from .tensor.dtensor_placements import shard_function as shard_function
+from .tensor.dtensor_placements import shard_module as shard_module
+from .transforms import TRANSFORMS as TRANSFORMS
+from .transforms import ParallelModel as ParallelModel
+from .transforms import Transform as Transform
+from .transforms import check_transforms as check_transforms
+from .transforms import parallelize as parallelize

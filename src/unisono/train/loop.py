@@ -1,0 +1,160 @@
+"""The loop over steps of ranks that step together, and the part that it shares with the asynchronous one (``async_loop``).
+
+A loop is a generator of finished steps. The caller's loop body sees a step before that step's checkpoint is saved, so an
+evaluation in the body is part of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from unisono.data.loading.device_prefetch import prefetch_to_device
+from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.stream_loader import StreamLoader
+from unisono.dist import StopNotice
+from unisono.observe.events import EventLog
+from unisono.observe.meters import RateMeter, StepTimers
+from unisono.parallel.fsdp import reshard
+from unisono.train.evaluate import Evaluator
+from unisono.train.metrics_reader import MetricsReader
+from unisono.train.options import TrainOptions, is_due
+from unisono.train.run_checkpoints import RunCheckpoints
+from unisono.train.state import TrainState
+from unisono.train.step import Step, TrainStep
+
+
+class Loop(Protocol):
+    """The steps of a run, and how they ended."""
+
+    def __iter__(self) -> Generator[Step]:
+        """Make and yield the steps from ``state.step`` to the end of the run, or to where it is stopped."""
+        ...
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether ``fit`` evaluates after this finished step."""
+        ...
+
+    def save(self, *, wait: bool) -> None:
+        """Save the state of the last finished step; with ``wait`` return when it is committed. Raises CheckpointError."""
+        ...
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal to any rank ended the loop."""
+        ...
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether early stopping ended the loop."""
+        ...
+
+    @property
+    def owns_final_state(self) -> bool:
+        """Whether this process evaluates and saves the state that the loop ended with."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRunner:
+    """Makes steps and reports them as events: what both loops are made of."""
+
+    train_step: TrainStep
+    reader: MetricsReader
+    rates: RateMeter
+    timers: StepTimers
+    events: EventLog
+    checkpoints: RunCheckpoints
+    evaluator: Evaluator
+    state: TrainState
+    options: TrainOptions
+    device: torch.device
+    stop: StopNotice | None
+
+    def begin(self) -> None:
+        """Start measuring speed."""
+        self.rates.start()
+        self.timers.take()
+
+    def next_batch(self, batches: Generator[StepBatch]) -> StepBatch | None:
+        """The next batch, None at the end; waiting for it is timed."""
+        with self.timers.phase("data_wait"):
+            batch = next(batches, None)
+        if batch is not None and batch.skipped_ids:
+            self.events.emit("data_skipped", step=batch.step + 1, samples=batch.skipped_ids)
+        return batch
+
+    def run(self, batch: StepBatch) -> Step:
+        """Make one step of ``batch``. Raises NumericsError where too many steps in a row were skipped."""
+        began_s, compiling = time.monotonic(), self.reader.compiling
+        step = self.train_step.run(batch)
+        self.reader.add(step)
+        if compiling:
+            self.events.emit("compiled", step=step.index, first_step_s=time.monotonic() - began_s)
+        return step
+
+    def report_preemption(self) -> None:
+        """Emit that a signal ended the loop."""
+        self.events.emit("preempt", step=self.state.step, signal=self.stop.signal_name if self.stop else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncLoop:
+    """Every rank makes every step, each with its part of the global batch; all stop after the same one."""
+
+    runner: StepRunner
+    loader: Loader | StreamLoader
+
+    def __iter__(self) -> Generator[Step]:
+        """See ``Loop``."""
+        runner = self.runner
+        state, checkpoints = runner.state, runner.checkpoints
+        runner.begin()
+        batches = prefetch_to_device(self.loader.iterate(state.step, runner.options.steps), runner.device)
+        try:
+            while not (self.stopped_early or self.preempted):
+                batch = runner.next_batch(batches)
+                if batch is None:
+                    break
+                step = runner.run(batch)
+                yield step
+                if runner.train_step.plan.uses_fsdp:
+                    reshard(state.model)  # what the loop's body computed left parameters gathered
+                with runner.timers.phase("ckpt_stall"), runner.rates.paused():
+                    checkpoints.poll()
+                    if checkpoints.is_due(step.index):
+                        self.save(wait=False)
+            runner.reader.finish()
+        finally:
+            batches.close()
+        if self.preempted:
+            runner.report_preemption()
+
+    def evaluates_after(self, step: int) -> bool:
+        """Every ``train.eval_every`` steps."""
+        return is_due(self.runner.options.eval_every, step)
+
+    def save(self, *, wait: bool) -> None:
+        """See ``Loop``. A collective."""
+        self.runner.checkpoints.save(score=self.runner.evaluator.current_loss)
+        if wait:
+            self.runner.checkpoints.wait()
+
+    @property
+    def preempted(self) -> bool:
+        """Known to all ranks since the last reading of metrics, which sums their signals."""
+        return self.runner.reader.stop_requested
+
+    @property
+    def stopped_early(self) -> bool:
+        """Decided by all ranks alike in an evaluation."""
+        return self.runner.evaluator.stopped_early
+
+    @property
+    def owns_final_state(self) -> bool:
+        """Always: all ranks evaluate and save together."""
+        return True

@@ -1,0 +1,194 @@
+"""The checkpoints of a run: what it resumes from and which differences are allowed then, and when it saves.
+
+``auto`` takes the newest checkpoint that verifies, or starts a new run where there is none. ``strict`` also refuses a
+change of anything bit-exactness depends on. ``never`` starts a new run and refuses a folder that already holds one. A
+path names a checkpoint. What would change the samples of a step (data, seed, global batch) is refused always.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.checkpoint import (
+    Checkpointer,
+    CheckpointOptions,
+    find_latest,
+    list_checkpoints,
+    open_checkpoint,
+    quarantine_after,
+    verify,
+)
+from unisono.config.renames import migrate_plan
+from unisono.dist import World, fault_point
+from unisono.errors import CheckpointError
+from unisono.observe.events import EventLog
+from unisono.parallel.mesh import ParallelDims
+from unisono.plan.plan import Plan
+from unisono.train.options import is_due
+from unisono.train.state import TrainState
+
+
+def run_environment(world: World, plan: Plan) -> dict[str, Any]:
+    """What a bit-exact resume depends on besides the state; stored in every checkpoint."""
+    return {
+        "world": world.world_size,
+        "plan": plan.decisions(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+class RunCheckpoints:
+    """Restores and saves the state of one run under ``root``. All ranks call each method together.
+
+    ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (what decides the samples of a
+    step), ``environment`` (see ``run_environment``) and ``provenance``. Raises CheckpointError.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        state: TrainState,
+        dims: ParallelDims,
+        *,
+        options: CheckpointOptions,
+        resume: str,
+        meta: Mapping[str, Any],
+        seed: int,
+        events: EventLog,
+    ) -> None:
+        self.saved_step = -1
+        self._root, self._state, self._dims, self._world = root, state, dims, dims.world
+        self._mode, self._meta, self._seed, self._events = resume, meta, seed, events
+        self._resumed_step = -1
+        self._every_steps = options.every_steps
+        self._checkpointer = Checkpointer(
+            root,
+            world=self._world,
+            options=options,
+            attempt=events.attempt,
+            emit=events.emit,
+            fault=lambda point: fault_point(point, self.saved_step),
+        )
+
+    def restore(self) -> bool:
+        """Load the checkpoint that ``resume`` selects, the same on all ranks; False if there is none."""
+        mode = self._mode
+        path = _choose(self._root, mode, self._world, self._events)
+        if path is None:
+            return False
+        reader = open_checkpoint(path)
+        _refuse_other_order(reader.meta["order"], self._meta["order"], path)
+        differences = _differences(reader.meta["environment"], self._meta["environment"])
+        if mode == "strict" and differences:
+            raise CheckpointError(
+                given=f"resume 'strict' from {path} with " + "; ".join(differences),
+                rule="strict resumes only where every bit can be the same",
+                consequence="nothing was loaded and nothing was changed",
+                nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
+            )
+        differences += self._state.restore(reader, rank=self._dims.rng_rank, seed=self._seed)
+        if mode not in ("auto", "strict") and self._world.rank == 0 and path.resolve().parent == self._root.resolve():
+            quarantine_after(self._root, reader.step)  # these steps are made again, and no checkpoint is overwritten
+        self._world.barrier()
+        self._events.emit("resumed", step=self._state.step, path=path, differences=differences)
+        self.saved_step = self._resumed_step = self._state.step
+        return True
+
+    def is_due(self, step: int) -> bool:
+        """Whether the options ask for a checkpoint of this step."""
+        return is_due(self._every_steps, step)
+
+    def save(self, *, score: float | None) -> None:
+        """Begin to save the state as it is, once per step; ``score`` (lower is better) decides which are kept."""
+        state = self._state
+        if self.saved_step == state.step:
+            return
+        self.saved_step = state.step
+        tensors, shards = state.global_state(), state.shards()
+        rank_state = state.rank_state(self._dims.rng_rank) if self._dims.rank_along("tp") == 0 else {}
+        self._checkpointer.save(
+            state.step,
+            {name: tensor for name, tensor in tensors.items() if name not in shards},
+            rank_state,
+            {"state": state.meta(), **self._meta},
+            sharded={name: (tensors[name], shard) for name, shard in shards.items()},
+            score=score,
+        )
+
+    def poll(self) -> None:
+        """Report a save that has ended in the background."""
+        self._checkpointer.poll()
+
+    def wait(self) -> None:
+        """Return when the current step is committed. Raises CheckpointError if it could not be written."""
+        self._checkpointer.wait()
+        step, committed = self._state.step, self._checkpointer.committed_step
+        if step not in (committed, self._resumed_step):
+            raise CheckpointError(
+                given=f"the checkpoint of the last step, {step}, could not be written to {self._root.parent}",
+                rule="a run ends with its state committed",
+                consequence="the newest committed state is "
+                + (f"that of step {committed}" if committed is not None else "what was there before"),
+                nearest="free space in that folder and start again: the steps since then are repeated",
+            )
+
+    def close(self) -> None:
+        """Finish a save that is under way."""
+        self._checkpointer.close()
+
+
+def _choose(root: Path, mode: str, world: World, events: EventLog) -> Path | None:
+    if mode in ("auto", "strict"):
+        return find_latest(root, world, emit=events.emit)
+    if mode == "never":
+        committed = [entry.step for entry in list_checkpoints(root) if entry.state == "committed"]
+        if committed:
+            raise CheckpointError(
+                given=f"resume 'never' in {root.parent}, which holds {len(committed)} checkpoints "
+                f"up to step {max(committed)}",
+                rule="a committed checkpoint is never overwritten",
+                consequence="nothing was started",
+                nearest="another run.dir for a new run, or run.resume='auto' to go on with this one",
+            )
+        return None
+    path = Path(mode)
+    problems = verify(path)
+    if problems:
+        raise CheckpointError(*problems)
+    return path
+
+
+def _refuse_other_order(saved: Mapping[str, Any], here: Mapping[str, Any], path: Path) -> None:
+    changed = [
+        f"{name} was {saved.get(name)!r} and is {here[name]!r}" for name in here if saved.get(name) != here[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            given=f"the checkpoint {path} for a run whose {'; '.join(changed)}",
+            rule="the samples of every step are a function of data, seed and global batch",
+            consequence="the run would repeat some samples and never see others; nothing was loaded",
+            nearest="restore these values, or start a new run in another run.dir",
+        )
+
+
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    texts: list[str] = []
+    for name in here:
+        if name == "plan":
+            there = migrate_plan(saved["plan"]).values
+            texts += [
+                f"plan.{k} {there.get(k)!r} then, {v!r} now" for k, v in here["plan"].items() if there.get(k) != v
+            ]
+        elif saved.get(name) != here[name]:
+            texts.append(f"{name} {saved.get(name)!r} then, {here[name]!r} now")
+    return texts
