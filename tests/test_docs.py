@@ -17,6 +17,9 @@ from unisono.cli.main import cli
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# folders of a user's run or job, which the repository does not have
+OF_A_RUN = ("runs", "checkpoints", "export")
+
 
 def python_blocks() -> list[tuple[str, str]]:
     return [(page.name, code) for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)]
@@ -64,6 +67,25 @@ def test_commands_exist_with_their_options(command: str) -> None:
 
 def test_readme_is_short_enough() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+def missing_files(text: str, folders: tuple[Path, ...]) -> list[str]:
+    """The paths of repository files in ``text`` that exist below none of ``folders``."""
+    paths = re.findall(r"(?<![\w/.-])((?:[\w-]+/)+[\w.-]*\.(?:py|md|toml|sh|json|txt))(?![\w/])", text)
+    return [path for path in paths if not any((folder / path).exists() for folder in folders)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.S)
+    folders = (ROOT, ROOT / "src/unisono", page.parent)
+    missing = [path for path in missing_files(text, folders) if path.split("/")[0] not in OF_A_RUN]
+    assert missing == []
+
+
+def test_a_missing_file_is_found() -> None:
+    text = "see `train/step.py`, tests/train/test_gone.py and https://example.org/a/b.py"
+    assert missing_files(text, (ROOT, ROOT / "src/unisono")) == ["tests/train/test_gone.py"]
 
 
 def test_links_between_pages_lead_somewhere() -> None:
