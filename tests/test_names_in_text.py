@@ -1,4 +1,4 @@
-"""Names of unisono that stand in text exist: in strings of tests and sources, in pages, and in code that no type checker reads."""
+"""Names of unisono in text exist: in strings of tests and sources, in pages, and in code that no type checker reads."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ class Names:
         module, rest = dotted, ""
         while module not in self.modules and "." in module:
             module, _, rest = module.rpartition(".")
-        return self.unknown_name(module, dotted.removeprefix(module).strip(".").partition(".")[0] or None) if rest else None
+        return (
+            self.unknown_name(module, dotted.removeprefix(module).strip(".").partition(".")[0] or None)
+            if rest
+            else None
+        )
 
     def problems(self, text: str) -> Iterator[str]:
         """What ``text`` names that does not exist."""
@@ -137,8 +141,9 @@ def strings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
             case ast.Constant(value=str(text)) if id(node) not in inside:
                 yield node.lineno, text
             case ast.JoinedStr(values=values):
-                yield node.lineno, "".join(
-                    str(part.value) if isinstance(part, ast.Constant) else UNKNOWN for part in values
+                yield (
+                    node.lineno,
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else UNKNOWN for part in values),
                 )
             case _:
                 pass
@@ -148,13 +153,21 @@ def code_problems(path: Path, names: Names) -> Iterator[str]:
     """Names in imports and in strings of a file that do not exist, with their lines."""
     nodes = [*ast.walk(parsed(path))]
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "unisono":
-            for alias in node.names:
-                problem = names.unknown_name(str(node.module), alias.name)
-                if problem:
-                    yield f"{path.name}:{node.lineno}: {problem}"
+        if isinstance(node, ast.ImportFrom):
+            module = imported_module(node, path)
+            if module.partition(".")[0] == "unisono":
+                problems = (names.unknown_name(module, alias.name) for alias in node.names)
+                yield from (f"{path.name}:{node.lineno}: {problem}" for problem in problems if problem)
     for line, text in strings(nodes):
         yield from (f"{path.name}:{line}: {problem}" for problem in names.problems(text))
+
+
+def imported_module(node: ast.ImportFrom, path: Path) -> str:
+    """The absolute name of the module that a ``from`` import in ``path`` names."""
+    if not node.level or not path.is_relative_to(SOURCE):
+        return "" if node.level else str(node.module)
+    package = module_name(path.parents[node.level - 1] / "__init__.py", SOURCE)
+    return f"{package}.{node.module}" if node.module else package
 
 
 @pytest.fixture(scope="module")
