@@ -304,7 +304,7 @@ def test_a_file_size_limit_is_a_failed_save(tmp_path):
 
 def test_retention_keeps_the_last_the_periodic_and_the_best(tmp_path):
     log = Log()
-    checkpointer = make(tmp_path, emit=log, keep_last=2, keep_every=100, keep_best=1)
+    checkpointer = make(tmp_path, emit=log, keep_last=2, keep_every_steps=100, keep_best=1)
     scores = {10: 3.0, 20: 0.5, 30: 2.0, 100: 2.5, 110: 2.6, 120: 2.7, 1000: None, 1010: float("nan")}
     for step, score in scores.items():
         checkpointer.save(step, {"w": torch.full((3,), float(step))}, {}, {}, score=score)

@@ -156,10 +156,7 @@ class CheckpointReader:
             raise unreadable_error(self.path, error) from error
 
     def _read_piece(self, piece: PieceEntry, out: Tensor, offset: Sequence[int]) -> None:
-        """Read the intersection of ``piece`` with the block at ``offset`` into ``out``.
-
-        without dims counts as one row.
-        """
+        """Read the intersection of ``piece`` with the block at ``offset`` into ``out``. A scalar counts as one row."""
         origin, shape = piece.offset or (0,), piece.shape or (1,)
         boxes = list(zip(origin, shape, offset, out.shape, strict=True))
         begins = [max(mine, wanted) for mine, _, wanted, _ in boxes]

@@ -26,7 +26,7 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """What ``option`` was told about one field."""
+    """The arguments of ``option`` for one field, apart from its default."""
 
     help: str = ""
     choices: tuple[Any, ...] | None = None

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from unisono.config.fields import Leaf, OptionTree, Spec, join, limit_words, type_words
-from unisono.config.toml_file import NOTHING_STARTED, KeyPath
+from unisono.config.toml_file import KeyPath, config_problem
 from unisono.config.values import CALLABLE, NONE, assignment, encode, env_name, literal, shown, toml_key
 from unisono.errors import ConfigError, nearest_name
 
@@ -43,8 +43,8 @@ def nearest_keys(layout: OptionTree, key: str, spell: Callable[[str], str] = str
     while section not in layout.sections:
         section, _, name = section.rpartition(".")
     close = [join(section, member) for member in get_close_matches(name, layout.members(section), n=1, cutoff=0.61)]
-    if found := list(dict.fromkeys([*close, *same])):
-        return "did you mean " + " or ".join(map(spell, found[:3])) + "?"
+    if candidates := list(dict.fromkeys([*close, *same])):
+        return "did you mean " + " or ".join(map(spell, candidates[:3])) + "?"
     return "one of: " + ", ".join(spell(join(section, member)) for member in layout.members(section))
 
 
@@ -72,7 +72,7 @@ def one_value(layout: OptionTree, key: str, below: str, origin: str) -> ConfigEr
 
 
 def _error(given: str, rule: str, nearest: str) -> ConfigError:
-    return ConfigError(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=nearest)
+    return ConfigError(config_problem(given, rule, nearest))
 
 
 def _refused(leaf: Leaf, raw: Any, origin: str, rule: str, nearest: str) -> ConfigError:

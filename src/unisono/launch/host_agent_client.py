@@ -111,10 +111,7 @@ class HostAgentClient:
         self._greeted = False
 
     def open(self, environ: Mapping[str, str], options: Mapping[str, Any], secret: bytes | None) -> dict[str, Any]:
-        """Start the agent and send it the job; returns the ResourceShare of the host.
-
-        aunchError if it does not answer.
-        """
+        """Start the agent and send it the job; returns the host's ResourceShare. Raises LaunchError if it does not answer."""
         command = agent_command(self.host)
         try:
             self._process = subprocess.Popen(
@@ -144,10 +141,7 @@ class HostAgentClient:
         return self._answer("ready")["share"]
 
     def listen(self, key: str, host: str, interface: str | None, port: int) -> dict[str, Any]:
-        """Open a listening socket on the host, kept under ``key``; returns the agent's ``listening`` answer.
-
-        aunchError.
-        """
+        """Open a listening socket on the host, kept under ``key``; returns the agent's answer. Raises LaunchError."""
         self.send(do="listen", key=key, host=host, interface=interface, port=port)
         return self._answer("listening")
 

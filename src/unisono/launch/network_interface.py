@@ -18,10 +18,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "DMLC_INTERFACE")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkInterface:
-    """A network interface of this host, with this host's ``address`` on it.
-
-    y`` is the reason of the choice, for the record.
-    """
+    """A network interface of this host, with this host's ``address`` on it; ``why`` is the reason of the choice."""
 
     name: str
     address: str

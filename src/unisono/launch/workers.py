@@ -99,10 +99,7 @@ class Worker:
 
 
 class Reaper:
-    """The process that ends all workers when the launcher dies (``unisono.launch.reaper``).
-
-    red before any worker starts.
-    """
+    """The process that ends all workers when the launcher dies (``unisono.launch.reaper``). Enter it before any worker starts."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -239,10 +236,7 @@ def unwritable(path: Path, error: OSError) -> Problem:
 
 
 def _before_exec(cpus: Sequence[int] | None) -> Callable[[], None]:
-    """The function the child runs between fork and exec.
-
-    : the launcher has no threads, so no lock is held across the fork.
-    """
+    """The function the child runs between fork and exec. The launcher has no threads, so no lock is held across the fork."""
     parent = os.getpid()
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
 

@@ -66,7 +66,7 @@ class AsyncLoop:
             worker.pull_model()
         if worker.work_item.kind != "save":
             return False
-        evaluates = is_due(runner.options.eval_every, worker.step) or worker.step == runner.options.steps
+        evaluates = is_due(runner.options.eval_every_steps, worker.step) or worker.step == runner.options.steps
         if runner.evaluator.held_out is not None and evaluates:
             runner.evaluator.run()
         if runner.evaluator.stopped_early:

@@ -209,7 +209,7 @@ def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> An
         given=f"{key} = {part!r}",
         rule=f"it is built in ({', '.join(sorted(built_in)) or 'nothing is'}), an installed entry point of the group "
         f"'unisono.{group}' ({', '.join(sorted(plugins)) or 'none here'}), or a callable of a Python file",
-        consequence="the run has no such part, and nothing was started",
+        consequence="the run lacks this component, and nothing was started",
         nearest=nearest_name(part, known) if known else "give a callable in a Python configuration file",
     )
 
@@ -222,6 +222,6 @@ def _load(plugin: EntryPoint, key: str) -> Any:
             given=f"{key} = {plugin.name!r}, entry point {plugin.value!r} of "
             f"{plugin.dist.name if plugin.dist else 'an unnamed package'}: {type(error).__name__}: {error}",
             rule="an entry point names something that can be imported",
-            consequence="the run has no such part, and nothing was started",
+            consequence="the run lacks this component, and nothing was started",
             nearest="repair or reinstall that package",
         ) from error

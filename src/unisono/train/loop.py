@@ -135,8 +135,8 @@ class SyncLoop:
             runner.report_preemption()
 
     def evaluates_after(self, step: int) -> bool:
-        """Every ``train.eval_every`` steps."""
-        return is_due(self.runner.options.eval_every, step)
+        """Every ``train.eval_every_steps`` steps."""
+        return is_due(self.runner.options.eval_every_steps, step)
 
     def save(self, *, wait: bool) -> None:
         """See ``Loop``. A collective."""

@@ -43,7 +43,7 @@ class TrainOptions:
     """The step loop."""
 
     steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
-    eval_every: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
+    eval_every_steps: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)
     num_eval_samples: int = option(256, "Samples per evaluation; 0 = all.", ge=0)
     early_stop_patience: int = option(0, "Evaluations without a better loss before the run ends; 0 = never.", ge=0)
     ema_decay: float = option(
@@ -56,4 +56,4 @@ class TrainOptions:
     loss_scale: float = option(
         4096.0, "First loss scale under fp16; multiplies the loss summed over a step / global_batch.", gt=0.0
     )
-    gradient_stats_every: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
+    gradient_stats_every_steps: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)

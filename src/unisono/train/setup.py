@@ -136,13 +136,13 @@ def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPipeline:
-    """What the trainer is given to make batches of: a data set or stream, and how to read it (see ``Loader``)."""
+    """A data set or stream, and how the trainer makes batches of it (see ``Loader``)."""
 
     data: Dataset | Iterable[Any]
     options: LoaderOptions
     transform: Transform | None
-    pair: PairTransform | None
-    finish: BatchTransform | None
+    pair_transform: PairTransform | None
+    batch_transform: BatchTransform | None
     shuffle_block: int
 
 
@@ -178,14 +178,15 @@ def build_loader(
             data,
             options=options,
             shuffle_block=pipeline.shuffle_block,
-            pair_transform=pipeline.pair,
-            batch_transform=pipeline.finish,
+            pair_transform=pipeline.pair_transform,
+            batch_transform=pipeline.batch_transform,
             **common,
         )
     defaults = LoaderOptions(num_workers=min(options.num_workers, 0))  # 0: no thread, which a stream can do
-    if (options, pipeline.pair, pipeline.finish, pipeline.shuffle_block) != (defaults, None, None, 0):
+    transforms = pipeline.pair_transform, pipeline.batch_transform
+    if (options, *transforms, pipeline.shuffle_block) != (defaults, None, None, 0):
         raise DataError(
-            given=f"a stream ({type(data).__name__}) with loader settings, pair, finish or shuffle_block",
+            given=f"a stream ({type(data).__name__}) with loader settings, pair_transform, batch_transform or shuffle_block",
             rule="a stream is read from its beginning by one thread, in its own order",
             consequence="they would act on nothing",
             nearest="leave them out, or a data set with a length",

@@ -128,8 +128,8 @@ class Trainer:
         eval_data: Dataset | None = None,
         metrics: Mapping[str, Metric] | None = None,
         transform: Transform | None = None,
-        pair: PairTransform | None = None,
-        finish: BatchTransform | None = None,
+        pair_transform: PairTransform | None = None,
+        batch_transform: BatchTransform | None = None,
         loader: LoaderOptions | None = None,
         shuffle_block: int = 0,
         flops_per_token: float | Callable[[nn.Module], float] = 0.0,
@@ -155,8 +155,8 @@ class Trainer:
             data=self.data,
             options=loader or LoaderOptions(),
             transform=transform,
-            pair=pair,
-            finish=finish,
+            pair_transform=pair_transform,
+            batch_transform=batch_transform,
             shuffle_block=shuffle_block,
         )
         self._asked_flops = flops_per_token
@@ -324,7 +324,7 @@ class Trainer:
                 self.state,
                 optimizer=optim.kind,
                 steps=options.steps,
-                save_every=math.gcd(self._checkpoint.every_steps, options.eval_every),
+                save_every=math.gcd(self._checkpoint.every_steps, options.eval_every_steps),
                 labels={"plan": self.plan.hash, "configuration": str(self._provenance.get("config_hash"))},
             ),
             # a push brings its learning rate, and gradients are clipped here
@@ -413,7 +413,7 @@ class Trainer:
             ),
             timers=self._timers,
             stop=self._stop,
-            observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every),
+            observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every_steps),
         )
         rates = RateMeter(steps_total=options.steps, devices=self.world.world_size)
         return StepRunner(
@@ -512,7 +512,7 @@ class Trainer:
         return self._loop.preempted
 
     def fit(self) -> Result:
-        """Train to the end, evaluating every ``eval_every`` steps and at the end."""
+        """Train to the end, evaluating every ``eval_every_steps`` steps and at the end."""
         loop, evaluator = self._loop, self._loop.runner.evaluator
         for step in loop:
             if self.eval_data is not None and loop.evaluates_after(step.index):
