@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +112,15 @@ def require_run(run_dir: str) -> Path:
         consequence="it is unknown which model and data to use",
         nearest="the folder given as run.dir when training (default runs/first)",
     )
+
+
+def print_result(as_json: bool, value: dict[str, Any], lines: str | Iterable[str]) -> None:
+    """Print ``value`` as one JSON object with ``as_json``, else the text, of one line or several."""
+    if as_json:
+        print_json(value)
+        return
+    for line in (lines,) if isinstance(lines, str) else lines:
+        click.echo(line)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from unisono.cli.common import every_verb, print_json
+from unisono.cli.common import every_verb, print_result
 from unisono.errors import DataError
 
 if TYPE_CHECKING:
@@ -154,35 +154,30 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         on_error=options["on_error"],
     )
     packed = _PACK[kind](source, target, options, settings)
-    if as_json:
-        print_json(
-            {
-                "files": [str(path) for path in packed.files],
-                "inputs": packed.num_inputs,
-                "records": packed.num_records,
-                "empty": packed.num_empty,
-                "left_out": packed.num_left_out,
-                "splits": packed.splits,
-                "bad": [{"path": bad.path, "reason": bad.reason} for bad in packed.bad],
-                "report": str(packed.report),
-            }
-        )
-        return
-    for path in packed.files:
-        click.echo(path)
-    click.echo(f"{packed.num_records:,} records of {packed.num_inputs:,} inputs" + _details(packed))
-    for bad in packed.bad[:_SHOWN]:
-        click.echo(f"     bad {bad.path}: {bad.reason}")
-    if len(packed.bad) > _SHOWN:
-        click.echo(f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})")
+    value = {
+        "files": [str(path) for path in packed.files],
+        "inputs": packed.num_inputs,
+        "records": packed.num_records,
+        "empty": packed.num_empty,
+        "left_out": packed.num_left_out,
+        "splits": packed.splits,
+        "bad": [{"path": bad.path, "reason": bad.reason} for bad in packed.bad],
+        "report": str(packed.report),
+    }
+    print_result(as_json, value, _result_lines(packed))
 
 
-def _details(packed: PackResult) -> str:
-    parts = [f"{count:,} in {name}" for name, count in packed.splits.items()]
+def _result_lines(packed: PackResult) -> Iterator[str]:
+    yield from map(str, packed.files)
+    parts = [f"{packed.num_records:,} records of {packed.num_inputs:,} inputs"]
+    parts += [f"{count:,} in {name}" for name, count in packed.splits.items()]
     parts += [f"{len(packed.bad):,} bad"] if packed.bad else []
     parts += [f"{packed.num_empty:,} empty"] if packed.num_empty else []
     parts += [f"{packed.num_left_out:,} files that are not images left out"] if packed.num_left_out else []
-    return "".join(f", {part}" for part in parts)
+    yield ", ".join(parts)
+    yield from (f"     bad {bad.path}: {bad.reason}" for bad in packed.bad[:_SHOWN])
+    if len(packed.bad) > _SHOWN:
+        yield f"     and {len(packed.bad) - _SHOWN:,} more (all in {packed.report})"
 
 
 def _images(source: Path, target: Path, options: Mapping[str, Any], pack: PackOptions) -> PackResult:

@@ -102,7 +102,6 @@ def _record_end(state: _SlotState, code: int, options: LaunchOptions, *, stopped
     assert process is not None
     process.kill_group()
     attempt.codes[process.rank] = code
-    attempt.killed_by_us = {process.rank} if process.killed_by_us else set()
     if state.slot.role == "worker":
         attempt.read_failures()
     state.process, state.code = None, code

@@ -20,14 +20,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 from unisono.dist import Failure
 from unisono.errors import LaunchError, Problem
 from unisono.launch.hostfile import Host
-from unisono.launch.workers import open_log
+from unisono.launch.workers import WorkerProcess, open_log
 from unisono.observe.sanitize import printable
 from unisono.storage.files import write_atomically
 
@@ -56,39 +56,33 @@ def agent_script(environ: Mapping[str, str]) -> str:
     return "\n".join([f"cd {shlex.quote(os.getcwd())} || exit", *exports, f"exec {command}", ""])
 
 
-class RemoteWorker:
-    """A process of an agent. Its output goes to ``log`` and, prefixed with its name, to this terminal."""
+@dataclass(kw_only=True, slots=True)
+class RemoteWorker(WorkerProcess):
+    """Process ``number`` of an agent. Its output goes to ``log`` and, prefixed with its name, to this terminal."""
 
-    def __init__(self, agent: HostAgentClient, number: int, rank: int, name: str, log: Path) -> None:
-        self.rank = rank
-        self.name = name
-        self.pid = 0
-        self.log: Path | None = log
-        self.killed_by_us = False
-        self.here = agent.host.here
-        self.ended: int | None = None
-        self._agent = agent
-        self._number = number
+    agent: HostAgentClient
+    number: int
+    ended: int | None = None
 
     def code(self) -> int | None:
-        self._agent.pump()
-        if self.ended is None and self._agent.lost:
+        self.agent.pump()
+        if self.ended is None and self.agent.lost:
             self.ended = LOST
         return self.ended
 
     def end_by(self, number: signal.Signals) -> None:
         if self.code() is None:
             self.killed_by_us = True
-            self._agent.send(do="signal", id=self._number, number=int(number))
+            self.agent.send(do="signal", id=self.number, number=int(number))
 
     def kill_group(self) -> None:
         if self.code() is None:
             self.killed_by_us = True
-            self._agent.send(do="kill", id=self._number)
-            self._agent.pump_until(lambda: self.code() is not None, _END_S)
+            self.agent.send(do="kill", id=self.number)
+            self.agent.pump_until(lambda: self.code() is not None, _END_S)
             if self.ended is None:
                 # the agent does not answer; cutting the connection makes it kill the process
-                self._agent.cut()
+                self.agent.cut()
                 self.ended = LOST
 
 
@@ -151,9 +145,11 @@ class HostAgentClient:
         self._logs[number] = open_log(log)
         place = worker["place"]
         rank = place["rank"] if place["role"] == "worker" else place["server_index"]
-        full = name if self.host.here else f"{name} {self.host.name}"
-        # its first output may arrive together with the answer
-        started = self._workers[number] = RemoteWorker(self, number, rank, full, log)
+        here = self.host.here
+        full = name if here else f"{name} {self.host.name}"
+        # its first output may arrive together with the answer, which brings the pid
+        started = RemoteWorker(rank=rank, name=full, pid=0, log=log, here=here, agent=self, number=number)
+        self._workers[number] = started
         self.send(do="start", id=number, **worker)
         try:
             answer = self._answer("started")

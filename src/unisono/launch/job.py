@@ -22,7 +22,7 @@ from unisono.launch.elastic import supervise_elastic
 from unisono.launch.host_agent_client import agent_command, agent_script
 from unisono.launch.hostfile import Host
 from unisono.launch.multi_host_job import MultiHostJob
-from unisono.launch.network_interface import NetworkInterface, interface_by_name, interface_towards
+from unisono.launch.network_interface import NetworkInterface, choose_interface
 from unisono.launch.options import LaunchOptions, tls_folder
 from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators, divide_host
@@ -137,7 +137,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
     Raises LaunchError if nothing can be started, CommError if a lost host does not come back.
     """
     if job.plain:
-        interface = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
+        interface = choose_interface(job.interface, LOOPBACK)
         options = replace(job.options, num_processes=len(job.workers))
         return launch_local(
             job.command, options, run_dir=run_dir, run_id=job.run_id, environ=job.environ, interface=interface
@@ -180,7 +180,7 @@ def describe_launch(job: JobLayout) -> dict[str, Any]:
         environ = job.variables(slot) | spec.environ()
         if host.here:
             share = divide_host(replace(job.options, num_processes=len(workers)), {**os.environ, **job.environ})
-            interface = interface_by_name(job.interface) if job.interface else interface_towards(LOOPBACK)
+            interface = choose_interface(job.interface, LOOPBACK)
             environ |= share.environ() | interface.environ()
         processes.append(
             {"name": slot.name, "host": host.name, "command": job.argv(slot), "environ": dict(sorted(environ.items()))}

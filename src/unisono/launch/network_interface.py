@@ -29,6 +29,11 @@ class NetworkInterface:
         return dict.fromkeys(VARIABLES, self.name)
 
 
+def choose_interface(name: str | None, towards: str) -> NetworkInterface:
+    """The interface called ``name``, or for None that over which this machine reaches the host ``towards``."""
+    return interface_by_name(name) if name else interface_towards(towards)
+
+
 def interface_by_name(name: str) -> NetworkInterface:
     """The interface called ``name``. Raises LaunchError, listing those that are up, if it is missing or down."""
     addresses = _addresses()

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from unisono.errors import LaunchError, Problem
@@ -172,7 +172,6 @@ def _wait_for_all(
         # also after an exception: workers never outlive their launcher
         for worker in workers:
             worker.kill_group()
-    attempt.killed_by_us = {worker.rank for worker in workers if worker.killed_by_us}
     attempt.read_failures()
     return attempt
 
@@ -253,9 +252,7 @@ class StopSignals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 

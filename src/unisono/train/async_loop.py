@@ -27,7 +27,7 @@ class AsyncLoop:
     worker: AsyncWorker
 
     def __iter__(self) -> Generator[Step]:
-        """See ``Loop``. Ends when the servers end the run."""
+        """See ``SyncLoop``. Ends when the servers end the run."""
         runner, timers = self.runner, self.runner.timers
         runner.begin()
         while True:
@@ -82,7 +82,7 @@ class AsyncLoop:
         return False
 
     def save(self, *, wait: bool) -> None:
-        """See ``Loop``. Servers send the optimizer's state for it."""
+        """See ``SyncLoop.save``. Servers send the optimizer's state for it."""
         runner = self.runner
         if runner.checkpoints.saved_step != runner.state.step:
             with self.worker.optimizer_state():

@@ -66,12 +66,12 @@ def build_data(config: RunConfig) -> RunData:
             ),
             prepared=prepared,
         )
-    made: Any = _find_component("data", config, {TOKENS: None})(config)
-    pair = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else ()
-    if len(pair) != 2 or not all(isinstance(each, Dataset | Sized) for each in pair):
-        kinds = ", ".join(type(each).__name__ for each in pair)
+    result: Any = _find_component("data", config, {TOKENS: None})(config)
+    pair = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(data, Dataset | Sized) for data in pair):
+        kinds = ", ".join(type(data).__name__ for data in pair)
         raise ConfigError(
-            given=f"components.data returned {f'({kinds})' if pair else type(made).__name__}",
+            given=f"components.data returned {f'({kinds})' if pair else type(result).__name__}",
             rule="it returns a pair (training data, held-out data), each a Dataset or indexable with a length",
             consequence="there is nothing to train on",
             nearest="return train, held_out",
@@ -181,7 +181,7 @@ def build_metrics(config: RunConfig) -> dict[str, Metric]:
     return metrics
 
 
-# parts.<field> -> the group of entry points that may stand there
+# components.<field> -> the group of entry points that may stand there
 _GROUPS = {
     "model": "models",
     "objective": "objectives",

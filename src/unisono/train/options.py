@@ -40,7 +40,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOptions:
-    """The step loop."""
+    """Length of the run, evaluations, and the numerical guard."""
 
     steps: int = option(300, "Optimizer updates in the whole run.", ge=1)
     eval_every_steps: int = option(100, "Steps between evaluations; 0 = only at the end.", ge=0)

@@ -33,10 +33,13 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
 
 @contextmanager
 def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path) -> Generator[JobSpec]:
-    """``job`` with the addresses of parameter servers. Where its launcher started none (torchrun, mpirun, srun, one process) and
-    the plan needs some, workers start them as their children, and know the way to them inside only. A collective then. Their
-    snapshots are in ``run_dir``, and go when the next such job begins there. Raises ConfigError where ``launch.tls`` would act on
-    nothing, or its folder is no good."""
+    """``job`` with the addresses of parameter servers.
+
+    If the plan needs servers and the launcher started none (torchrun, mpirun, srun, one process), workers start them as their
+    children, which is a collective. Their snapshots are in ``run_dir`` until the next such job begins there.
+
+    Raises ConfigError if ``launch.tls`` would have no effect or its folder cannot be used.
+    """
     if plan.sync.kind != "dist_async":
         if launch.tls:
             raise _unused_tls_error(plan, launch)

@@ -34,7 +34,7 @@ from unisono.train.state import TrainState
 
 
 def run_environment(world: World, plan: Plan) -> dict[str, Any]:
-    """What a bit-exact resume depends on besides the state; stored in every checkpoint."""
+    """Facts besides the state that a bit-exact resume depends on; stored in every checkpoint."""
     return {
         "world": world.world_size,
         "plan": plan.decisions(),

@@ -101,7 +101,7 @@ class Trainer:
     """Trains ``model`` on ``data`` as ``plan`` says. A context manager and an iterator; ``fit()`` is the whole run.
 
     ``model`` is a module, of which rank 0's values count, or a callable that builds one, the same on all ranks. Where the
-    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred``). From entering on the
+    plan spreads the model, what a callable builds is never whole on any rank (``parallel.deferred_init``). From entering on the
     module is ``self.model``. ``flops_per_token`` may be asked of the whole model, whose values it must not read.
 
     ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
@@ -262,14 +262,13 @@ class Trainer:
         )
         self._ledger = self._check_memory()
         total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
-        initial = options.loss_scale if self.plan.precision.uses_loss_scale else None
+        scales = self.plan.precision.uses_loss_scale
+        loss_scale = LossScale.create(self.device, initial=options.loss_scale) if scales else LossScale.off(self.device)
         self.state = TrainState(
             model=self.model,
             sharded=sharded,
             optimizer=self._optimizer,
-            loss_scale=LossScale.off(self.device)
-            if initial is None
-            else LossScale.create(self.device, initial=initial),
+            loss_scale=loss_scale,
             guard=StepGuard(self.device, sigmas=options.spike_sigmas),
             average=WeightAverage(sharded.parameters, options.ema_decay) if options.ema_decay else None,
             weight_total=torch.zeros((), dtype=total_dtype, device=self.device),
@@ -373,9 +372,8 @@ class Trainer:
             held_bytes={
                 "parameters": self._ledger.parameter_bytes,
                 "gradients": self._ledger.gradient_bytes,
-                "optimizer": 0
-                if self.plan.sync.kind == "dist_async"
-                else self._ledger.state_bytes,  # the servers have it
+                # under dist_async the servers have it
+                "optimizer": 0 if self.plan.sync.kind == "dist_async" else self._ledger.state_bytes,
             },
             steps_total=self.options.steps,
             epoch=self.world.job.restart_count,
@@ -388,9 +386,11 @@ class Trainer:
 
     def _build_runner(self, traffic: GradientSync | ReportsTraffic) -> StepRunner:
         """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
-        plan, options, model, schedule = self._dims.plan, self.options, self.model, self._asked_schedule
+        plan, options, schedule = self._dims.plan, self.options, self._asked_schedule
+        if isinstance(schedule, ScheduleOptions):
+            schedule = build_schedule(schedule, options.steps, self._optim.lr)
         passes = ForwardBackward(
-            model=model,
+            model=self.model,
             inputs=self._inputs,
             plan=plan,
             world=self.world,
@@ -401,9 +401,7 @@ class Trainer:
         train_step = TrainStep(
             forward_backward=passes,
             objective=self._objective,
-            schedule=build_schedule(schedule, options.steps, self._optim.lr)
-            if isinstance(schedule, ScheduleOptions)
-            else schedule,
+            schedule=schedule,
             clip_norm=self._optim.clip_norm,
             plan=plan,
             state=self.state,
