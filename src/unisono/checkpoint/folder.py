@@ -105,7 +105,7 @@ def open_root(root: Path) -> None:
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete what crashed saves and deletions left behind; returns the names. Only call it while no save is under way."""
+    """Delete the leftovers of crashed saves and deletions; returns their names. Call it only while no save is under way."""
     leftovers = [path for path in subdirectories(root) if _LEFTOVER.fullmatch(path.name)]
     for path in leftovers:
         shutil.rmtree(path)

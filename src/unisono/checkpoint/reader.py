@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -187,10 +187,9 @@ class CheckpointReader:
         if extents is None:
             extents = read_header(self.path, piece.file, self.manifest.files[piece.file])
             self._headers[piece.file] = extents
-        extent = extents.get(piece.key)
-        if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
+        if not holds_piece(extents, piece, dtype):
             raise CheckpointDamage(f"{piece.file} does not hold {piece.key!r} as {MANIFEST} says")
-        return extent.begin
+        return extents[piece.key].begin
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -246,6 +245,12 @@ def read_header(path: Path, name: str, entry: FileEntry) -> dict[str, TensorExte
         raise CheckpointDamage(f"{name}: {error}") from error
     finally:
         os.close(fd)
+
+
+def holds_piece(extents: Mapping[str, TensorExtent], piece: PieceEntry, dtype: torch.dtype) -> bool:
+    """Whether a file with these tensors holds ``piece`` with its shape and dtype."""
+    extent = extents.get(piece.key)
+    return extent is not None and (extent.shape, extent.dtype) == (piece.shape, dtype)
 
 
 def unreadable_error(path: Path, error: OSError | CheckpointDamage) -> CheckpointError:

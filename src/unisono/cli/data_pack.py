@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,34 +20,6 @@ KINDS: Final = ("images", "text", "rows", "python")
 _SHOWN = 20
 _SEEN = 1000  # files of a folder by which its kind is guessed
 _TEXT: Final = frozenset({".txt", ".md", ".rst", ".text", ".py", ".tex", ".html"})
-# Each option of one kind, or several; an option given for another kind is an error.
-_FOR: Final = {
-    "image": "images",
-    "label": "images",
-    "root": "images",
-    "follow_links": "images",
-    "resize": "images",
-    "center_crop": "images",
-    "quality": "images",
-    "encoding": "images",
-    "color": "images",
-    "pass_through": "images",
-    "tiles": "images",
-    "exif": "images",
-    "split": "images",
-    "shuffle": "images",
-    "shards": "images",
-    "tokenizer": "text",
-    "lines": "text",
-    "text_column": "text",
-    "columns": "rows",
-    "payload": "rows",
-    "base64": "rows images",
-    "arrays": "rows",
-    "schema": "rows python",
-    "function": "python",
-    "workers": "images text python",
-}
 _LISTED: Final = ("root", "follow_links", "split", "shuffle", "shards")  # of images that are files
 
 
@@ -71,6 +43,17 @@ def _columns(_context: click.Context, _option: click.Parameter, values: Sequence
     return dict(pairs) or None
 
 
+_KINDS_OF: dict[str, tuple[str, str]] = {}  # parameter → kinds its option is for, and the option
+
+
+def _option(kinds: str, *names: str, help: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option for some kinds of inputs, which its help names; given for another kind, it is an error."""
+    flag = names[0].partition("/")[0]
+    parameter = next((name for name in names if not name.startswith("-")), flag[2:].replace("-", "_"))
+    _KINDS_OF[parameter] = kinds, flag
+    return click.option(*names, help=f"{kinds.replace(' ', ', ')}: {help}", **settings)
+
+
 @click.command("pack")
 @click.argument("source", type=click.Path(path_type=Path, allow_dash=True))
 @click.argument("target", type=click.Path(path_type=Path))
@@ -78,47 +61,51 @@ def _columns(_context: click.Context, _option: click.Parameter, values: Sequence
 @click.option(
     "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="On a bad input."
 )
-@click.option("--workers", type=click.IntRange(min=0), help="Processes; 0 = this one. Default: by cores and work.")
+@_option(
+    "images text python",
+    "--workers",
+    type=click.IntRange(min=0),
+    help="processes; 0 = this one. Default: by cores and work.",
+)
 @click.option("--shard-size", type=click.IntRange(min=1), metavar="MIB", help="A file ends when it holds this much.")
-@click.option("--shards", type=click.IntRange(min=1), help="images: files, of equal numbers of images.")
-@click.option("--image", metavar="NAME", help="images: SOURCE is a table or a tar, this field the image.")
-@click.option("--label", metavar="NAME", help="images: … and this one its label or labels.")
-@click.option("--root", type=click.Path(path_type=Path), help="images: folder of a list's paths; default the list's.")
-@click.option("--follow-links", is_flag=True, default=None, help="images: links that lead out of the folder, too.")
-@click.option("--resize", type=click.IntRange(min=1), metavar="PX", help="images: the short side.")
-@click.option("--center-crop", is_flag=True, default=None, help="images: the largest centred square, before resizing.")
-@click.option("--quality", type=click.IntRange(1, 100), help="images: of JPEG; default 95 where pixels are made.")
-@click.option("--encoding", type=click.Choice(["jpeg", "png"]), help="images: default jpeg where pixels are made.")
-@click.option("--color", type=click.Choice(["rgb", "gray"]), help="images: default rgb where pixels are made.")
-@click.option(
-    "--pass-through", is_flag=True, default=None, help="images: bytes untouched; so too if nothing asks for pixels."
+@_option("images", "--shards", type=click.IntRange(min=1), help="files, of equal numbers of images.")
+@_option("images", "--image", metavar="NAME", help="SOURCE is a table or a tar, this field the image.")
+@_option("images", "--label", metavar="NAME", help="… and this one its label or labels.")
+@_option("images", "--root", type=click.Path(path_type=Path), help="folder of a list's paths; default the list's.")
+@_option("images", "--follow-links", is_flag=True, default=None, help="links that lead out of the folder, too.")
+@_option("images", "--resize", type=click.IntRange(min=1), metavar="PX", help="the short side.")
+@_option("images", "--center-crop", is_flag=True, default=None, help="the largest centred square, before resizing.")
+@_option("images", "--quality", type=click.IntRange(1, 100), help="of JPEG; default 95 where pixels are made.")
+@_option("images", "--encoding", type=click.Choice(["jpeg", "png"]), help="default jpeg where pixels are made.")
+@_option("images", "--color", type=click.Choice(["rgb", "gray"]), help="default rgb where pixels are made.")
+@_option(
+    "images", "--pass-through", is_flag=True, default=None, help="bytes untouched; so too if nothing asks for pixels."
 )
-@click.option(
-    "--tiles", is_flag=True, default=None, help="images: restart markers and tile sizes; lossless if not re-encoded."
+@_option(
+    "images", "--tiles", is_flag=True, default=None, help="restart markers and tile sizes; lossless if not re-encoded."
 )
-@click.option("--exif/--no-exif", default=None, help="images: turn re-encoded JPEGs as EXIF says (default) or not.")
-@click.option("--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="images: parts; again for each.")
-@click.option("--shuffle", type=int, metavar="SEED", help="images: order by keyed hash instead of the listing's.")
-@click.option("--tokenizer", help="text: bytes (default) or the path of a tokenizer.json.")
-@click.option("--lines", is_flag=True, default=None, help="text: each line is a document, not each file.")
-@click.option("--text-column", metavar="NAME", help="text: SOURCE is a table, this field the document.")
-@click.option(
+@_option("images", "--exif/--no-exif", default=None, help="turn re-encoded JPEGs as EXIF says (default) or not.")
+@_option("images", "--split", multiple=True, callback=_split, metavar="NAME=FRACTION", help="parts; again for each.")
+@_option("images", "--shuffle", type=int, metavar="SEED", help="order by keyed hash instead of the listing's.")
+@_option("text", "--tokenizer", help="bytes (default) or the path of a tokenizer.json.")
+@_option("text", "--lines", is_flag=True, default=None, help="each line is a document, not each file.")
+@_option("text", "--text-column", metavar="NAME", help="SOURCE is a table, this field the document.")
+@_option(
+    "rows",
     "--column",
     "columns",
     multiple=True,
     callback=_columns,
     metavar="NAME[=NEW]",
-    help="rows: only this field; again for each.",
+    help="only this field; again for each.",
 )
-@click.option("--payload", metavar="NAME", help="rows: the field that is a .rec's payload.")
-@click.option("--base64", multiple=True, metavar="NAME", help="rows: a field of bytes that CSV has as base64.")
-@click.option(
-    "--array", "arrays", multiple=True, metavar="NAME", help="rows: a feature of TFRecord that is always an array."
+@_option("rows", "--payload", metavar="NAME", help="the field that is a .rec's payload.")
+@_option("rows images", "--base64", multiple=True, metavar="NAME", help="a field of bytes that CSV has as base64.")
+@_option(
+    "rows", "--array", "arrays", multiple=True, metavar="NAME", help="a feature of TFRecord that is always an array."
 )
-@click.option("--schema", metavar="NAME=TYPE[DIMS],…", help="rows, python: types of the fields; ? is any size.")
-@click.option(
-    "--function", metavar="MODULE:NAME", help="python: gives rows: of each line of SOURCE, or all if that is -."
-)
+@_option("rows python", "--schema", metavar="NAME=TYPE[DIMS],…", help="types of the fields; ? is any size.")
+@_option("python", "--function", metavar="MODULE:NAME", help="gives rows: of each line of SOURCE, or all if that is -.")
 @every_verb
 def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options: Any) -> None:
     """Pack SOURCE into TARGET, which is there whole or not at all. Killed and started again, it goes on where it was.
@@ -138,13 +125,10 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
         raise _refused(
             f"{source}, which is not there", "SOURCE is a file or a folder, or - with --function", "its path"
         )
-    given = {name for name, value in options.items() if value not in (None, (), {}) and name in _FOR}
+    given = {name for name, value in options.items() if value not in (None, (), {}) and name in _KINDS_OF}
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
-    inert = sorted(name for name in given if kind not in _FOR[name].split())
-    if inert:
-        flags = ", ".join(
-            "--" + name.removesuffix("s" if name in ("columns", "arrays") else "").replace("_", "-") for name in inert
-        )
+    if inert := sorted(name for name in given if kind not in _KINDS_OF[name][0].split()):
+        flags = ", ".join(_KINDS_OF[name][1] for name in inert)
         raise _refused(f"{flags} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
     shard_bytes = None if options["shard_size"] is None else options["shard_size"] << 20
     settings = PackOptions(

@@ -1,7 +1,7 @@
-"""From sources to one checked configuration: merge the layers, judge every value, report every problem at once.
+"""Loads a configuration: merges the layers, checks every value, and reports all problems at once.
 
 Later layers win: defaults, ``planned``, files in the order given (each after its base), environment, ``--set``. Every
-value is judged where it stands, also one that a later layer replaces.
+value is checked where it stands, also one that a later layer replaces.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def load_config(
 ) -> Resolved[T]:
     """Build ``cls`` from ``.toml`` and ``.py`` files, ``UNISONO__SECTION__FIELD`` variables, ``key=value`` overrides.
 
-    ``planned`` (dotted key to value) fills what nobody set. A ``.toml`` file may name the layer beneath it with a
+    ``planned`` (dotted key to value) replaces defaults. A ``.toml`` file may name the layer beneath it with a
     top-level ``base``; a ``.py`` file gives every value and must be the lowest layer. Only what differs from the
     default counts as set by it. Naming a ``.py`` file, also through ``base``, runs it. Raises ConfigError with all
     problems.
@@ -72,7 +72,7 @@ class _Walk:
     layout: OptionTree
     problems: list[Problem]
     renamed: list[str]  # keys of earlier versions, and what they were read as
-    unread: bool  # a source could not be read: values are missing, so rules across fields have nothing to go by
+    unread: bool  # a source could not be read: values are missing, so rules across fields cannot be checked
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])
     faulty: set[str] = field(default_factory=set[str])  # keys with a problem; the same holds for the sections around
@@ -142,7 +142,7 @@ class _Walk:
         raise ConfigError(given_twice(given, old, key))
 
     def build(self, section: str = "") -> object:
-        """The options object of a section, from the inside out, and the problems across its fields."""
+        """Build the options object of a section, its own sections first, and collect the problems across its fields."""
         parts: dict[str, Any] = {}
         for name in self.layout.members(section):
             key = join(section, name)

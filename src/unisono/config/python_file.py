@@ -2,7 +2,7 @@
 
 The file is executed once, from the very bytes that are digested, so the digest always belongs to the code that ran
 (an import could pick up a stale ``.pyc``). Its folder is importable while it runs and not afterwards. Modules it
-imports stay imported, as they must for its classes and functions to keep working. What those modules hold is not part
+imports stay imported, as they must for its classes and functions to keep working. The content of those modules is not part
 of the digest.
 """
 

@@ -1,4 +1,4 @@
-"""Old names of options and of plan fields, and the one reader that turns them into today's.
+"""Earlier names of options and of plan fields, and the one reader that turns them into the current ones.
 
 A configuration file, variable or override with an old key, a strategy file of version 2, and the plan that an old checkpoint
 holds are all read through here. The reader returns what it renamed, and ``announce`` prints it in one line.
@@ -109,7 +109,7 @@ class OptionRenames:
 
     @contextmanager
     def keywords(self, sections: Mapping[str, type], renamed: list[str]) -> Generator[None]:
-        """Inside, the options classes of ``sections`` take old keyword arguments too."""
+        """Inside, the options classes of ``sections`` also take keyword arguments by their earlier names."""
         originals: dict[type, Any] = {}
         for section, cls in sections.items():
             inside = {
@@ -172,14 +172,14 @@ def given_twice(given: str, old: str, new: str) -> Problem:
 
 
 class MigratedPlan(NamedTuple):
-    """Plan fields under today's names, and what was renamed."""
+    """Plan fields under their current names, and the list of renames."""
 
     values: dict[str, Any]
     renamed: tuple[str, ...]
 
 
 def migrate_plan(data: Mapping[str, Any]) -> MigratedPlan:
-    """A plan of version 2 as one of version 3, by dotted name; any other as it is."""
+    """Convert a plan of version 2 to version 3, by dotted name; any other version is unchanged."""
     if data.get("version") != _PLAN_VERSION:
         return MigratedPlan(dict(data), ())
     values: dict[str, Any] = {}

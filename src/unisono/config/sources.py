@@ -1,7 +1,7 @@
-"""Where values come from: TOML files and what lies beneath them, a Python file, the environment, ``--set``.
+"""Sources of values: TOML files and their base files, a Python file, the environment, ``--set``.
 
-Each source becomes a list of entries in order of precedence; nothing is interpreted here beyond the layering key
-``base``. A TOML file is data: no value of it is imported, called or constructed. Only ``base`` may name a Python file,
+Each source becomes a list of entries in order of precedence; only the layering key ``base`` is interpreted here.
+A TOML file is data: no value of it is imported, called or constructed. Only ``base`` may name a Python file,
 and that file then runs.
 """
 
@@ -52,10 +52,10 @@ class Reading:
     files: list[Path] = field(default_factory=list[Path])
     problems: list[Problem] = field(default_factory=list[Problem])
     renamed: list[str] = field(default_factory=list[str])  # keys of earlier versions, and what they were read as
-    cause: BaseException | None = None  # what a Python file raised, for its traceback
+    cause: BaseException | None = None  # exception of a Python file, for its traceback
 
     def layer(self, path: Path, *, named: str = "", above: tuple[Path, ...] = ()) -> None:
-        """Read one file after the layers beneath it; ``named`` is the line that names it, ``above`` the way here."""
+        """Read one file after the layers beneath it; ``named`` is the line that names it, ``above`` the files above it."""
         try:
             self._check(path, named, above)
             if path.suffix == ".py":

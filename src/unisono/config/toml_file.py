@@ -1,8 +1,7 @@
 """One TOML file: its values and the line on which each key stands.
 
-``tomllib`` decides what is valid and gives the values; it keeps no line numbers, so ``key_lines`` goes over the same
-text a second time and looks at nothing but keys and line ends. It may rely on the text being valid, since ``tomllib``
-has accepted it.
+``tomllib`` validates the text and gives the values, but no line numbers. ``key_lines`` therefore scans the same text a
+second time for keys and line ends. It relies on valid text.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _text(path: Path) -> str:
 
 
 def _syntax_problem(path: Path, text: str, message: str) -> Problem:
-    """tomllib names the place inside its message, and calls the last line ``end of document``."""
+    """Locate a syntax error: tomllib names the place in its message, and calls the last line ``end of document``."""
     lines = text.replace("\r\n", "\n").split("\n")
     reason, _, place = message.partition(" (at ")
     position = re.match(r"line (\d+), column (\d+)", place)
@@ -99,7 +98,7 @@ def _syntax_problem(path: Path, text: str, message: str) -> Problem:
 
 
 def _first_of_twice(text: str) -> int | None:
-    """Where the last key of ``text`` was set before; None where that is not plain to see."""
+    """The line on which the last key of ``text`` was set before; None if it cannot be found."""
     try:
         *earlier, (last, _) = _keys(text)
     except ValueError:

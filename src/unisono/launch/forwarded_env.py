@@ -59,5 +59,5 @@ def parse_settings(settings: Sequence[str], environ: Mapping[str, str]) -> dict[
 
 
 def _wrong(name: str, rule: str, nearest: str) -> Problem:
-    # the value is not shown: it may be what must stay secret
+    # the value is not shown: it may be a secret
     return Problem(given=f"--env {name!r}", rule=rule, consequence="nothing was started", nearest=nearest)

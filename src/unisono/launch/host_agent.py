@@ -151,7 +151,7 @@ class HostAgent:
                 self._report_end(process)
 
     def _read(self, process: _RunningProcess) -> bool:
-        """Pass on what one read returns; whether there may be more."""
+        """Read once and pass on the lines; returns whether there may be more."""
         try:
             data = os.read(process.output, _READ_BYTES)
         except BlockingIOError:

@@ -236,7 +236,7 @@ class HostAgentClient:
             self._say(f"host {self.host.name} is lost, with all that ran there: {self.lost}")
 
     def _read_stderr(self) -> None:
-        """Show what has arrived on standard error. Its end means nothing; the end of standard output is checked."""
+        """Show the lines that have arrived on standard error. Its end is ignored; that of standard output counts."""
         assert self._process is not None
         if self._process.stderr is None or self._process.stderr.fileno() not in self._selector.get_map():
             return
@@ -299,5 +299,5 @@ class HostAgentClient:
 
 
 def _terminal_text(line: str) -> str:
-    """The final text of ``line`` on a terminal: only what follows the last carriage return, without control characters."""
+    """The final text of ``line`` on a terminal: the part after the last carriage return, without control characters."""
     return printable(line.rstrip("\r").rpartition("\r")[2])

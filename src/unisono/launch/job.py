@@ -43,7 +43,7 @@ def launch_local(
 ) -> int:
     """Run ``command`` in every process of this host; returns 0, 1, 2, 75 (requeue) or 76 (do not repeat).
 
-    Workers find their place with ``job_from_environ``. ``environ`` is set over what they inherit. ``interface`` is
+    Workers find their place with ``job_from_environ``. ``environ`` overrides inherited variables. ``interface`` is
     set for Gloo and NCCL; None lets them choose, which is loopback on one host. Rank 0 writes to this terminal, the
     others to ``run_dir/logs/rank-N.attempt-K.log``; ``run_dir/launch.json`` records the settings and how each attempt
     ended. Call it on the main thread, in a process without other threads.

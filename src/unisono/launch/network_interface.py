@@ -1,6 +1,6 @@
 """The network interface that the ranks of a job use, and why.
 
-Unless told, Gloo and NCCL guess, often the interface of the host's name, which other hosts may not reach. The
+By default Gloo and NCCL guess, often the interface of the host's name, which other hosts may not reach. The
 launcher sets it: the interface asked for, or the one over which this host reaches rank 0's host.
 """
 

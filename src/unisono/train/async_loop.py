@@ -1,6 +1,6 @@
 """The loop of a ``dist_async`` worker, which computes the batch shards that servers hand out (docs/adr/0010).
 
-start   one worker brings the model as built, or a checkpoint, to the servers; the others take what the servers have
+start   one worker sends the model as built, or a checkpoint, to the servers; the others pull it from them
 shard   forward and backward of one worker's share of a step, push the gradients, pull the values
 save    all shards before a step are done: one worker evaluates and saves the values that the servers hold then
 """
@@ -92,7 +92,7 @@ class AsyncLoop:
 
     @property
     def preempted(self) -> bool:
-        """Decided by the servers, once a worker was told to stop."""
+        """Whether the servers ended the run because a worker was asked to stop."""
         return self.worker.work_item.kind == "stopped"
 
     @property

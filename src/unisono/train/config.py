@@ -47,7 +47,7 @@ class Components:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """One run, whole. ``unisono config explain KEY`` tells about each field."""
+    """The configuration of one run. ``unisono config explain KEY`` describes each field."""
 
     run: RunOptions = field(default_factory=RunOptions)
     components: Components = field(default_factory=Components)

@@ -78,7 +78,7 @@ def build_gradient_sync(
     step: Callable[[], int],
     events: EventLog,
 ) -> tuple[GradientSync, SyncState | None]:
-    """Create what sums the gradients of ``sharded`` over data ranks, and the state it keeps, if any.
+    """Create the synchronisation of gradients of ``sharded`` over data ranks, and the state it keeps, if any.
 
     ``optimizer`` is its kind; ``step()`` returns the number of finished steps.
     """
@@ -160,7 +160,7 @@ def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic) -> C
 
 
 class LocalSGDSync(SyncState):
-    """``dist_local``: every rank makes steps of its own, and parameters are averaged now and then (``kvstore.LocalSGD``).
+    """``dist_local``: every rank makes its own steps, and parameters are averaged periodically (``kvstore.LocalSGD``).
 
     Loss, gradient norm and clipping are per rank. A rank that was asked to stop tells the others when they next average.
     """

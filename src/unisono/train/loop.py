@@ -93,7 +93,7 @@ class SyncLoop:
                 step = runner.run(batch)
                 yield step
                 if runner.train_step.plan.uses_fsdp:
-                    reshard(state.model)  # what the loop's body computed left parameters gathered
+                    reshard(state.model)  # forward passes in the loop's body left parameters gathered
                 with runner.timers.phase("ckpt_stall"), runner.rates.paused():
                     checkpoints.poll()
                     if checkpoints.is_due(step.index):

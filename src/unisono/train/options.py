@@ -10,7 +10,7 @@ from unisono.errors import Problem
 
 
 def is_due(every: int, step: int) -> bool:
-    """Whether what happens every so many steps (0: never) happens after finished step ``step``."""
+    """Whether an action every ``every`` steps (0: never) is due after finished step ``step``."""
     return bool(every) and step % every == 0
 
 

@@ -49,7 +49,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
         if job.server_addresses:
             yield job
             return
-        # all meet once, to tell each other addresses and a secret; from then on they do without each other
+        # ranks meet once, to exchange addresses and a secret
         world = join_world(job, device_type="cpu", timeout_s=launch.timeout_s)
         try:
             folder = run_dir.absolute() / "servers"
@@ -65,7 +65,7 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
                 world.close()
                 file = os.memfd_create("unisono-secret", os.MFD_CLOEXEC)
                 os.pwrite(file, secret, 0)
-                os.environ["UNISONO_SECRET_FD"] = str(file)  # whoever reads it closes it
+                os.environ["UNISONO_SECRET_FD"] = str(file)  # its reader closes it
                 yield replace(job, servers=len(addresses), server_addresses=tuple(f"{h}:{p}" for h, p in addresses))
         finally:
             world.close()

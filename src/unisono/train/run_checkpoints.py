@@ -1,8 +1,8 @@
-"""The checkpoints of a run: what it resumes from and which differences are allowed then, and when it saves.
+"""The checkpoints of a run: the one it resumes from, the differences allowed then, and when it saves.
 
 ``auto`` takes the newest checkpoint that verifies, or starts a new run where there is none. ``strict`` also refuses a
 change of anything bit-exactness depends on. ``never`` starts a new run and refuses a folder that already holds one. A
-path names a checkpoint. What would change the samples of a step (data, seed, global batch) is refused always.
+path names a checkpoint. A change of the samples of a step (data, seed, global batch) is always refused.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def run_environment(world: World, plan: Plan) -> dict[str, Any]:
 class RunCheckpoints:
     """Restores and saves the state of one run under ``root``. All ranks call each method together.
 
-    ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (what decides the samples of a
-    step), ``environment`` (see ``run_environment``) and ``provenance``. Raises CheckpointError.
+    ``resume`` is the mode of run.resume. ``meta`` is stored with every checkpoint: ``order`` (settings that decide the samples of
+    a step), ``environment`` (see ``run_environment``) and ``provenance``. Raises CheckpointError.
     """
 
     def __init__(

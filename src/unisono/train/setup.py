@@ -1,4 +1,4 @@
-"""Parts of a run that are set up before its first step: device and plan, event log, loader, what the model adds to the plan."""
+"""Parts of a run that are set up before its first step: device and plan, event log, loader, plan of this model."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def resolve_for_model(
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
     """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Also returns the partition of a pipeline, and what shards sequences. ``dims`` gets the plan of one worker. Raises
-    PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
+    Also returns the partition of a pipeline, and the context-parallel sharding of sequences. ``dims`` gets the plan of one worker.
+    Raises PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
     """
     problems: list[Problem] = []
     layout = None
@@ -105,7 +105,7 @@ def resolve_for_model(
             dims.plan = plan
     if context is not None:
         with _collect_problems(problems):
-            context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
+            context.shard_batch(batch())  # entries that cannot be sharded are reported here, not in the first step
     if plan.recompute.modules:
         with _collect_problems(problems):
             check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))

@@ -1,7 +1,7 @@
 """The whole mutable state of a run in one object; nothing else survives a step.
 
 Global state is the same on every rank, or split over ranks; a checkpoint holds it once. Rank state belongs to one rank: its
-random generators, and what its gradient synchronisation keeps. Step and best score are plain JSON.
+random generators, and the state of its gradient synchronisation. Step and best score are plain JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
 class SyncState(Protocol):
     """State that a gradient synchronisation keeps from step to step; by default none."""
 
-    # whether each rank has its own parameters and optimizer state, which are averaged now and then
+    # whether each rank has its own parameters and optimizer state, which are averaged periodically
     params_diverge: bool = False
 
     def after_step(self, step: int, good: Tensor) -> None:
@@ -79,7 +79,7 @@ class TrainState:
     evaluations_without_gain: int = 0
 
     def averaged_weights(self) -> AbstractContextManager[Any]:
-        """Inside, the model has the weights that evaluation and export use: a moving average, or what ranks agree on."""
+        """Inside, the model has the weights that evaluation and export use: a moving average, or the consensus of all ranks."""
         if self.sync_state is not None and self.sync_state.params_diverge:
             return self.sync_state.consensus_parameters()
         return self.average.swapped_in() if self.average is not None else torch.no_grad()
@@ -254,7 +254,7 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
 
 
 def _check_names(reader: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
-    """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
+    """The names of the saved global state. Raises CheckpointError with the first differences in names, shapes and dtypes."""
     saved = {name for name in reader.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [
         f"{name} is only in {where}"
