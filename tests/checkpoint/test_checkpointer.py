@@ -182,7 +182,7 @@ def test_an_error_anywhere_is_an_event_and_leaves_the_earlier_checkpoint(tmp_pat
         f"saving step 2 to {tmp_path}: {errno.errorcode[error.errno]}, {error.strerror}\n"
         "  rule: a checkpoint counts only when every rank has written all of it\n"
         "  so:   nothing was committed; earlier checkpoints are untouched\n"
-        "  try:  free space or mend the storage; the next save tries again"
+        "  try:  free space or repair the storage; the next save tries again"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001"]
     assert verify(tmp_path / "step-00000001") == []
@@ -209,7 +209,7 @@ def test_after_max_failures_in_a_row_poll_raises(tmp_path):
         "2 problems\n1. 3 checkpoints in a row could not be written\n"
         "  rule: checkpoint.max_failures = 3\n"
         "  so:   the run stops; its newest checkpoint is step 3\n"
-        "  try:  mend what the last failure names, then start the run again\n"
+        "  try:  repair the cause of the last failure, then start the run again\n"
         f"2. saving step 6 to {tmp_path}: EIO, Input/output error\n"
     )
     assert [fields.get("failures") for _, fields in log.events] == [1, 2, None, 1, 2, 3]

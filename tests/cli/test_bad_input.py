@@ -393,7 +393,7 @@ def test_two_launched_ranks_say_it_once(desk: Desk, mine: Path) -> None:
         "",
         "strict resumes only where every bit can be the same",
         "nothing was loaded and nothing was changed",
-        "restore what differs, or run.resume='auto' to go on with the weaker promise",
+        "restore what differs, or run.resume='auto' to resume without bit-exactness",
     ).removeprefix("unisono: \n")
     assert (mine / "config.toml").read_text() == kept
 

@@ -121,7 +121,7 @@ def problems_of(error: BaseException, what: str) -> list[Problem]:
             given=f"{what}: {reason}",
             rule="a checkpoint counts only when every rank has written all of it",
             consequence="nothing was committed; earlier checkpoints are untouched",
-            nearest="free space or mend the storage; the next save tries again",
+            nearest="free space or repair the storage; the next save tries again",
         )
     ]
 

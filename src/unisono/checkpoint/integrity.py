@@ -59,7 +59,7 @@ def find_latest(
     if not bad:
         return None
     raise CheckpointError(
-        given=f"none of the {len(bad)} checkpoints in {root} holds: {'; '.join(bad)}",
+        given=f"none of the {len(bad)} checkpoints in {root} is valid: {'; '.join(bad)}",
         rule="a run resumes from the newest checkpoint whose files are as they were written",
         consequence="nothing was loaded, and no new run was begun over the old one",
         nearest=f'look into {root / "quarantine"}; to start over, choose another run.dir or resume = "never"',

@@ -259,7 +259,7 @@ def unreadable_error(path: Path, error: OSError | CheckpointDamage) -> Checkpoin
         given=f"{path}: {damage_text(error)}",
         rule="a checkpoint is loaded only if it is committed and whole",
         consequence="nothing was loaded from it",
-        nearest="'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest that holds",
+        nearest="'unisono checkpoint ls' shows what there is; resume = \"auto\" takes the newest valid one",
     )
 
 

@@ -33,7 +33,7 @@ def every_verb(function: F) -> F:
     """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
     function = click.option(
-        "-v", "--verbose", is_flag=True, expose_value=False, callback=_verbose, help="Same as --log-level debug."
+        "-v", "--verbose", is_flag=True, expose_value=False, callback=_set_level, help="Same as --log-level debug."
     )(function)
     return click.option(
         "--log-level",
@@ -138,18 +138,11 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _verbose(context: click.Context, _option: click.Parameter, value: bool) -> None:
-    if value:
-        _apply_level(context, "debug")
-
-
-def _set_level(context: click.Context, _option: click.Parameter, value: str | None) -> None:
-    if value:
-        _apply_level(context, value)
-
-
-def _apply_level(context: click.Context, level: str) -> None:
-    """Set the level of unisono's messages; other packages stay at warning."""
+def _set_level(context: click.Context, _option: click.Parameter, value: str | bool | None) -> None:
+    """Set the level of unisono's messages, ``debug`` for True; other packages stay at warning."""
+    if not value:
+        return
+    level = value if isinstance(value, str) else "debug"
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     LOG.setLevel(level.upper())
     context.meta[_LEVEL] = level

@@ -129,7 +129,9 @@ def pack(source: Path, target: Path, kind: str | None, as_json: bool, **options:
     kind = kind or ("images" if options["image"] else _guess(source, target, options["function"]))
     if inert := sorted(name for name in given if kind not in _KINDS_OF[name][0].split()):
         flags = ", ".join(_KINDS_OF[name][1] for name in inert)
-        raise _refused(f"{flags} with --kind {kind}", "an option has its kinds", "leave it out; --help tells the kinds")
+        raise _refused(
+            f"{flags} with --kind {kind}", "these options are for other kinds", "leave them out; --help lists the kinds"
+        )
     shard_bytes = None if options["shard_size"] is None else options["shard_size"] << 20
     settings = PackOptions(
         shard_bytes=shard_bytes,
@@ -266,7 +268,7 @@ def _guess(source: Path, target: Path, function: str | None) -> str:
     elif source.suffix in _TEXT:
         return "text"
     raise _refused(
-        f"{source}, of which it is not clear what it holds",
+        f"{source}, whose kind is not clear",
         f"the kinds are {', '.join(KINDS)}",
         "--kind, one of these",
     )

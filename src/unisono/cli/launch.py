@@ -169,7 +169,7 @@ def _check_unused(given: _Arguments) -> None:
         Problem(
             given=combination,
             rule=rule,
-            consequence="it would act on nothing, so nothing was started",
+            consequence="it would have no effect, so nothing was started",
             nearest="leave one out",
         )
         for holds, combination, rule in rules

@@ -84,7 +84,7 @@ def _blamed_on(path: Path, cls: type) -> Generator[None]:
             line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), None)
             text = str(error).partition("\n")[0]
         source = path.read_bytes().decode("utf-8", "replace").splitlines()
-        at, nearest = "", f"mend {path.name}"
+        at, nearest = "", f"repair {path.name}"
         if line and line <= len(source):
             at, nearest = f":{line}", f"look at line {line}: {source[line - 1].strip()}"
         raise ConfigError(config_problem(f"{path}{at}: {type(error).__name__}: {text}", rule, nearest)) from error

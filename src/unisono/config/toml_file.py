@@ -48,7 +48,7 @@ def read_toml(path: Path) -> TomlFile:
         raise ConfigError(_syntax_problem(path, text, str(error))) from None
     except RecursionError:
         given = f"{path}: arrays or tables nested hundreds deep"
-        rule, nearest = "a configuration nests as deep as its sections", "write the file anew; this is no configuration"
+        rule, nearest = "a configuration nests as deep as its sections", "write a new file; this is no configuration"
         raise ConfigError(config_problem(given, rule, nearest)) from None
     return TomlFile(path=path, values=values, lines=key_lines(text))
 

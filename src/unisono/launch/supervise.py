@@ -143,9 +143,9 @@ def repeated(attempt: Attempt, times: int) -> str:
     return str(
         Problem(
             given=f"{failure.type} in step {failure.step} on rank {failure.rank}, {times} times in a row",
-            rule=f"a crash that repeats {SAME_CRASH_LIMIT} times is not bad luck",
+            rule=f"the same crash {SAME_CRASH_LIMIT} times in a row is not restarted again",
             consequence="the run ends here; the newest checkpoint is kept",
-            nearest="mend the cause shown above, then type the same command again",
+            nearest="repair the cause shown above, then start the same command again",
         )
     )
 

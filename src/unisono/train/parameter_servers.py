@@ -24,7 +24,7 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
         raise LaunchError(
             given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
-            consequence="there is nobody to push gradients to, so nothing was started",
+            consequence="no server would take the gradients, so nothing was started",
             nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",
         )
     pairs = (address.rpartition(":") for address in job.server_addresses)
@@ -42,7 +42,12 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
     """
     if plan.sync.kind != "dist_async":
         if launch.tls:
-            raise _unused_tls_error(plan, launch)
+            raise ConfigError(
+                given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
+                rule="TLS is for traffic between asynchronous workers and servers; Gloo and NCCL encrypt nothing",
+                consequence="it would have no effect, so nothing was started",
+                nearest="plan.sync='dist_async', or a private network and no launch.tls",
+            )
         yield job
         return
     with _tls_variable(launch) as tls:
@@ -83,12 +88,3 @@ def _tls_variable(launch: LaunchOptions) -> Generator[str]:
             stack.callback(os.environ.pop, TLS_VARIABLE, None)
         read_tls(os.environ)
         yield folder
-
-
-def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
-    return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
-        rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
-        consequence="it would act on nothing, and nothing was started",
-        nearest="plan.sync='dist_async', or a private network and no launch.tls",
-    )

@@ -94,7 +94,7 @@ class RunCheckpoints:
                 given=f"resume 'strict' from {path} with " + "; ".join(differences),
                 rule="strict resumes only where every bit can be the same",
                 consequence="nothing was loaded and nothing was changed",
-                nearest="restore what differs, or run.resume='auto' to go on with the weaker promise",
+                nearest="restore what differs, or run.resume='auto' to resume without bit-exactness",
             )
         differences += self._state.restore(reader, rank=self._dims.rng_rank, seed=self._seed)
         if mode not in ("auto", "strict") and self._world.rank == 0 and path.resolve().parent == self._root.resolve():
@@ -138,7 +138,7 @@ class RunCheckpoints:
                 given=f"the checkpoint of the last step, {step}, could not be written to {self._root.parent}",
                 rule="a run ends with its state committed",
                 consequence="the newest committed state is "
-                + (f"that of step {committed}" if committed is not None else "what was there before"),
+                + (f"that of step {committed}" if committed is not None else "that of an earlier run"),
                 nearest="free space in that folder and start again: the steps since then are repeated",
             )
 

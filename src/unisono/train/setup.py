@@ -89,8 +89,9 @@ def resolve_for_model(
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
     """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Also returns the partition of a pipeline, and the context-parallel sharding of sequences. ``dims`` gets the plan of one worker.
-    Raises PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
+    Also returns the partition of a pipeline and the sharding of sequences, if any. ``dims`` gets the plan of one worker.
+
+    Raises PlanError with all problems of the plan for this model, CommError if ranks infer other rules.
     """
     problems: list[Problem] = []
     layout = None
@@ -188,7 +189,7 @@ def build_loader(
         raise DataError(
             given=f"a stream ({type(data).__name__}) with loader settings, pair_transform, batch_transform or shuffle_block",
             rule="a stream is read from its beginning by one thread, in its own order",
-            consequence="they would act on nothing",
+            consequence="they would have no effect",
             nearest="leave them out, or a data set with a length",
         )
     return StreamLoader(data, prefetch_depth=0 if options.num_workers == 0 else 2, **common)
