@@ -23,13 +23,10 @@ from unisono.cli.common import LOG, RESOLVED, every_verb, load_run_config, log_l
 from unisono.config import Resolved
 from unisono.dist import JobSpec, job_from_environ
 from unisono.dist.jobspec import idle_role
-from unisono.errors import CommError, ConfigError, LaunchError, UnisonoError
+from unisono.errors import REQUEUE, USER_ERROR, CommError, ConfigError, LaunchError, UnisonoError
 from unisono.plan.options import PlanOptions
 from unisono.plan.resolve import load_plan
 from unisono.train.config import RunConfig
-
-USER_ERROR = 2
-PREEMPTED = 75
 
 
 @click.command("train")
@@ -134,7 +131,7 @@ def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
     outcome = run_rank(resolved, job, quiet=as_json)
     if as_json and job.rank == 0:
         print_json(outcome)
-    return PREEMPTED if outcome["reason"] == "preempted" else 0
+    return REQUEUE if outcome["reason"] == "preempted" else 0
 
 
 def _restarted(job: JobSpec) -> bool:

@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from unisono.dist import Failure, read_failure
+from unisono.errors import REQUEUE, USER_ERROR
 from unisono.launch.resources import oom_kills
 from unisono.launch.workers import WorkerProcess
-
-USER_ERROR = 2
-REQUEUE = 75
-# a process that ends with this would fail again the same way
-FATAL = 76
 
 _TAIL_LINES = 20
 

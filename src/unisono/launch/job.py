@@ -23,7 +23,7 @@ from unisono.launch.host_agent_client import agent_command, agent_script
 from unisono.launch.hostfile import Host
 from unisono.launch.multi_host_job import MultiHostJob
 from unisono.launch.network_interface import NetworkInterface, choose_interface
-from unisono.launch.options import LaunchOptions, tls_folder
+from unisono.launch.options import LaunchOptions, server_environ, tls_folder
 from unisono.launch.process_layout import JobLayout, assign_processes
 from unisono.launch.resources import count_accelerators, divide_host
 from unisono.launch.supervise import make_folders, print_message, supervise
@@ -120,10 +120,7 @@ def with_servers(command: Sequence[str], options: LaunchOptions, run_dir: Path) 
         slots=assign_processes(hosts, processes, options.num_servers),
         run_id=run_dir.absolute().name,
         options=options,
-        environ={
-            "UNISONO_REPLICAS": str(options.num_replicas),
-            "UNISONO_SNAPSHOT_EVERY_S": str(options.snapshot_every_s),
-        },
+        environ=server_environ(options),
         snapshots=str(run_dir.absolute() / "servers"),
     )
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from unisono.errors import LaunchError, Problem
-from unisono.launch.exit_report import FATAL, REQUEUE, USER_ERROR, Attempt, exit_explanation
+from unisono.errors import FATAL, REQUEUE, USER_ERROR, LaunchError, Problem
+from unisono.launch.exit_report import Attempt, exit_explanation
 from unisono.launch.options import LaunchOptions
 from unisono.launch.workers import WorkerProcess, unwritable
 from unisono.observe.sanitize import printable

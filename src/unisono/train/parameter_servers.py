@@ -14,7 +14,7 @@ from unisono.dist import JobSpec, join_world
 from unisono.errors import ConfigError, LaunchError
 from unisono.kvstore.server.child_servers import child_servers
 from unisono.kvstore.wire.tls import TLS_VARIABLE, read_tls
-from unisono.launch.options import LaunchOptions, tls_folder
+from unisono.launch.options import LaunchOptions, server_environ, tls_folder
 from unisono.plan.plan import Plan
 
 
@@ -60,11 +60,8 @@ def start_servers(plan: Plan, job: JobSpec, launch: LaunchOptions, run_dir: Path
             folder = run_dir.absolute() / "servers"
             if world.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
-            more = {
-                "UNISONO_REPLICAS": str(launch.num_replicas),
-                "UNISONO_SNAPSHOTS": str(folder / world.broadcast_json(secrets.token_hex(4))),
-                "UNISONO_SNAPSHOT_EVERY_S": str(launch.snapshot_every_s),
-            }
+            snapshots = str(folder / world.broadcast_json(secrets.token_hex(4)))
+            more = server_environ(launch) | {"UNISONO_SNAPSHOTS": snapshots}
             count = job.servers or launch.num_servers
             with child_servers(world, count, tls=tls, restarts=launch.max_restarts, more=more) as (addresses, secret):
                 world.close()
