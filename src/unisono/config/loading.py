@@ -76,9 +76,8 @@ class _Walk:
     values: dict[str, Any] = field(default_factory=dict[str, Any])
     origins: dict[str, str] = field(default_factory=dict[str, str])
     faulty: set[str] = field(default_factory=set[str])  # keys with a problem; the same holds for the sections around
-    given: dict[str, tuple[SourceEntry, Any]] = field(
-        default_factory=dict[str, tuple[SourceEntry, Any]]
-    )  # by one source
+    # leaves that the current source has given, with their first value
+    given: dict[str, tuple[SourceEntry, Any]] = field(default_factory=dict[str, tuple[SourceEntry, Any]])
 
     def defaults(self) -> None:
         for key, leaf in self.layout.leaves.items():
@@ -94,9 +93,9 @@ class _Walk:
 
     def assign(self, entry: SourceEntry, path: KeyPath, raw: Any) -> None:
         """Set the leaf at ``path``, or everything below it."""
-        old = self.layout.renames.paths.get(path)
-        if old is not None:
-            self._assign_renamed(entry, path, raw, old)
+        current_key = self.layout.renames.paths.get(path)
+        if current_key is not None:
+            self._assign_renamed(entry, path, raw, current_key)
             return
         key, origin = ".".join(path), entry.origin(path)
         with self._gather(key):

@@ -105,8 +105,9 @@ class Trainer:
     module is ``self.model``. ``flops_per_token`` may be asked of the whole model, whose values it must not read.
 
     ``objective(outputs, batch) -> (loss_sum, weight)``. ``schedule`` is ScheduleOptions or ``step (from 0) -> learning
-    rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. Without ``world`` the
-    environment of the process says which rank this is.
+    rate``. The batch entries whose names are parameters of ``model.forward`` are passed to it. ``transform``,
+    ``pair_transform``, ``batch_transform`` and ``shuffle_block`` are those of ``Loader``. Without ``world`` the environment
+    of the process says which rank this is.
 
     Raises PlanError, DataError, CheckpointError before the first step; NumericsError and CommError during it.
     """
