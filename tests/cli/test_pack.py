@@ -113,7 +113,7 @@ def test_a_source_that_could_be_anything(desk: Desk, tmp_path: Path) -> None:
     done = desk.here("data", "pack", str(tmp_path / "folder"), str(tmp_path / "a.rec"))
     assert done.code == 2
     assert done.err == problem(
-        f"{tmp_path}/folder, of which it is not clear what it holds",
+        f"{tmp_path}/folder, whose kind is not clear",
         "the kinds are images, text, rows, python",
         "nothing was packed",
         "--kind, one of these",

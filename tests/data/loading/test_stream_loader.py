@@ -129,5 +129,5 @@ def test_a_trainer_resumes_a_stream_exactly(tmp_path: Path) -> None:
     second = tiny.complete(tmp_path / "parts", steps=6, data=TokenStream())
     assert first["losses"] + second["losses"] == whole["losses"]
     assert second["digest"] == whole["digest"]
-    with pytest.raises(DataError, match="they would act on nothing"):
+    with pytest.raises(DataError, match="they would have no effect"):
         tiny.complete(tmp_path / "other", steps=2, data=TokenStream(), last_batch="drop")
