@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -14,14 +15,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from unisono.data.image import TileGrid, add_restart_markers, decode, decode_region, encode_jpeg, tile_grid
-from unisono.data.image.restart_markers import jpegtran_path
 from unisono.data.image.tiles import cut_tiles
 from unisono.errors import DataError
 
 Photo = Callable[..., NDArray[np.uint8]]
 Saved = Callable[..., bytes]
 
-needs_jpegtran = pytest.mark.skipif(jpegtran_path() is None, reason="jpegtran: apt install libjpeg-turbo-progs")
+needs_jpegtran = pytest.mark.skipif(
+    shutil.which("jpegtran") is None, reason="jpegtran: apt install libjpeg-turbo-progs"
+)
 
 
 def cropped_by_rule(data: bytes, box: tuple[int, int, int, int], factor: int, color: str) -> NDArray[np.uint8]:

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.data.dataset import from_map_style
-from unisono.data.loading.device_prefetch import prefetch_to_device
-from unisono.data.loading.loader import Loader, eval_batches, rank_range
+from unisono.data.loading.loader import Loader, eval_batches, prefetch_to_device, rank_range
 from unisono.data.options import LoaderOptions
 from unisono.data.order.permutation import Permutation
 from unisono.data.tokens.shards import TokenSet

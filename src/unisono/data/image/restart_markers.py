@@ -22,11 +22,6 @@ from unisono.errors import ExtraError, missing_extra
 _TIMEOUT_S = 120  # for one image below the pixel cap
 
 
-def jpegtran_path() -> str | None:
-    """Path of jpegtran, if this machine has it."""
-    return shutil.which("jpegtran")
-
-
 def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = MAX_PIXELS) -> bytes:
     """The same coefficients as a baseline JPEG with a restart marker about every ``tile_px`` pixels.
 
@@ -43,7 +38,7 @@ def add_restart_markers(jpeg: Encoded, *, tile_px: int = 32, max_pixels: int = M
     old = tile_grid(seen)
     if old is not None and old.header.restart_interval == interval:
         return bytes(seen)
-    program = jpegtran_path()
+    program = shutil.which("jpegtran")
     if program is None:
         raise ExtraError(
             given="restart markers for a JPEG, and no jpegtran on the PATH",

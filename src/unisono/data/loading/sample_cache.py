@@ -27,8 +27,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.combined import read_samples
-from unisono.data.dataset import Batch, Dataset, MapStyle, as_dataset, collate
+from unisono.data.dataset import Batch, Dataset, MapStyle, PerSampleDataset, as_dataset, read_samples
 from unisono.errors import DataError
 
 _MEMORY: Final = Path("/dev/shm")
@@ -49,7 +48,7 @@ def cached(dataset: Dataset | MapStyle, *, budget_bytes: int, folder: Path | str
     return _CachedDataset(as_dataset(dataset), budget_bytes, _MEMORY if folder is None else Path(folder))
 
 
-class _CachedDataset:
+class _CachedDataset(PerSampleDataset):
     def __init__(self, base: Dataset, budget_bytes: int, folder: Path) -> None:
         self.fingerprint = base.fingerprint  # the samples are the same
         self._base, self._budget_bytes, self._folder = base, budget_bytes, folder
@@ -66,9 +65,6 @@ class _CachedDataset:
     def num_cached(self) -> int:
         """Number of samples in the cache."""
         return self._store.num_cached
-
-    def read(self, indices: NDArray[np.int64]) -> Batch:
-        return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
         """Samples from the cache; missing ones are read from the data set and added."""

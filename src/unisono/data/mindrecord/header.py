@@ -43,8 +43,7 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 _Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FieldType:
+class FieldType(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A field's type (int32, int64, float32, float64, string, bytes) and, for an array, its shape with at most one −1."""
 
     type: str
@@ -78,19 +77,12 @@ class IndexEntry(Struct, frozen=True):
     index_field: str
 
 
-class FieldEntry(Struct, frozen=True, omit_defaults=True):
-    """A field in the JSON header."""
-
-    type: str
-    shape: list[int] | None = None
-
-
 class SchemaEntry(Struct, frozen=True):
     """The fields, and the names of those in blob pages, in their order there."""
 
     desc: str
     blob_fields: list[str]
-    schema: dict[str, FieldEntry]
+    schema: dict[str, FieldType]
 
 
 class MindRecordHeader(Struct, frozen=True):
@@ -114,10 +106,7 @@ class MindRecordHeader(Struct, frozen=True):
     @property
     def fields(self) -> dict[str, FieldType]:
         """All fields, in the order of the header."""
-        return {
-            name: FieldType(type=entry.type, shape=None if entry.shape is None else tuple(entry.shape))
-            for name, entry in self.schema[0].schema.items()
-        }
+        return self.schema[0].schema
 
     @property
     def packed(self) -> bool:

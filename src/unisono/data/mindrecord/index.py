@@ -55,7 +55,7 @@ class RowLocations:
 
 
 def index_path(path: Path) -> Path:
-    """``name.db`` of ``name``."""
+    """The path of a file's index, ``name.db`` beside ``name``."""
     return path.with_name(f"{path.name}.db")
 
 

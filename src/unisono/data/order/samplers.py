@@ -25,7 +25,7 @@ class SampleOrder(Protocol):
     """Samples by global position; both results are int64 of the shape of ``positions``."""
 
     def samples_at(self, positions: Ids) -> tuple[Ids, Ids]:
-        """(sample ids, occurrences)."""
+        """The sample ids and the occurrences."""
         ...
 
 

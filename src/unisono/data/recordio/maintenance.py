@@ -39,7 +39,7 @@ from unisono.data.recordio.index import (
 )
 from unisono.data.recordio.reader import RecordFile
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
-from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, view_of
+from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, view_of
 from unisono.errors import DataError
 
 
@@ -48,10 +48,10 @@ class Finding:
     """Damaged bytes ``offset`` to ``end`` of ``path``; ``record`` is -1 if unknown."""
 
     path: Path
-    record: int
     offset: int
     end: int
     what: str
+    record: int = -1
 
     def __str__(self) -> str:
         record = "" if self.record < 0 else f" record {self.record}"
@@ -81,7 +81,7 @@ def verify(path: Path) -> VerifyReport:
     """Read every byte of a file and its indexes and report all damage. Raises DataError only if there is no file."""
     data = map_file(path)
     records, damage = assemble_records(data, find_parts(data))
-    findings = [Finding(path=path, record=-1, offset=d.offset, end=d.end, what=d.what) for d in damage]
+    findings = [Finding(path=path, offset=d.offset, end=d.end, what=d.what) for d in damage]
     sidecar, broken = _sidecar(path)
     findings += broken
     checksums = ""
@@ -95,9 +95,7 @@ def verify(path: Path) -> VerifyReport:
                 f for f in findings if f.path != path or not any(a < f.end and f.offset < b for a, b in known)
             ]
             if not findings:
-                findings.append(
-                    Finding(path=path, record=-1, offset=0, end=len(data), what="bytes between records have changed")
-                )
+                findings.append(Finding(path=path, offset=0, end=len(data), what="bytes between records have changed"))
     # a line that points into damaged bytes may be right; with a sidecar the starts of records are known
     known_offsets = records.offsets if sidecar is None else sidecar.columns["offset"]
     stretches = [(d.offset, d.end) for d in damage] if sidecar is None else []
@@ -204,21 +202,13 @@ def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
     try:
         sidecar = open_sidecar(beside, kind=KIND)
     except DataError as error:
-        return None, [
-            Finding(path=beside, record=-1, offset=0, end=beside.stat().st_size, what=error.problems[0].given)
-        ]
-    bad = [
-        Finding(
-            path=beside, record=-1, offset=c.offset, end=c.offset + sidecar.columns[name].nbytes, what=_column(name)
-        )
-        for name, c in sidecar.head.columns.items()
-        if digest_of(sidecar.columns[name]) != c.xxh3_128
-    ]
+        return None, [Finding(path=beside, offset=0, end=beside.stat().st_size, what=error.problems[0].given)]
+    bad: list[Finding] = []
+    for name in damaged_columns(sidecar):
+        begin = sidecar.head.columns[name].offset
+        what = f"column {name!r} does not match its digest, so the checksums cannot be used"
+        bad.append(Finding(path=beside, offset=begin, end=begin + sidecar.columns[name].nbytes, what=what))
     return (None if bad else sidecar), bad
-
-
-def _column(name: str) -> str:
-    return f"column {name!r} does not match its digest, so the checksums cannot be used"
 
 
 def _payload(data: memoryview, offset: int, length: int, split: bool) -> bytes | memoryview | None:
@@ -323,7 +313,7 @@ def _repair_by_framing(
                 save(offset, payload)
             mended += len(restored)
             if not restored:
-                lost.append(Finding(path=path, record=-1, offset=gap.offset, end=gap.end, what=gap.what))
+                lost.append(Finding(path=path, offset=gap.offset, end=gap.end, what=gap.what))
             at = gap.end
             continue
         offset, length = next(places)
@@ -368,9 +358,9 @@ def _text_index_findings(path: Path, known: set[int], unknown: Sequence[tuple[in
         key, _, offset = line.strip().partition(b"\t")
         if not (key.removeprefix(b"-").isdigit() and offset.isdigit()):
             what = f"line {number} is not a key, a tab and an offset"
-            findings.append(Finding(path=source, record=-1, offset=at, end=at + len(line), what=what))
+            findings.append(Finding(path=source, offset=at, end=at + len(line), what=what))
         elif int(offset) not in known and not any(begin <= int(offset) < end for begin, end in unknown):
             what = f"line {number} says offset {int(offset)}, where no record begins"
-            findings.append(Finding(path=source, record=-1, offset=at, end=at + len(line), what=what))
+            findings.append(Finding(path=source, offset=at, end=at + len(line), what=what))
         at += len(line)
     return findings

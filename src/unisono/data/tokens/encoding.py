@@ -17,13 +17,15 @@ import msgspec
 import numpy as np
 
 from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
-from unisono.data.tokens.tokenizer import Encoded, Tokenizer, load_tokenizer
+from unisono.data.loading.worker_pool import allowed_cores
+from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
 from unisono.errors import UnisonoError
 
 Document = tuple[str, str]  # (label, text)
 
 _HERE_CHARS = 1 << 23  # text per call in this process: enough for the tokenizer's own threads
 _REQUEST_CHARS = 1 << 20
+_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process, about a third of a second
 
 
 def encode_documents(
@@ -50,6 +52,12 @@ def encode_documents(
             if not answer:
                 raise _ended("a tokenizing process found another tokenizer: the file changed meanwhile")
             yield from _labelled(batch, _unpacked(answer, len(batch)))
+
+
+def default_workers(tokenizer: Tokenizer, text_bytes: int) -> int:
+    """Encoding processes: none for bytes, which are copied faster than sent, or for little text."""
+    workers = 0 if tokenizer.name == BYTES else min(allowed_cores(), text_bytes // _WORKER_BYTES)
+    return workers if workers > 1 else 0
 
 
 def _unpacked(answer: bytes, texts: int) -> list[Encoded]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, unreadable_error
+from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, open_source, unreadable_error
 
 MAX_EXPANSION: Final = 200  # of gzip: real data stays far below, decompression bombs come near 1,000
 _FREE_BYTES: Final = 16 << 20  # a small file may expand to this much in any case
@@ -24,12 +24,7 @@ class ByteSource:
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset = path, 0
-        try:
-            self._raw = path.open("rb")
-        except OSError as error:
-            raise unreadable_error(
-                f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
-            ) from error
+        self._raw = open_source(path)
         self._unpacked = gzip.GzipFile(fileobj=self._raw) if path.name.endswith(".gz") else None
         # bytes of the whole file; unknown for gzip
         self.size = None if self._unpacked else os.fstat(self._raw.fileno()).st_size

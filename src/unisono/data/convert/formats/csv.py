@@ -22,6 +22,7 @@ from unisono.data.convert.formats.table import (
     check_rows,
     damaged_error,
     infer_schema,
+    open_source,
     shorten,
     unreadable_error,
     unwritable_error,
@@ -148,13 +149,7 @@ def _same_width(path: Path, number: int, offset: int, cells: list[_Cell], names:
 
 def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
     """Line number and offset of each record, and its cells."""
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise unreadable_error(
-            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
-        ) from error
-    with file:
+    with open_source(path) as file:
         offset, number = len(_BOM), 1
         if file.read(len(_BOM)) != _BOM:
             offset = file.seek(0)

@@ -10,10 +10,9 @@ import importlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from unisono.data.convert.formats.table import (
     Row,
@@ -21,6 +20,7 @@ from unisono.data.convert.formats.table import (
     check_columns,
     check_rows,
     infer_schema,
+    row_bytes,
     unreadable_error,
     unwritable_error,
 )
@@ -106,15 +106,9 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
     size = 0
     for row in islice(rows, _GROUP_ROWS):
         yield row
-        size += sum(_bytes_of(value) for value in row.values())
+        size += row_bytes(row)
         if size >= _GROUP_BYTES:
             return
-
-
-def _bytes_of(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return cast("NDArray[Any]", value).nbytes
-    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def _field(path: Path, name: str, kind: Any) -> FieldType:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,7 @@ from unisono.data.convert.formats.table import (
 from unisono.data.mindrecord import FieldType
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
 from unisono.data.recordio.index import RaggedColumn, SideColumn
-
-_ARRAYS: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")  # the dtypes of a sidecar
+from unisono.data.sidecar import COLUMN_DTYPES
 
 
 def read(path: Path) -> Table:
@@ -125,4 +124,4 @@ def _is_list(value: Any) -> bool:
     if not isinstance(value, np.ndarray):
         return False
     array = cast("NDArray[Any]", value)
-    return array.ndim == 1 and array.dtype.newbyteorder("<").str in _ARRAYS
+    return array.ndim == 1 and array.dtype.newbyteorder("<").str in COLUMN_DTYPES

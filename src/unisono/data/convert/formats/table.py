@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,16 @@ class Table:
     rows: Iterable[Row]
     schema: dict[str, FieldType] | None = None
     image: str | None = None
+
+
+def open_source(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises DataError."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise unreadable_error(
+            f"{path}: {error.strerror}", "a source is a file that can be read", "the path of a file"
+        ) from error
 
 
 def unwritable_error(given: str, rule: str, nearest: str) -> DataError:
@@ -157,6 +167,12 @@ def encode_image_column(table: Table) -> Table:
 
     schema = None if table.schema is None else {**table.schema, image: FieldType(type="bytes")}
     return replace(table, rows=rows(), schema=schema, image=None)
+
+
+def row_bytes(row: Row) -> int:
+    """About the bytes that a row takes: of arrays, strings and bytes their own, of any other value 8."""
+    sizes = [getattr(value, "nbytes", len(value) if isinstance(value, str | bytes) else 8) for value in row.values()]
+    return sum(sizes)
 
 
 def shorten(value: Any) -> str:

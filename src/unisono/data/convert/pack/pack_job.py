@@ -63,7 +63,7 @@ class PackResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackJob:
-    """``identity``: everything that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
+    """``identity``: all else that determines the bytes of the target. ``side_files``: small files written beside it, by suffix.
     ``bad``, ``left_out``: from the listing."""
 
     source: str
@@ -92,7 +92,7 @@ def run_pack_job(job: PackJob, series: Sequence[ShardSeries], *, numbered: bool 
     if job.on_error == "fail" and job.bad:
         _write_report(job, job.bad, None)
         raise bad_inputs_error(job.bad)
-    identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode(job.identity))
+    identity = xxhash.xxh3_128_hexdigest(msgspec.json.encode({**job.identity, "on_error": job.on_error}))
     with open_partial_target(part, f"{identity} of {job.source}\n".encode()) as partial:
         plan = partial.planned()
         if plan is None:

@@ -41,9 +41,9 @@ class PackedInput(msgspec.Struct, frozen=True):
     bad: BadInput | None = None
 
 
-class ShardJournal(msgspec.Struct, frozen=True):
-    """A finished shard: inputs ``start`` to ``stop``, numbers of records and of inputs without any that are not bad, and the
-    digests of its files (xxh3-128)."""
+class ShardJournal(msgspec.Struct):
+    """A shard, counted while it is written: inputs ``start`` to ``stop``, numbers of records and of inputs without any that are
+    not bad, and the digests of its files (xxh3-128)."""
 
     start: int
     stop: int
@@ -62,7 +62,7 @@ class CommitPlan(msgspec.Struct, frozen=True):
 
 ShardCut = Callable[[int, int], bool]  # (inputs of the series so far, bytes of the shard) -> whether the shard ends
 InputSource = Callable[[int], Generator[PackedInput]]  # outcomes of the inputs from this number on
-ShardWriter = Callable[[Path, Iterator[Any]], None]
+ShardWriter = Callable[[Path, Iterator[Any]], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +132,13 @@ class PartialTarget:
                     shutil.rmtree(folder)
                 folder.mkdir()
                 inputs = chain(() if first is None else (first,), outcomes)
-                shard = _ShardInputs(inputs, done[-1].stop if done else 0, series.cut, progress, fail)
-                series.write(folder / series.file(len(done)), shard.records())
-                done.append(shard.journal({path.name: file_digest(path) for path in sorted(folder.iterdir())}))
-                _write_json(self.folder / f"{folder.name}.json", done[-1])
+                start = done[-1].stop if done else 0
+                journal = ShardJournal(start=start, stop=start, records=0, empty=0, bad=[], files={})
+                records = _shard_records(inputs, journal, series.cut, progress, fail)
+                series.write(folder / series.file(len(done)), records)
+                journal.files = {path.name: file_digest(path) for path in sorted(folder.iterdir())}
+                done.append(journal)
+                _write_json(self.folder / f"{folder.name}.json", journal)
                 first = next(outcomes, None)
         finally:
             outcomes.close()
@@ -180,36 +183,25 @@ class PartialTarget:
         return journal if valid else None
 
 
-class _ShardInputs:
-    """The inputs of one shard, counted while they are written."""
-
-    def __init__(
-        self, outcomes: Iterator[PackedInput], start: int, cut: ShardCut, progress: PackProgress, fail: bool
-    ) -> None:
-        self._outcomes, self._start, self._cut, self._progress, self._fail = outcomes, start, cut, progress, fail
-        self._stop, self._count, self._empty, self._bytes = start, 0, 0, 0
-        self._bad: list[BadInput] = []
-
-    def records(self) -> Iterator[Any]:
-        for outcome in self._outcomes:
-            self._stop += 1
-            self._progress.add(outcome)
-            if outcome.bad is not None:
-                if self._fail:
-                    raise BadInputError(outcome.bad)
-                self._bad.append(outcome.bad)
-            elif not outcome.records:
-                self._empty += 1
-            self._count += len(outcome.records)
-            self._bytes += outcome.size
-            yield from outcome.records
-            if self._cut(self._stop, self._bytes):
-                return
-
-    def journal(self, files: dict[str, str]) -> ShardJournal:
-        return ShardJournal(
-            start=self._start, stop=self._stop, records=self._count, empty=self._empty, bad=self._bad, files=files
-        )
+def _shard_records(
+    outcomes: Iterator[PackedInput], journal: ShardJournal, cut: ShardCut, progress: PackProgress, fail: bool
+) -> Iterator[Any]:
+    """The records of one shard, counted in ``journal``."""
+    size = 0
+    for outcome in outcomes:
+        journal.stop += 1
+        progress.add(outcome)
+        if outcome.bad is not None:
+            if fail:
+                raise BadInputError(outcome.bad)
+            journal.bad.append(outcome.bad)
+        elif not outcome.records:
+            journal.empty += 1
+        journal.records += len(outcome.records)
+        size += outcome.size
+        yield from outcome.records
+        if cut(journal.stop, size):
+            return
 
 
 @contextmanager

@@ -21,14 +21,12 @@ from unisono.data.convert.pack.pack_job import (
     run_pack_job,
 )
 from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
-from unisono.data.convert.pack.worker import worker_count
 from unisono.data.convert.table_files import format_of, open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
-from unisono.data.tokens.encoding import Document, encode_documents
+from unisono.data.tokens.encoding import Document, default_workers, encode_documents
 from unisono.data.tokens.shards import TokenWriter
 from unisono.data.tokens.tokenizer import BYTES, Encoded, Tokenizer, load_tokenizer
 
-_WORKER_BYTES = 1 << 23  # text per worker that is worth starting a process
 _SHARD_BYTES = 1 << 29  # by default
 _SHARD_TOKENS = 1 << 62  # no limit: here ``cut`` ends shards by bytes
 
@@ -62,10 +60,9 @@ def pack_text(
         "lines": lines,
         "column": column,
         "shard_bytes": shard_bytes,
-        "on_error": pack.on_error,
     }
     text_bytes = sum(size for _, size, _ in stamps)
-    workers = worker_count(pack.workers, 0 if loaded.name == BYTES else 64 * (text_bytes // _WORKER_BYTES))
+    workers = default_workers(loaded, text_bytes) if pack.workers is None else pack.workers
 
     def documents() -> Iterator[str | BadInput]:
         return _column_texts(source, column) if column is not None else _file_texts(corpus, lines)
