@@ -155,7 +155,7 @@ def _unclear(given: str) -> DataError:
     return DataError(
         given=given,
         rule="a sample is a dict of tensors, arrays or numbers, a pair (inputs, targets), or one such value",
-        consequence="it cannot become part of a batch",
+        consequence="it cannot be put into a batch",
         nearest='return {"inputs": …, "targets": …} with tensors numpy has a dtype for (bfloat16 as float32)',
     )
 

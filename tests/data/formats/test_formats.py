@@ -292,7 +292,7 @@ def test_records_that_are_no_examples(tmp_path: Path, caplog: pytest.LogCaptureF
         (example(a=part(3, part(1, b"\x80" * 3))), "an integer that does not end"),
         (example(a=part(3, part(1, b"\xff" * 10 + b"\x01"))), "an integer of more than 64 bits"),
         (example(a=part(3, part(1, b"\xff" * 9 + b"\x02"))), "an integer of more than 64 bits"),
-        (example(a=part(2, part(1, b"123"))), "a list of floats that is none"),
+        (example(a=part(2, part(1, b"123"))), "a malformed list of floats"),
         (part(2, b""), "field 2 of wire type 2, where only field 1"),
         (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "where 0 are left"),
         (b"\x0b", "wire type 3"),

@@ -257,9 +257,9 @@ def test_columns_of_other_kinds_and_images(photo: Photo) -> None:
         TileGrid.from_column(data, column[:-1])
     assert str(caught.value) == (
         "a column of uint16[7] tile sizes for a JPEG of 4x2 tiles\n"
-        "  rule: a column of tile sizes is what to_column() gave for this very JPEG\n"
-        "  so:   nothing was decoded, for it could have been another part of the picture\n"
-        "  try:  tile_grid(jpeg).to_column() makes it anew"
+        "  rule: a column of tile sizes is the result of to_column() for this JPEG\n"
+        "  so:   nothing was decoded, because it could have been another part of the image\n"
+        "  try:  tile_grid(jpeg).to_column() computes it"
     )
 
 

@@ -211,7 +211,7 @@ def test_a_reading_error_names_the_sample(depth: int) -> None:
         f"reading sample {data.broken} of step 3 failed with ValueError: sample {data.broken} is rotten\n"
         "  rule: every sample of a step is readable\n"
         "  so:   step 3 cannot run\n"
-        "  try:  mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
+        "  try:  repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
     )
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -35,7 +35,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": "1"},
         "'1', a str",
         "field type int32 takes integers",
-        "int(…), where that is meant",
+        "int(…), if that is the intended value",
     ),
     (
         2,
@@ -44,7 +44,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": True},
         "True, a bool",
         "field type int32 takes integers",
-        "int(…), where that is meant",
+        "int(…), if that is the intended value",
     ),
     (
         2,
@@ -53,7 +53,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": 1.0},
         "1.0, a float",
         "field type int64 takes integers",
-        "int(…), where that is meant",
+        "int(…), if that is the intended value",
     ),
     (
         2,
@@ -71,7 +71,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": b"x"},
         "b'x', a bytes",
         "field type string takes str",
-        "str(…), where that is meant",
+        "str(…), if that is the intended value",
     ),
     (
         2,
@@ -178,8 +178,8 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": np.ones((2, 1), np.int32)},
         {"a": np.ones((2, 0), np.int32)},
         "an array of shape [2, 0]",
-        "MindSpore drops rows with an array of nothing",
-        "one value at least",
+        "MindSpore drops rows with an empty array",
+        "at least one value",
     ),
     (
         7,
@@ -188,7 +188,7 @@ REFUSED: list[tuple[int, Any, Any, Any, str, str, str]] = [
         {"a": b""},
         "no bytes",
         "where it is the only blob, MindSpore reads back four zero bytes for none",
-        "a field beside it, or a byte that stands for none",
+        "another blob field, or a byte that means no bytes",
     ),
 ]
 

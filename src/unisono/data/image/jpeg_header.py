@@ -124,7 +124,7 @@ def unreadable_jpeg_error(
     return DataError(
         given=given,
         rule="an image is whole, in a format that is read here (JPEG, PNG, WebP, GIF, BMP, PPM)",
-        consequence="it was not decoded, and no pixel was made up",
+        consequence="it was not decoded",
         nearest=nearest,
     )
 

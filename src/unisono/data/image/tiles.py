@@ -236,7 +236,7 @@ def _check_box(box: Box, height: int, width: int) -> None:
 def _unlike(given: str) -> DataError:
     return DataError(
         given=given,
-        rule="a column of tile sizes is what to_column() gave for this very JPEG",
-        consequence="nothing was decoded, for it could have been another part of the picture",
-        nearest="tile_grid(jpeg).to_column() makes it anew",
+        rule="a column of tile sizes is the result of to_column() for this JPEG",
+        consequence="nothing was decoded, because it could have been another part of the image",
+        nearest="tile_grid(jpeg).to_column() computes it",
     )

@@ -209,7 +209,7 @@ def unreadable_error(spec: MicroBatchSpec, sample: int | None, error: Exception)
         given=f"reading {who} of step {spec.step} failed with {type(error).__name__}: {what}",
         rule="every sample of a step is readable",
         consequence=f"step {spec.step} cannot run",
-        nearest="mend or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
+        nearest="repair or leave out what is named; loader.max_bad_sample_frac lets some bad samples weigh 0 instead"
         if sample is not None
         else f"loader.batch({spec.step}) raises the same error in the calling thread",
     )

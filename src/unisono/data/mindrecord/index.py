@@ -131,7 +131,7 @@ def _compared(path: Path, head: MindRecordHeader, groups: RowGroups, table: NDAr
     blob_bases = head.header_size + head.page_size * np.repeat(groups.blob_pages, counts)
     if not good.all():
         row = int(np.argmin(good))
-        what = f"{index_path(path).name} says otherwise than the header and the rows before where the row is"
+        what = f"{index_path(path).name} contradicts the header and the rows before about the row's location"
         raise damaged_error(path, int(blob_bases[row]), what, row=row)
     return RowLocations(
         raw_begins=raw_bases + raw_begins,

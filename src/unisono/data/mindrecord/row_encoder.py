@@ -96,7 +96,7 @@ class _Refused(Exception):
 def _integer(value: Any, kind: str) -> int:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise _Refused(
-            f"{value!r}, a {_type(value)}", f"field type {kind} takes integers", "int(…), where that is meant"
+            f"{value!r}, a {_type(value)}", f"field type {kind} takes integers", "int(…), if that is the intended value"
         )
     limit = INT_LIMITS[kind]
     if not -limit <= value < limit:
@@ -124,7 +124,9 @@ def _float(value: Any, kind: str, *, indexed: bool) -> float:
 
 def _string(value: Any, *, indexed: bool) -> str:
     if not isinstance(value, str):
-        raise _Refused(f"{value!r}, a {_type(value)}", "field type string takes str", "str(…), where that is meant")
+        raise _Refused(
+            f"{value!r}, a {_type(value)}", "field type string takes str", "str(…), if that is the intended value"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -148,7 +150,7 @@ def _blob(value: Any, *, only: bool) -> bytes:
         raise _Refused(
             "no bytes",
             "where it is the only blob, MindSpore reads back four zero bytes for none",
-            "a field beside it, or a byte that stands for none",
+            "another blob field, or a byte that means no bytes",
         )
     return content
 
@@ -172,8 +174,8 @@ def _array(value: Any, kind: FieldType, *, packed: bool) -> bytes:
     if not array.size:
         raise _Refused(
             f"an array of shape {list(array.shape)}",
-            "MindSpore drops rows with an array of nothing",
-            "one value at least",
+            "MindSpore drops rows with an empty array",
+            "at least one value",
         )
     return array_bytes(array, kind, packed=packed)
 

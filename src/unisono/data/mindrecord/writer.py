@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import msgspec
@@ -78,7 +77,7 @@ class MindRecordWriter:
                 given=f"{existing[0]}, which exists",
                 rule="files are written once, under a new name",
                 consequence="it was left as it is",
-                nearest="another name, or overwrite=True to take the place of what is there",
+                nearest="another name, or overwrite=True to replace the existing file",
             )
         self._encoder = RowEncoder(schema, index_fields)
         self._room = page_bytes
@@ -103,9 +102,7 @@ class MindRecordWriter:
     def __enter__(self) -> MindRecordWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._commit()

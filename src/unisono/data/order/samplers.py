@@ -184,7 +184,7 @@ def _integer_shares(sizes: Sequence[int], weights: Sequence[float]) -> Ids:
             given=f"sources of {list(sizes)} samples with weights {given.tolist()}",
             rule=f"each source has samples and a weight of at least 1/{MIXTURE_PERIOD} of the sum",
             consequence="no mixture can be made",
-            nearest="leave out what should not come; weights are relative to each other",
+            nearest="leave out sources that are not to be drawn; weights are relative to each other",
         )
     shares = np.floor(exact).astype(np.int64)
     short = MIXTURE_PERIOD - int(shares.sum())

@@ -55,7 +55,7 @@ class RaggedColumn:
             raise DataError(
                 given=f"side column {self._name!r}: record {number} has values {low} to {high} of {len(self._values)}",
                 rule="the values of the records follow each other inside the column",
-                consequence="the sidecar is damaged, and this record's values cannot be told",
+                consequence="the sidecar is damaged, and this record's values are unknown",
                 nearest="unisono data verify FILE; a sidecar made anew by reindex has no side columns",
             )
         return self._values[low:high]
@@ -291,7 +291,7 @@ def _stale(path: Path, what: str) -> DataError:
         given=f"{path} {what}",
         rule="a sidecar is of exactly the file beside it",
         consequence="one of the two was changed or damaged, and nothing of the file is used",
-        nearest=f"unisono data verify {path} tells which records are as written; "
+        nearest=f"unisono data verify {path} lists the damaged records; "
         f"unisono data reindex {path} trusts the file as it is",
     )
 

@@ -318,7 +318,7 @@ def _repair_by_framing(
             continue
         offset, length = next(places)
         payload = _payload(view, offset, length, number in split)
-        assert payload is not None, "the framing of this record was looked at"
+        assert payload is not None, "the framing of this record was checked"
         save(offset, bytes(payload))
         at, number = int(records.ends[number]), number + 1
     return RepairReport(saved=len(writer), mended=mended, lost=lost)

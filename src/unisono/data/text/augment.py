@@ -62,7 +62,7 @@ class TextAugment:
                     given=f"replace = {self.replace} with {len(self.synonyms)} words that have synonyms and "
                     f"{len(self.stopwords)} stopwords",
                     rule="replace, synonyms and, optionally, stopwords act together",
-                    consequence="what was given would act on nothing",
+                    consequence="the settings would have no effect",
                     nearest='synonyms=load_synonyms("synonyms.tsv") and replace=0.1, or none of them',
                 )
             )

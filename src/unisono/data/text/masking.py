@@ -46,7 +46,7 @@ class MaskTokens:
             problems.append(
                 Problem(
                     given=f"rate = {self.rate}",
-                    rule="some tokens are hidden, and some are left to tell what they were",
+                    rule="some tokens are hidden, and the others are left to predict them from",
                     consequence="there would be nothing to learn",
                     nearest="rate=0.15",
                 )

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -92,7 +91,7 @@ def open_tokens(paths: Sequence[Path]) -> TokenSet:
         raise DataError(
             given=f"shards of {len(vocabularies)} vocabularies: {sorted(vocabularies)} (size, end of document)",
             rule="shards of one set are written by one tokenizer",
-            consequence="the same id would mean different text",
+            consequence="the same id would stand for different text",
             nearest="open them as separate sets",
         )
     return TokenSet(
@@ -154,9 +153,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._open is not None:
             if kind is None:
                 self._commit(self._open)

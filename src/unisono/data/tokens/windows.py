@@ -60,7 +60,7 @@ class TokenWindows:
             raise DataError(
                 given=f"{name} windows of {seq_len} tokens every {stride}",
                 rule="a stride is at least 1 and at most seq_len",
-                consequence="tokens would be left out, or no window would be another",
+                consequence="tokens would be skipped, or all windows would be the same",
                 nearest=f"stride={min(max(stride, 1), seq_len)}",
             )
         if tokens.num_tokens < seq_len + 1:

@@ -6,7 +6,6 @@ import gzip
 import os
 import zlib
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from unisono.data.convert.formats.table import MAX_RECORD_BYTES, damaged_error, open_source, unreadable_error
@@ -32,9 +31,7 @@ class ByteSource:
     def __enter__(self) -> ByteSource:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._raw.close()
 
     def read(self, count: int, what: str, *, record: int | None = None) -> bytes:
@@ -60,7 +57,7 @@ class ByteSource:
     def end(self, what: str) -> None:
         """Raise DataError if bytes are left; reading to the end also makes gzip check its checksum."""
         if self.read_up_to(1):
-            raise damaged_error(self.path, self.offset - 1, f"there is more behind the end of {what}")
+            raise damaged_error(self.path, self.offset - 1, f"there are bytes after the end of {what}")
 
     def _piece(self, count: int) -> bytes:
         if self._unpacked is None:
@@ -73,6 +70,6 @@ class ByteSource:
             raise unreadable_error(
                 f"{self.path}: {self._raw.tell():,} bytes of gzip, which are more than {self.offset:,} bytes unpacked",
                 f"a file expands {MAX_EXPANSION} times at most, or to {_FREE_BYTES >> 20} MiB",
-                "gunzip by hand, if that is what it should hold",
+                "gunzip it by hand, if this is its real content",
             )
         return piece

@@ -53,7 +53,7 @@ def write(path: Path, table: Table, binary: Collection[str] = ()) -> int:
         if field.type == "bytes" and name not in binary:
             raise unwritable_error(
                 f"field {name!r}, which is bytes, as CSV",
-                "CSV is text: bytes are written as base64 in the fields that are said to be, here and for reading",
+                "CSV is text: bytes are base64 in the fields that are named, for writing and for reading",
                 f"--base64 {name}; a .jsonl, .parquet or .mindrecord file holds bytes",
             )
         if field.shape is not None or field.type == "bool":
@@ -166,7 +166,7 @@ def _records(path: Path) -> Iterator[tuple[int, int, list[_Cell]]]:
             record = b"".join(lines)
             if not record.endswith(b"\n"):
                 raise damaged_error(
-                    path, offset, f"line {number} does not end: a cut file looks so, a line ends with \\n"
+                    path, offset, f"line {number} has no line end, as in a truncated file: a line ends with \\n"
                 )
             try:
                 yield number, offset, _cells(record.decode().removesuffix("\n").removesuffix("\r"))

@@ -69,7 +69,7 @@ def _rows(path: Path) -> Iterator[Row]:
                 raise unreadable_error(
                     f"{path}: line {number} at offset {offset}: {error}",
                     'a line is one JSON object of numbers, strings, lists of numbers, and bytes as {"base64": …}',
-                    "mend or remove that line",
+                    "repair or remove that line",
                 ) from error
             offset += len(line)
 

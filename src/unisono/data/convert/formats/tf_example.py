@@ -70,7 +70,7 @@ def _numbers(content: memoryview, alone: int, item_bytes: int, what: str) -> byt
     pieces: list[memoryview] = []
     for number, kind, piece in _fields(content):
         if number != 1 or kind not in (_BYTES, alone) or len(piece) % item_bytes:
-            raise ValueError(f"a list of {what} that is none")
+            raise ValueError(f"a malformed list of {what}")
         pieces.append(piece)
     return b"".join(pieces)
 

@@ -21,19 +21,12 @@ from typing import Final
 import xxhash
 
 from unisono.data.convert.formats.table import MAX_RECORD_BYTES, unreadable_error
+from unisono.data.convert.pack.pack_job import BadInput
 
 IMAGE_SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".pgm"})
 _BEGINNINGS: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"RIFF", b"BM", b"P")
 _MAX_LABELS: Final = 1 << 16
 _MAX_INTEGER: Final = 1 << 24  # up to which a 32-bit float holds every integer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadInput:
-    """An input that cannot be packed, and why."""
-
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +152,7 @@ def _lst_entries(source: Path, listing: ImageListing) -> Iterator[ListEntry]:
             listing.refuse(where, f"a line is index, tab, labels, tab, path: {error}")
             continue
         if key in keys:
-            listing.refuse(where, f"index {key} is there twice")
+            listing.refuse(where, f"index {key} appears twice")
             continue
         keys.add(key)
         yield parts[-1].strip(), labels, key, where
@@ -193,7 +186,7 @@ def _take(listing: ImageListing, entries: Iterator[ListEntry], follow_links: boo
     names: set[str] = set()
     for name, labels, key, where in entries:
         if name in names:
-            listing.refuse(where, f"{name} is there twice")
+            listing.refuse(where, f"{name} appears twice")
         elif not follow_links and not _inside(listing.root, listing.root / name):
             listing.refuse(where, f"{name} lies outside of {listing.root}; --follow-links takes it")
         else:

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from unisono.data.convert.formats.table import encode_image_column, shorten, unwritable_error
 from unisono.data.convert.pack.image_encoding import ImageOptions
 from unisono.data.convert.pack.image_listing import (
-    BadInput,
     ImageListing,
     ListedImage,
     label_problem,
@@ -36,16 +35,18 @@ from unisono.data.convert.pack.image_listing import (
 )
 from unisono.data.convert.pack.pack_job import (
     UNSPLIT,
+    BadInput,
+    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
+    ShardSeries,
     check_suffix,
     cut_by_bytes,
     cut_by_count,
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
 from unisono.data.convert.pack.worker import RecordAnswer, make_records, worker_count
 from unisono.data.convert.table_files import open_table
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
@@ -87,7 +88,7 @@ def pack_images(
     if pack.shard_bytes is None and any(len(part) < pack.shards for part in parts.values()) and pack.shards > 1:
         raise unwritable_error(
             f"{pack.shards} shards of {min(map(len, parts.values()))} images",
-            "a shard has an image at least",
+            "a shard has at least one image",
             "fewer --shards",
         )
     identity = {

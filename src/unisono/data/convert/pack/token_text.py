@@ -9,18 +9,19 @@ from itertools import islice
 from pathlib import Path
 
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
-from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.pack_job import (
     UNSPLIT,
+    BadInput,
+    PackedInput,
     PackJob,
     PackOptions,
     PackResult,
+    ShardSeries,
     check_suffix,
     cut_by_bytes,
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
 from unisono.data.convert.table_files import format_of, open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, default_workers, encode_documents
