@@ -48,11 +48,11 @@ class ImageTransform:
     pixels_on: Literal["host", "device"] = "host"
 
     def __call__(self, sample: Batch, rng: np.random.Generator | None = None) -> Batch:
-        begun = self.transform_sample(sample, np.random.default_rng(0) if rng is None else rng)
+        resized = self.transform_sample(sample, np.random.default_rng(0) if rng is None else rng)
         if self.pixels_on == "device":
-            return begun
-        done = self.transform_batch({"image": begun["image"][None], PARAMS_ENTRY: begun.pop(PARAMS_ENTRY)[None]})
-        return {**begun, "image": done["image"][0]}
+            return resized
+        done = self.transform_batch({"image": resized["image"][None], PARAMS_ENTRY: resized.pop(PARAMS_ENTRY)[None]})
+        return {**resized, "image": done["image"][0]}
 
     def transform_sample(self, sample: Batch, rng: np.random.Generator) -> Batch:
         """Crop and resize: returns ``image``, uint8 [H, W, C], and ``image_draws``, float32 [12]."""

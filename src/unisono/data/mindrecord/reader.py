@@ -126,8 +126,8 @@ class _ShardReader:
         self.head = read_header(path, self._data)
         groups = read_row_groups(path, self.head, len(self._data))
         self.rows = groups.total_rows
-        beside = index_path(path)
-        decrypted = open_bytes(beside, key) if key is not None and beside.exists() else None
+        index_file = index_path(path)
+        decrypted = open_bytes(index_file, key) if key is not None and index_file.exists() else None
         places = locate_rows(path, self.head, groups, self._data, decrypted)
         self._raw_begins, self._raw_ends = view_of(places.raw_begins), view_of(places.raw_ends)
         self._blob_begins, self._blob_ends = view_of(places.blob_begins), view_of(places.blob_ends)

@@ -201,16 +201,16 @@ def _field(kind: Kind) -> FieldType | None:
 def _schema_problems(given: Mapping[str, Kind], fields: Mapping[str, FieldType | None]) -> Iterator[Problem]:
     if not 0 < len(fields) <= _MAX_FIELDS:
         yield _bad(f"a schema of {len(fields)} fields", f"a row has 1 to {_MAX_FIELDS} fields", "name the fields")
-    seen: dict[str, str] = {}
+    by_lower_case: dict[str, str] = {}
     for name, field in fields.items():
         if not _NAME.fullmatch(name):
             yield _bad(f"field {name!r}", "names have letters of a to z, digits and _ only", "another name")
-        if name.lower() in seen:
+        if name.lower() in by_lower_case:
             rule = (
                 "names differ by more than case: they are columns of an SQL table, and MindSpore fails at the very end"
             )
-            yield _bad(f"fields {seen[name.lower()]!r} and {name!r}", rule, "another name for one of them")
-        seen[name.lower()] = name
+            yield _bad(f"fields {by_lower_case[name.lower()]!r} and {name!r}", rule, "another name for one of them")
+        by_lower_case[name.lower()] = name
         if field is None:
             rule = "a field is its type, or a mapping of type and shape"
             yield _bad(f"field {name!r}: {given[name]!r}", rule, '{"type": "int32", "shape": [-1]}')

@@ -139,8 +139,8 @@ def reindex(path: Path) -> list[str]:
         if not text_index_path(path).exists() or not str(error).startswith(str(text_index_path(path))):
             raise
         dropped.append(f"keys: {error.problems[0].given}")
-        aside = text_index_path(path).with_suffix(".idx.old")
-        text_index_path(path).rename(aside)
+        backup = text_index_path(path).with_suffix(".idx.old")
+        text_index_path(path).rename(backup)
         columns, payload = read_columns(path, data)
     if old is not None and np.array_equal(old.columns["offset"], columns["offset"]):
         columns |= {
@@ -196,18 +196,20 @@ def _rows(file: RecordFile, names: set[str]) -> Iterator[tuple[bytes, Mapping[st
 
 def _sidecar(path: Path) -> tuple[Sidecar | None, list[Finding]]:
     """The sidecar if it exists and is undamaged, and its damage otherwise."""
-    beside = sidecar_path(path)
-    if not beside.exists():
+    sidecar_file = sidecar_path(path)
+    if not sidecar_file.exists():
         return None, []
     try:
-        sidecar = open_sidecar(beside, kind=KIND)
+        sidecar = open_sidecar(sidecar_file, kind=KIND)
     except DataError as error:
-        return None, [Finding(path=beside, offset=0, end=beside.stat().st_size, what=error.problems[0].given)]
+        return None, [
+            Finding(path=sidecar_file, offset=0, end=sidecar_file.stat().st_size, what=error.problems[0].given)
+        ]
     bad: list[Finding] = []
     for name in damaged_columns(sidecar):
         begin = sidecar.head.columns[name].offset
         what = f"column {name!r} does not match its digest, so the checksums cannot be used"
-        bad.append(Finding(path=beside, offset=begin, end=begin + sidecar.columns[name].nbytes, what=what))
+        bad.append(Finding(path=sidecar_file, offset=begin, end=begin + sidecar.columns[name].nbytes, what=what))
     return (None if bad else sidecar), bad
 
 

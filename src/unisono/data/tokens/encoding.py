@@ -73,13 +73,13 @@ def _labelled(batch: list[Document], encoded: list[Encoded]) -> Iterator[tuple[s
 
 def _batches(documents: Iterable[Document], chars: int) -> Iterator[list[Document]]:
     batch: list[Document] = []
-    held = 0
+    size = 0
     for document in documents:
         batch.append(document)
-        held += len(document[1])
-        if held >= chars:
+        size += len(document[1])
+        if size >= chars:
             yield batch
-            batch, held = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 

@@ -195,7 +195,7 @@ class PackedWindows:
         if len(touched) <= 1:
             return self._read(touched[0] if touched else 0, indices)
         rows = [np.flatnonzero(shard_of == number) for number in touched]
-        parts = [self._read(number, indices[mine]) for number, mine in zip(touched, rows, strict=True)]
+        parts = [self._read(number, indices[own_rows]) for number, own_rows in zip(touched, rows, strict=True)]
         order = np.argsort(np.concatenate(rows))
         return {name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]}
 

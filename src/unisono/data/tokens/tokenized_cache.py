@@ -182,20 +182,20 @@ def _digests(corpus: Corpus, cache: Path) -> dict[str, str]:
     path = cache / f"listing-{xxhash.xxh3_64_hexdigest(os.fsencode(corpus.root.absolute()))}.json"
     known: dict[str, _FileDigest] = {}
     with suppress(FileNotFoundError, msgspec.DecodeError):  # no listing, or not one of ours: take every digest anew
-        known = {seen.file.path: seen for seen in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
+        known = {entry.file.path: entry for entry in msgspec.json.decode(path.read_bytes(), type=list[_FileDigest])}
     settled_ns = time.time_ns() - _FRESH_NS
-    seen_now: list[_FileDigest] = []
+    entries: list[_FileDigest] = []
     for file in corpus.files:
         before = known.get(file.path)
         if before is not None and before.file == file:
-            seen_now.append(before)
+            entries.append(before)
         else:
-            seen_now.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file.path))))
-    settled = [seen for seen in seen_now if max(seen.file.mtime_ns, seen.file.ctime_ns) < settled_ns]
+            entries.append(_FileDigest(file=file, digest=xxhash.xxh3_128_hexdigest(_read(corpus, file.path))))
+    settled = [entry for entry in entries if max(entry.file.mtime_ns, entry.file.ctime_ns) < settled_ns]
     if settled != list(known.values()):
         with suppress(OSError):  # only speed is lost; a folder that cannot be written is reported when it matters
             write_atomically(path, msgspec.json.encode(settled))
-    return {seen.file.path: seen.digest for seen in seen_now}
+    return {entry.file.path: entry.digest for entry in entries}
 
 
 def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
@@ -296,7 +296,7 @@ class _EncodingProgress:
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._documents = self._bytes = self._kept_bytes = 0
-        self._begin = self._said = time.monotonic()
+        self._begin = self._last_log_s = time.monotonic()
 
     def leave_out(self, documents: Iterator[Document], done: dict[str, int]) -> Iterator[Document]:
         """``documents`` without the first ``done`` of each split, which are counted as encoded."""
@@ -312,9 +312,9 @@ class _EncodingProgress:
         self._documents += 1
         self._bytes += text_bytes
         now = time.monotonic()
-        if now - self._said < _PROGRESS_S:
+        if now - self._last_log_s < _PROGRESS_S:
             return
-        self._said = now
+        self._last_log_s = now
         rate = max(1.0, self._bytes / (now - self._begin))
         done = self._bytes + self._kept_bytes
         _LOG.info(

@@ -37,12 +37,12 @@ class ByteSource:
     def read(self, count: int, what: str, *, record: int | None = None) -> bytes:
         """The next ``count`` bytes; ``what`` they are, and ``record``, are for errors."""
         if count > MAX_RECORD_BYTES:
-            said = f"{what} of {count:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
-            raise damaged_error(self.path, self.offset, said, record=record)
+            detail = f"{what} of {count:,} bytes, where {MAX_RECORD_BYTES:,} are the most"
+            raise damaged_error(self.path, self.offset, detail, record=record)
         content = self.read_up_to(count)
         if len(content) < count:
-            said = f"the file ends {count - len(content)} bytes before the end of {what}"
-            raise damaged_error(self.path, self.offset, said, record=record)
+            detail = f"the file ends {count - len(content)} bytes before the end of {what}"
+            raise damaged_error(self.path, self.offset, detail, record=record)
         return content
 
     def read_up_to(self, count: int) -> bytes:

@@ -95,9 +95,9 @@ def _parts(row: Row, number: int) -> tuple[bytes, int | None, dict[str, Any]]:
     numbers = {name: value for name, value in row.items() if type(value) in (int, float) or _is_list(value)}
     others = sorted(row.keys() - payloads.keys() - numbers.keys())
     if len(payloads) != 1 or others:
-        said = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
+        kinds_in_row = ", ".join(f"{name} ({type(row[name]).__name__})" for name in sorted({*payloads, *others}))
         raise unwritable_error(
-            f"row {number} with {said or 'no bytes'} as a RecordIO record",
+            f"row {number} with {kinds_in_row or 'no bytes'} as a RecordIO record",
             "a record is one payload of bytes; what else belongs to it are numbers, or short arrays of one dim",
             "a .mindrecord, .parquet or .jsonl file holds such rows, or choose columns that are a record",
         )

@@ -134,7 +134,7 @@ def check_rows(rows: Iterable[Row], schema: Mapping[str, FieldType], format_name
             if not _fits(row[name], field):
                 raise unwritable_error(
                     f"row {number}, field {name!r}: {shorten(row[name])}",
-                    f"in {format_name} the field is {_said(field)} in all rows",
+                    f"in {format_name} the field is {_described(field)} in all rows",
                     "a .jsonl file holds fields of any type",
                 )
         yield row
@@ -184,7 +184,7 @@ def shorten(value: Any) -> str:
     return f"{text if len(text) <= 40 else text[:40] + '…'} ({type(value).__name__})"
 
 
-def _said(field: FieldType) -> str:
+def _described(field: FieldType) -> str:
     return field.type if field.shape is None else f"an array of {field.type} and shape {list(field.shape)}"
 
 

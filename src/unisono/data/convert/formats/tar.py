@@ -197,10 +197,10 @@ def _long_name(path: Path, offset: int, kind: str, content: bytes) -> dict[str, 
 
 
 def _size_of(path: Path, offset: int, extra: dict[str, str], size: int) -> int:
-    said = extra.get("size", str(size))
-    if not re.fullmatch(r"\d{1,20}", said):
-        raise damaged_error(path, offset, f"a size of {said[:40]!r}")
-    return int(said)
+    digits_text = extra.get("size", str(size))
+    if not re.fullmatch(r"\d{1,20}", digits_text):
+        raise damaged_error(path, offset, f"a size of {digits_text[:40]!r}")
+    return int(digits_text)
 
 
 def _is_path(name: str) -> bool:

@@ -275,7 +275,7 @@ class PackProgress:
     def __init__(self, total: int | None) -> None:
         self._total = total
         self._taken_over = self._inputs = self._records = self._bytes = 0
-        self._begin = self._said = time.monotonic()
+        self._begin = self._last_log_s = time.monotonic()
 
     def take_over(self, journal: ShardJournal) -> None:
         self._taken_over += journal.stop - journal.start
@@ -285,9 +285,9 @@ class PackProgress:
         self._records += len(outcome.records)
         self._bytes += outcome.size
         now = time.monotonic()
-        if now - self._said < _PROGRESS_S:
+        if now - self._last_log_s < _PROGRESS_S:
             return
-        self._said = now
+        self._last_log_s = now
         rate = self._inputs / max(1e-9, now - self._begin)
         done = self._taken_over + self._inputs
         left = "" if self._total is None else f", {(self._total - done) / rate:.0f} s left"
