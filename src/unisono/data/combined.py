@@ -10,12 +10,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, MapStyle, PerSampleDataset, as_dataset, read_samples
+from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
 from unisono.data.order.permutation import Permutation
 from unisono.data.order.samplers import BucketedOrder, MixtureOrder, SampleOrder, ShuffledOrder, WeightedOrder
 from unisono.errors import DataError
-
-Ids = NDArray[np.int64]
 
 
 @runtime_checkable

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from unisono.errors import DataError
 
 Batch = dict[str, NDArray[Any]]
+Ids = NDArray[np.int64]
 
 
 @runtime_checkable
@@ -24,7 +25,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: NDArray[np.int64]) -> Batch:
+    def read(self, indices: Ids) -> Batch:
         """Named arrays whose first dim is ``len(indices)``, in new memory that the caller may modify."""
         ...
 
@@ -33,9 +34,9 @@ class Dataset(Protocol):
 class PerSampleDataset(Protocol):
     """A data set that can return samples of different shapes, which a transform makes equal."""
 
-    def samples(self, indices: NDArray[np.int64]) -> list[Batch]: ...
+    def samples(self, indices: Ids) -> list[Batch]: ...
 
-    def read(self, indices: NDArray[np.int64]) -> Batch:
+    def read(self, indices: Ids) -> Batch:
         """The samples, stacked."""
         return collate(self.samples(indices), indices.tolist())
 
@@ -79,14 +80,14 @@ class _MapStyleDataset(PerSampleDataset):
     def __len__(self) -> int:
         return len(self._data)
 
-    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+    def samples(self, indices: Ids) -> list[Batch]:
         ids = cast("list[int]", indices.tolist())
         many = getattr(self._data, "__getitems__", None)
         samples = many(ids) if many is not None else [self._data[index] for index in ids]
         return [check_sample(sample) for sample in samples]
 
 
-def read_samples(dataset: Dataset, indices: NDArray[np.int64]) -> list[Batch]:
+def read_samples(dataset: Dataset, indices: Ids) -> list[Batch]:
     """Samples of any data set, one by one. Raises DataError for arrays of another length than ``indices``."""
     if isinstance(dataset, PerSampleDataset):
         return dataset.samples(indices)

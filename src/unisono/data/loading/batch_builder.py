@@ -13,11 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, check_batch, check_sample, collate, read_samples
+from unisono.data.dataset import Batch, Dataset, Ids, check_batch, check_sample, collate, read_samples
 from unisono.data.order.permutation import pair_generator, sample_generator, sample_generators
 from unisono.errors import DataError, UnisonoError
 
-Ids = NDArray[np.int64]
 Transform = Callable[[Batch, np.random.Generator], Batch]
 PairTransform = Callable[[Batch, Batch, np.random.Generator], tuple[Batch, Batch]]
 BatchTransform = Callable[[Batch], Batch]

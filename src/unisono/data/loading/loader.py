@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.data.combined import OrderedDataset
-from unisono.data.dataset import Dataset, check_batch
+from unisono.data.dataset import Dataset, Ids, check_batch
 from unisono.data.loading.batch_builder import (
     BatchBuilder,
     BatchTransform,
@@ -33,7 +33,7 @@ from unisono.data.loading.batch_builder import (
     ThreadProgress,
     Transform,
 )
-from unisono.data.loading.micro_batch_specs import Ids, SpecSource, rank_range
+from unisono.data.loading.micro_batch_specs import SpecSource, rank_range
 from unisono.data.loading.worker_pool import Job, PoolWorker, WorkerPool, usable_cores
 from unisono.data.loading.worker_process import ProcessWorker
 from unisono.data.loading.worker_tuning import WorkerSetting, WorkerTuner

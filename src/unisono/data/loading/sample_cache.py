@@ -25,9 +25,8 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Dataset, MapStyle, PerSampleDataset, as_dataset, read_samples
+from unisono.data.dataset import Batch, Dataset, Ids, MapStyle, PerSampleDataset, as_dataset, read_samples
 from unisono.errors import DataError
 
 _MEMORY: Final = Path("/dev/shm")
@@ -66,7 +65,7 @@ class _CachedDataset(PerSampleDataset):
         """Number of samples in the cache."""
         return self._store.num_cached
 
-    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
+    def samples(self, indices: Ids) -> list[Batch]:
         """Samples from the cache; missing ones are read from the data set and added."""
         samples = [self._store.get(number) for number in indices.tolist()]
         missing = [row for row, sample in enumerate(samples) if sample is None]

@@ -13,10 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.data.dataset import Ids
 from unisono.data.order.permutation import Permutation, keyed_uniform
 from unisono.errors import DataError
-
-Ids = NDArray[np.int64]
 
 MIXTURE_PERIOD = 4096  # positions after which a mixture's pattern repeats; weights are rounded to multiples of 1/4096
 

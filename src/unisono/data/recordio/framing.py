@@ -14,6 +14,7 @@ Format: dmlc-core ``recordio.h`` (Apache MXNet's ``.rec`` files). Not here: file
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ MAGIC_BYTES: Final = struct.pack("<I", MAGIC)
 HEAD_BYTES: Final = 8
 MAX_PAYLOAD_BYTES: Final = (1 << 29) - 1
 WHOLE, FIRST, MIDDLE, LAST = range(4)
-_HEAD: Final = struct.Struct("<II")
+PART_HEAD: Final = struct.Struct("<II")  # magic, flag << 29 | bytes
 _IMAGE_HEADER: Final = struct.Struct("<IfQQ")
 _SCAN_WORDS: Final = 1 << 22  # words per comparison: 16 MiB of the file
 
@@ -63,28 +64,17 @@ def frame_payload(payload: bytes) -> list[bytes]:
             nearest="cut it into several records, or store it in a file of its own and its path here",
         )
     if MAGIC_BYTES not in payload:
-        return [_HEAD.pack(MAGIC, len(payload)), payload, bytes(-len(payload) % 4)]
-    cuts = _cuts(payload)
+        return [PART_HEAD.pack(MAGIC, len(payload)), payload, bytes(-len(payload) % 4)]
+    cuts = [match.start() for match in re.finditer(re.escape(MAGIC_BYTES), payload) if match.start() % 4 == 0]
     pieces: list[bytes] = []
     begin = 0
     for number, cut in enumerate([*cuts, len(payload)]):
         last = number == len(cuts)
         flag = (LAST if last else MIDDLE) if number else (WHOLE if last else FIRST)
-        pieces += [_HEAD.pack(MAGIC, flag << 29 | cut - begin), payload[begin:cut]]
+        pieces += [PART_HEAD.pack(MAGIC, flag << 29 | cut - begin), payload[begin:cut]]
         begin = cut + 4
     pieces.append(bytes(-len(pieces[-1]) % 4))
     return pieces
-
-
-def _cuts(payload: bytes) -> list[int]:
-    """Offsets of the magic word in the payload at multiples of 4."""
-    cuts: list[int] = []
-    at = payload.find(MAGIC_BYTES)
-    while at >= 0:
-        if at % 4 == 0:
-            cuts.append(at)
-        at = payload.find(MAGIC_BYTES, at + 1)
-    return cuts
 
 
 def join_parts(data: memoryview, offset: int) -> bytes:
@@ -94,7 +84,7 @@ def join_parts(data: memoryview, offset: int) -> bytes:
     while True:
         if offset < 0 or offset + HEAD_BYTES > len(data):
             raise ValueError(f"a part should begin at offset {offset} of {len(data)} bytes")
-        magic, head = _HEAD.unpack_from(data, offset)
+        magic, head = PART_HEAD.unpack_from(data, offset)
         flag, length = head >> 29, head & MAX_PAYLOAD_BYTES
         end = offset + HEAD_BYTES + length
         if magic != MAGIC or end > len(data) or flag not in ((MIDDLE, LAST) if pieces else (WHOLE, FIRST)):

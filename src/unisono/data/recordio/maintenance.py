@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from unisono.data.recordio.framing import (
     HEAD_BYTES,
     MAGIC,
+    PART_HEAD,
     FramingDamage,
     RecordExtents,
     assemble_records,
@@ -245,15 +246,11 @@ def _bad_records(path: Path, data: NDArray[np.uint8], sidecar: Sidecar) -> Itera
         if payload is None:
             what = "the bytes do not have their checksum" if end <= len(data) else f"the file ends at {len(data)}"
             yield Finding(path=path, record=number, offset=offset, end=min(end, len(data)), what=what)
-        elif number not in split and data[offset : offset + 8].tobytes() != _head(len(payload)):
+        elif number not in split and data[offset : offset + 8].tobytes() != PART_HEAD.pack(MAGIC, len(payload)):
             yield Finding(path=path, record=number, offset=offset, end=offset + 8, what="its head has changed")
         elif number not in split and data[offset + 8 + len(payload) : end].any():
             begin = offset + 8 + len(payload)
             yield Finding(path=path, record=number, offset=begin, end=end, what="its padding has changed")
-
-
-def _head(length: int) -> bytes:
-    return MAGIC.to_bytes(4, "little") + length.to_bytes(4, "little")
 
 
 def _repair_by_checksum(
@@ -283,7 +280,7 @@ def _repair_by_checksum(
             lost.append(Finding(path=path, record=number, offset=offset, end=end, what=what))
             continue
         mended += in_place is None or (
-            number not in parted and data[offset : offset + 8].tobytes() != _head(len(in_place))
+            number not in parted and data[offset : offset + 8].tobytes() != PART_HEAD.pack(MAGIC, len(in_place))
         )
         values = {name: column[number] for name, column in side.items()}
         writer.write(bytes(payload), key=int(keys[number]), side=values)

@@ -25,13 +25,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch
+from unisono.data.dataset import Batch, Ids
 from unisono.data.options import Boundaries
 from unisono.data.sidecar import Sidecar, damaged_columns, open_sidecar, read_facts, write_sidecar
 from unisono.data.tokens.shards import TokenSet, TokenShard, check_token_bytes
 from unisono.errors import DataError
-
-Ids = NDArray[np.int64]
 
 BLOCK_DOCUMENTS = 4096
 

@@ -89,17 +89,14 @@ def write(path: Path, table: Table) -> int:
     fields, rows = infer_schema(table)
     arrow = pa.schema([pa.field(name, _type(pa, name, field), nullable=False) for name, field in fields.items()])
     rows, count = check_rows(rows, fields, "Parquet"), 0
-    with new_file(path) as file, _writer(pq, file, arrow) as writer:
+    # the page size is checked once per batch: with the default of 1,024 values a page of images is 100 MB
+    options = {"write_page_checksum": True, "write_batch_size": 64}
+    with new_file(path) as file, pq.ParquetWriter(file, arrow, **options) as writer:
         while group := list(_group(rows)):
             columns = [_column(pa, [row[name] for row in group], field, count) for name, field in fields.items()]
             writer.write_table(pa.Table.from_arrays(columns, schema=arrow))
             count += len(group)
     return count
-
-
-def _writer(pq: Any, file: Any, arrow: Any) -> Any:
-    # the page size is checked once per batch: with the default of 1,024 values a page of images is 100 MB
-    return pq.ParquetWriter(file, arrow, write_page_checksum=True, write_batch_size=64)
 
 
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
