@@ -25,7 +25,7 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: Ids) -> Batch:
+    def read(self, indices: NDArray[np.int64]) -> Batch:
         """Named arrays whose first dim is ``len(indices)``, in new memory that the caller may modify."""
         ...
 
@@ -34,9 +34,9 @@ class Dataset(Protocol):
 class PerSampleDataset(Protocol):
     """A data set that can return samples of different shapes, which a transform makes equal."""
 
-    def samples(self, indices: Ids) -> list[Batch]: ...
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]: ...
 
-    def read(self, indices: Ids) -> Batch:
+    def read(self, indices: NDArray[np.int64]) -> Batch:
         """The samples, stacked."""
         return collate(self.samples(indices), indices.tolist())
 

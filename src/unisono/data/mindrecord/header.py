@@ -43,7 +43,8 @@ _Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 _Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 
 
-class FieldType(Struct, frozen=True, kw_only=True, omit_defaults=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldType:
     """A field's type (int32, int64, float32, float64, string, bytes) and, for an array, its shape with at most one −1."""
 
     type: str
@@ -77,12 +78,19 @@ class IndexEntry(Struct, frozen=True):
     index_field: str
 
 
+class FieldEntry(Struct, frozen=True, omit_defaults=True):
+    """A ``FieldType`` in the JSON header, without a shape if it has none."""
+
+    type: str
+    shape: tuple[int, ...] | None = None
+
+
 class SchemaEntry(Struct, frozen=True):
     """The fields, and the names of those in blob pages, in their order there."""
 
     desc: str
     blob_fields: list[str]
-    schema: dict[str, FieldType]
+    schema: dict[str, FieldEntry]
 
 
 class MindRecordHeader(Struct, frozen=True):
@@ -106,7 +114,8 @@ class MindRecordHeader(Struct, frozen=True):
     @property
     def fields(self) -> dict[str, FieldType]:
         """All fields, in the order of the header."""
-        return self.schema[0].schema
+        entries = self.schema[0].schema
+        return {name: FieldType(type=entry.type, shape=entry.shape) for name, entry in entries.items()}
 
     @property
     def packed(self) -> bool:

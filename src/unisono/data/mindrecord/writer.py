@@ -20,6 +20,7 @@ from unisono.data.mindrecord.header import (
     MAX_PAGE_BYTES,
     RAW,
     VERSION,
+    FieldEntry,
     GroupEntry,
     IndexEntry,
     MindRecordHeader,
@@ -279,12 +280,13 @@ class _ShardWriter:
 
 def _empty_header(encoder: RowEncoder, paths: Sequence[Path], header_bytes: int, page_bytes: int) -> MindRecordHeader:
     """The header of the last file of a set, without pages."""
+    fields = {name: FieldEntry(type=field.type, shape=field.shape) for name, field in encoder.fields.items()}
     return MindRecordHeader(
         header_size=header_bytes,
         index_fields=[IndexEntry(schema_id=0, index_field=name) for name in encoder.indexed] or None,
         page=None,
         page_size=page_bytes,
-        schema=[SchemaEntry(desc="", blob_fields=encoder.blobs, schema=encoder.fields)],
+        schema=[SchemaEntry(desc="", blob_fields=encoder.blobs, schema=fields)],
         shard_addresses=[path.name for path in paths],
         shard_id=len(paths) - 1,
         version=VERSION,

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, Ids, PerSampleDataset, check_sample
+from unisono.data.dataset import Batch, PerSampleDataset, check_sample
 from unisono.data.options import default_cache_dir
 from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, PART_HEAD, join_parts
 from unisono.data.recordio.index import ENDS_BYTES, SideColumn, map_file, open_index, sidecar_path, text_index_path
@@ -296,7 +296,7 @@ class RecordDataset(PerSampleDataset):
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def samples(self, indices: Ids) -> list[Batch]:
+    def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
         """Samples by number, one by one; their shapes may differ."""
         samples: list[Batch | None] = [None] * len(indices)
         homes = np.searchsorted(self._starts, indices, side="right") - 1

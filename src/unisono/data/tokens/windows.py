@@ -90,7 +90,7 @@ class TokenWindows:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, indices: Ids) -> Batch:
+    def read(self, indices: NDArray[np.int64]) -> Batch:
         """The windows ``indices``, as the arrays above."""
         numbers: list[int] = indices.tolist()  # for a short batch Python's min and max are faster than numpy's
         first, last = min(numbers, default=0), max(numbers, default=0)
