@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.dataset import Batch, PerSampleDataset, check_sample
+from unisono.data.dataset import Batch, check_sample, collate
 from unisono.data.options import default_cache_dir
 from unisono.data.recordio.framing import HEAD_BYTES, MAGIC, PART_HEAD, join_parts
 from unisono.data.recordio.index import ENDS_BYTES, SideColumn, map_file, open_index, sidecar_path, text_index_path
@@ -268,7 +268,7 @@ def _open(path: Path | str, check: ChecksumPolicy, cache_dir: Path | None) -> Re
     return RecordFile(path, check=check, cache_dir=cache_dir)
 
 
-class RecordDataset(PerSampleDataset):
+class RecordDataset:
     """All records of ``files`` in order, each decoded to a sample.
 
     ``decode(payload)`` gets a read-only view of one payload and returns a sample as in ``from_map_style``: a dict of arrays or
@@ -295,6 +295,10 @@ class RecordDataset(PerSampleDataset):
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def read(self, indices: NDArray[np.int64]) -> Batch:
+        """Samples by number, stacked."""
+        return collate(self.samples(indices), indices.tolist())
 
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]:
         """Samples by number, one by one; their shapes may differ."""
