@@ -143,7 +143,7 @@ class BatchBuilder:
             samples = self._samples(spec, bad, progress)
             if not bad:
                 raise unreadable_error(spec, None, error) from error
-        return collate(samples, spec.sample_ids.tolist())
+        return _name_step(spec, lambda: collate(samples, spec.sample_ids.tolist()))
 
     def _samples(self, spec: MicroBatchSpec, bad: dict[int, Exception], progress: ProgressMarker) -> list[Batch]:
         try:

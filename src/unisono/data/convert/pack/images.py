@@ -172,7 +172,6 @@ def pack_image_rows(
 
     workers = _num_workers(options, pack, _MANY)
     series = ShardSeries(
-        name=UNSPLIT,
         source=packed,
         file=lambda _: "part.rec",
         write=_write_records,

@@ -261,7 +261,7 @@ ShardWriter = Callable[[Path, Iterator[Any]], object]
 class ShardSeries:
     """Inputs that share shards: all, or one part of a split. ``file``: the name of shard n."""
 
-    name: str
+    name: str = UNSPLIT
     source: InputSource
     file: Callable[[int], str]
     write: ShardWriter

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from unisono.data.convert.formats.table import row_bytes, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
-    UNSPLIT,
     BadInput,
     InputSource,
     PackedInput,
@@ -164,7 +163,6 @@ def _run(
         return target.name if pack.shard_bytes is None else f"{target.stem}-{number:05d}.mindrecord"
 
     series = ShardSeries(
-        name=UNSPLIT,
         source=packed,
         file=file,
         write=lambda path, rows: write_table(path, Table(rows=rows, schema=fields, image=image)),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
 from unisono.data.convert.pack.pack_job import (
-    UNSPLIT,
     BadInput,
     PackedInput,
     PackJob,
@@ -69,7 +68,6 @@ def pack_text(
         return _column_texts(source, column) if column is not None else _file_texts(corpus, lines)
 
     series = ShardSeries(
-        name=UNSPLIT,
         source=lambda start: _encoded(islice(documents(), start, None), loaded, workers),
         file=lambda _: "part.bin",
         write=lambda path, records: _write(path, records, loaded),
