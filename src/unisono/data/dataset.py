@@ -37,7 +37,7 @@ class PerSampleDataset(Protocol):
     def samples(self, indices: NDArray[np.int64]) -> list[Batch]: ...
 
     def read(self, indices: NDArray[np.int64]) -> Batch:
-        """The samples, stacked."""
+        """Samples by number, stacked along a new first dim."""
         return collate(self.samples(indices), indices.tolist())
 
 

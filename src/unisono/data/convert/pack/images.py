@@ -40,6 +40,7 @@ from unisono.data.convert.pack.pack_job import (
     PackJob,
     PackOptions,
     PackResult,
+    RecordAnswer,
     ShardSeries,
     check_suffix,
     cut_by_bytes,
@@ -47,7 +48,7 @@ from unisono.data.convert.pack.pack_job import (
     file_stamps,
     run_pack_job,
 )
-from unisono.data.convert.pack.worker import RecordAnswer, make_records, worker_count
+from unisono.data.convert.pack.worker import make_records, worker_count
 from unisono.data.convert.table_files import open_table
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import missing_extra

@@ -225,6 +225,17 @@ def _write_report(job: PackJob, bad: Sequence[BadInput], result: PackResult | No
     write_atomically(job.report, json.dumps(report, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
+class RecordAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """A worker's answer: the records of one input, or the reason why it has none. Of an image also width, height and ``tiles``:
+    bytes per tile as little-endian uint32, empty if it has none, None if not requested."""
+
+    records: list[bytes] = []
+    reason: str = ""
+    width: int = 0
+    height: int = 0
+    tiles: bytes | None = None
+
+
 class PackedInput(msgspec.Struct, frozen=True):
     """The outcome of one input: records to write and their size in bytes, or the reason why it is bad."""
 

@@ -20,22 +20,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from unisono.data.convert.pack.image_encoding import ImageOptions, encode_image
+from unisono.data.convert.pack.pack_job import RecordAnswer
 from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
 from unisono.data.loading.subprocess_map import serve_requests, subprocess_map
 from unisono.data.loading.worker_pool import allowed_cores
 from unisono.errors import DataError, UnisonoError
 
 _MIN_INPUTS_PER_WORKER = 64  # fewer are not worth the start of another process
-
-
-class RecordAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The records of one input, or the reason why it has none; of an image also width, height and tile sizes."""
-
-    records: list[bytes] = []
-    reason: str = ""
-    width: int = 0
-    height: int = 0
-    tiles: bytes | None = None  # little-endian uint32
 
 
 RecordMaker = Callable[[bytes], RecordAnswer]
@@ -83,11 +74,9 @@ def _image_maker(options: ImageOptions, *, from_path: bool) -> RecordMaker:
         except OSError as error:
             return RecordAnswer(reason=f"it cannot be read: {error.strerror}")
         try:
-            image = encode_image(raw, options)
+            return encode_image(raw, options)
         except DataError as error:
             return RecordAnswer(reason=given_parts(error))
-        tiles = None if image.tiles is None else image.tiles.astype("<u4").tobytes()
-        return RecordAnswer(records=[image.data], width=image.width, height=image.height, tiles=tiles)
 
     return make
 
