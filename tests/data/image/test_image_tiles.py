@@ -216,7 +216,7 @@ def test_a_column_that_lies_is_an_error(changes: list[tuple[int, int]], shift_ba
     lied = np.clip(column, 0, 65535).astype(np.uint16)
     if np.array_equal(lied, grid.to_column()):
         return
-    with pytest.raises(DataError, match="a column of tile sizes is what to_column"):
+    with pytest.raises(DataError, match="a column of tile sizes is the result of to_column"):
         TileGrid.from_column(data, lied)
 
 
@@ -247,7 +247,7 @@ def test_columns_of_other_kinds_and_images(photo: Photo) -> None:
     for wrong in (column.astype(np.int32), column[None], column[:-1], np.zeros_like(column), huge, swapped):
         with pytest.raises(DataError):
             TileGrid.from_column(data, wrong)
-    with pytest.raises(DataError, match="a column of tile sizes is what"):
+    with pytest.raises(DataError, match="a column of tile sizes is the result of"):
         TileGrid.from_column(encode_jpeg(photo(64, 128, seed=1), tile_px=64), column)
     with pytest.raises(
         DataError, match=rf"tile 0, which should end in its marker at byte {grid.offsets[0] + column[1] - 2}"
