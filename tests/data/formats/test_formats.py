@@ -63,7 +63,7 @@ def test_csv_takes_types_from_all_of_a_column(tmp_path: Path) -> None:
         ('a,b\n1,x"y"\n', "offset 4: line 2: field 2 has a quote or a line end where none can be"),
         ('a,b\n"x"y,1\n', "offset 4: line 2: field 1 has a quote"),
         ("a,b\n1,x\ry\n", "offset 4: line 2: field 2 has a quote or a line end"),
-        ("a,b\n1,2", "offset 4: line 2 does not end"),
+        ("a,b\n1,2", "offset 4: line 2 has no line end"),
     ],
 )
 def test_csv_that_is_none(tmp_path: Path, content: str, what: str) -> None:
