@@ -396,9 +396,7 @@ def test_fault_11_an_index_that_lies_is_seen_when_it_is_opened(
     write(tmp_path / "a", {"image": "bytes", "label": "int32"}, [{"image": b"12345678", "label": n} for n in range(4)])
     with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as index:
         index.execute(f"UPDATE INDEXES SET {column} = {column} + 16 WHERE ROW_ID = {row}")
-    with pytest.raises(
-        DataError, match=f"{tmp_path}/a: row [0-3] at offset 16384: a.db contradicts the header"
-    ):
+    with pytest.raises(DataError, match=f"{tmp_path}/a: row [0-3] at offset 16384: a.db contradicts the header"):
         MindRecordFile(tmp_path / "a")
 
 
