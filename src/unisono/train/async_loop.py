@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 
-from unisono.data.loading.device_prefetch import to_device
-from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.loader import Loader, StepBatch, to_device
 from unisono.train.async_worker import AsyncWorker
 from unisono.train.loop import StepRunner
 from unisono.train.options import is_due

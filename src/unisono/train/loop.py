@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from unisono.data.loading.device_prefetch import prefetch_to_device
-from unisono.data.loading.loader import Loader, StepBatch
+from unisono.data.loading.loader import Loader, StepBatch, prefetch_to_device
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import StopNotice
 from unisono.observe.events import EventLog
