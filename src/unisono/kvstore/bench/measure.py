@@ -326,7 +326,7 @@ def _dist_async(
         return {key: value * -rounds for key, value in sums.items()}
 
     def go() -> None:
-        mine.pushpull(values, out).wait()
+        mine.push(values, out).wait()
         mine.commit()
 
     def settle() -> None:
