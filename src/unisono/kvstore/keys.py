@@ -125,6 +125,12 @@ def to_dense(rows: SparseRows, shape: torch.Size) -> Tensor:
     return rows.values.new_zeros(shape).index_add_(0, rows.ids.to(rows.values.device), rows.values)
 
 
+def sum_rows(ids: Tensor, rows: Tensor) -> SparseRows:
+    """The rows sorted by id and distinct; rows with one id are added in their order. ``ids`` [n] int64, ``rows`` [n, ...]."""
+    distinct, places = ids.unique(return_inverse=True)
+    return SparseRows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
+
+
 def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
     """Pairs from a mapping, a key with its value, or a list of keys with as many values. Raises ConfigError for keys
     that are not strings."""

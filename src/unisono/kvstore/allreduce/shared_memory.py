@@ -193,7 +193,7 @@ _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StagedPart:
     """Elements of a tensor from ``first`` on, at ``start`` to ``end`` of a slot of their dtype."""
 
     key: str
@@ -213,7 +213,7 @@ class PushStaging:
 
     def __init__(self, memory: SharedMemoryAllReduce) -> None:
         self._memory = memory
-        self._parts: list[_Part] = []
+        self._parts: list[_StagedPart] = []
         self._used_bytes = 0
         # by key the sum of a tensor staged in parts, reused: fresh memory costs more than the copy into it, page by page
         self._wholes: dict[str, Tensor] = {}
@@ -227,7 +227,7 @@ class PushStaging:
             end = min(start + len(flat), len(slot))
             if end > start or not value.numel():
                 slot[start:end].copy_(flat[: end - start])
-                self._parts.append(_Part(key, value.shape, value.dtype, first, start, end))
+                self._parts.append(_StagedPart(key, value.shape, value.dtype, first, start, end))
                 self._used_bytes = -(-end * value.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
             first, flat = first + end - start, flat[end - start :]
             if not len(flat):
@@ -264,7 +264,7 @@ class PushStaging:
         self._memory.close()
 
 
-def _runs(parts: list[_Part]) -> list[tuple[torch.dtype, int, int]]:
+def _runs(parts: list[_StagedPart]) -> list[tuple[torch.dtype, int, int]]:
     """Neighbours of one dtype merged; the alignment gaps between them are summed too, and never read."""
     runs: list[tuple[torch.dtype, int, int]] = []
     for part in parts:

@@ -24,7 +24,7 @@ from unisono.dist import World
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.backends.server_client import PushResult, ServerClient, ServerConfig, host_copy
 from unisono.kvstore.compression import Codec
-from unisono.kvstore.keys import Future, PushValue, SparseRows
+from unisono.kvstore.keys import Future, PushValue, SparseRows, sum_rows
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
@@ -113,7 +113,7 @@ class ParameterServerBackend:
             self._remember(futures, list(dense), sent, priority)
             for key, value in run.items():
                 if not isinstance(value, Tensor):
-                    ids, rows = _sum_rows(*value)
+                    ids, rows = sum_rows(value[0].to(_HOST, torch.int64), host_copy(value[1]))
                     sent = client.push_rows(key, ids, rows, lr=self._lr, priority=priority)
                     self._remember(futures, [key], sent, priority)
 
@@ -324,13 +324,6 @@ def _runs_of_distinct_keys(items: Sequence[tuple[str, PushValue]]) -> list[dict[
             runs.append({})
         runs[-1][key] = value
     return runs
-
-
-def _sum_rows(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows on the host, sorted by id, with equal ids added."""
-    ids, rows = ids.to(_HOST, torch.int64), host_copy(rows)
-    distinct, places = ids.unique(return_inverse=True)
-    return distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows)
 
 
 def _refused(given: str, rule: str, nearest: str) -> ConfigError:

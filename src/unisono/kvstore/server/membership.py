@@ -267,8 +267,8 @@ class Clocks:
 
 def _replaced(role: str, index: int, older: int, newer: int) -> CommError:
     return CommError(
-        given=f"{role} {index} in its incarnation {older}",
-        rule=f"a {role} has one incarnation at a time, and {newer} has taken over",
+        given=f"{role} {index} of restart {older}",
+        rule=f"a {role} is one process at a time, and that of restart {newer} has taken over",
         consequence="nothing of the older one is applied",
         nearest="let the older process end",
     )

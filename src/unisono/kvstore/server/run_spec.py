@@ -15,7 +15,7 @@ import torch
 
 from unisono.errors import CommError
 from unisono.kvstore.server.placement import CHUNK_BYTES, ChunkPlacement, place_chunks
-from unisono.kvstore.wire.frame import DTYPES
+from unisono.kvstore.wire.frame import DTYPES, protocol_error
 
 # bounds on the placement that a hello can make a server compute
 _MOST_BYTES = 1 << 44
@@ -91,12 +91,9 @@ class RunSpec:
                 labels={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CommError(
-                given=f"a hello that cannot be read: {error!r}",
-                rule="it tells table, servers, whole, chunk_bytes, staleness, units, codec and about",
-                consequence="the worker was not let in",
-                nearest="use the same release of unisono everywhere",
-            ) from error
+            given = f"a hello that cannot be read: {error!r}"
+            rule = "it has table, servers, whole, chunk_bytes, staleness, units, codec and about"
+            raise protocol_error(given, rule, "the worker was not let in") from error
 
     def require_equal(self, other: RunSpec, who: str) -> None:
         """Raise CommError naming the first difference."""

@@ -98,12 +98,8 @@ class FrameServer:
         tls: TLSContexts | None = None,
     ) -> None:
         self._listeners, self._handler, self._secret, self._limits = list(listeners), handler, secret, limits
-        self._restart_count, self._admission, self._on_stale, self._tls = (
-            restart_count,
-            admission or Admission(),
-            on_stale,
-            tls,
-        )
+        self._restart_count, self._on_stale, self._tls = restart_count, on_stale, tls
+        self._admission = admission or Admission()
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
@@ -267,32 +263,25 @@ class FrameServer:
     def _refuse_if_replaced(self) -> None:
         if self._newest > self._restart_count:
             raise CommError(
-                given=f"this server is of epoch {self._restart_count}, and one of epoch {self._newest} has taken its place",
+                given=f"this server is of restart {self._restart_count}, and restart {self._newest} has taken its place",
                 rule="a server that was replaced takes no more requests",
                 consequence="the request was refused and has changed nothing",
                 nearest="end this old server process",
             )
 
     def _check_identity(self, peer: Peer, frame: Frame) -> None:
-        given = {
-            "epoch": frame.server_restart_count,
-            "job": frame.job,
-            "worker": frame.worker,
-            "incarnation": frame.worker_restart_count,
-        }
-        expected = {
-            "epoch": self._restart_count,
-            "job": peer.job,
-            "worker": peer.index,
-            "incarnation": peer.worker_restart_count,
-        }
-        for name, value in given.items():
-            if value != expected[name]:
+        for name, given, expected in (
+            ("server restart count", frame.server_restart_count, self._restart_count),
+            ("job", frame.job, peer.job),
+            ("worker", frame.worker, peer.index),
+            ("worker restart count", frame.worker_restart_count, peer.worker_restart_count),
+        ):
+            if given != expected:
                 raise CommError(
-                    given=f"{frame.op.name} with {name} {value}, where this connection's is {expected[name]}",
-                    rule="every request carries what its connection was opened with, and the server's epoch",
+                    given=f"{frame.op.name} with {name} {given}, where this connection's is {expected}",
+                    rule="every request has the job and the restart counts of its connection",
                     consequence="the request was refused and has changed nothing",
-                    nearest="open a new connection: its hello says which epoch the server is of",
+                    nearest="open a new connection: the server's hello has its restart count",
                 )
 
     def _send_heartbeats(self) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from unisono.errors import CommError
-from unisono.kvstore.wire.frame import Slot
+from unisono.kvstore.wire.frame import Slot, protocol_error
 
 MEMFD_NAME = "unisono-wire"
 
@@ -40,12 +40,8 @@ class SharedSlots:
         """Slot ``number``, from 1. Raises CommError where there is none, or it is smaller than ``nbytes``."""
         if not 0 < number <= len(self.slots) or nbytes > self.slots[number - 1].view.nbytes:
             has = f"{len(self.slots)} slots of {self.slots[0].view.nbytes} bytes" if self.slots else "no slots"
-            raise CommError(
-                given=f"a frame with {nbytes} bytes in slot {number}",
-                rule=f"this connection has {has}",
-                consequence="nothing was read, and the connection is closed",
-                nearest="use the same release of unisono on both sides",
-            )
+            given = f"a frame with {nbytes} bytes in slot {number}"
+            raise protocol_error(given, f"this connection has {has}", "nothing was read, and the connection is closed")
         return self.slots[number - 1]
 
 
