@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from torch.distributed import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 # a killed process closes its sockets a moment before it leaves the process table
 _SETTLE_S = 1.0
@@ -26,7 +28,7 @@ _ROLL_CALL_S = 3.0
 def identity() -> dict[str, Any]:
     """Host, pid and creation time, with which another rank of this host can look this process up."""
     process = psutil.Process()
-    return {"host": _host(), "pid": process.pid, "created": process.create_time()}
+    return {"host": host_id(), "pid": process.pid, "created": process.create_time()}
 
 
 def missing_ranks(peers: Sequence[Mapping[str, Any]], rank: int, *, settle: bool) -> list[str]:
@@ -39,7 +41,7 @@ def missing_ranks(peers: Sequence[Mapping[str, Any]], rank: int, *, settle: bool
         missing = [
             f"rank {other} (pid {peer['pid']}) {state}"
             for other, peer in enumerate(peers)
-            if other != rank and peer["host"] == _host() and (state := _state(peer))
+            if other != rank and peer["host"] == host_id() and (state := _state(peer))
         ]
         if missing or time.monotonic() >= deadline:
             return missing
@@ -94,7 +96,7 @@ def _state(peer: Mapping[str, Any]) -> str:
     return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
 
 
-def _host() -> str:
+def host_id() -> str:
     """An id of this host and its pid namespace: containers with one host name must not look up each other's pids."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
+from unisono.dist.roll_call import host_id
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore.allreduce.network import hierarchical_all_reduce, host_id, is_hierarchy_useful
+from unisono.kvstore.allreduce.network import hierarchical_all_reduce, is_hierarchy_useful
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum
 from unisono.plan.plan import BUCKET_BYTES

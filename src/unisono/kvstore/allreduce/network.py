@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
-from unisono.dist.roll_call import identity
+from unisono.dist.roll_call import host_id
 
 # Gloo runs several collectives at once, each in its own thread. Measured with 2 workers over loopback, 100 MB: 260 ms in
 # one piece, 133 in pieces of 4 or 8 MiB, 177 of 16.
@@ -75,11 +75,6 @@ class HierarchicalWork:
 
     def is_completed(self) -> bool:
         return self._waited
-
-
-def host_id() -> str:
-    """An id that is equal for workers that share a host and its process table."""
-    return str(identity()["host"])
 
 
 def is_hierarchy_useful(hosts: Sequence[str]) -> bool:

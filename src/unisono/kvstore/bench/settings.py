@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from unisono.errors import ConfigError, Problem, nearest_name
 
@@ -42,15 +41,9 @@ class BenchSettings:
     tls: str = ""
 
     def __post_init__(self) -> None:
+        rule = f"kinds are {', '.join(KINDS)}"
         problems = [
-            Problem(
-                given=f"kind {kind!r}",
-                rule=f"kinds are {', '.join(KINDS)}",
-                consequence="nothing was measured",
-                nearest=nearest_name(kind, KINDS),
-            )
-            for kind in self.kinds
-            if kind not in KINDS
+            _problem(f"kind {kind!r}", rule, nearest_name(kind, KINDS)) for kind in self.kinds if kind not in KINDS
         ]
         for size in self.sizes:
             try:
@@ -60,41 +53,25 @@ class BenchSettings:
         coded = [codec for codec in self.codecs if codec != "none"]
         problems += _unknown(coded)
         if coded and not set(self.kinds) & set(CODED_KINDS):
-            problems.append(
-                Problem(
-                    given=f"codecs {', '.join(self.codecs)} for {', '.join(self.kinds)}",
-                    rule=f"codecs are for {' and '.join(CODED_KINDS)}",
-                    consequence="they would have no effect, so nothing was measured",
-                    nearest="--kind dist_async, or no --codec",
-                )
-            )
+            given = f"codecs {', '.join(self.codecs)} for {', '.join(self.kinds)}, where they would have no effect"
+            rule = f"codecs are for {' and '.join(CODED_KINDS)}"
+            problems.append(_problem(given, rule, "--kind dist_async, or no --codec"))
         if self.tls and "dist_async" not in self.kinds:
-            problems.append(
-                Problem(
-                    given=f"TLS for {', '.join(self.kinds)}",
-                    rule="it is for what goes to servers, which 'dist_async' has",
-                    consequence="it would have no effect, so nothing was measured",
-                    nearest="--kind dist_async, or no --tls",
-                )
-            )
+            given = f"TLS for {', '.join(self.kinds)}, where it would have no effect"
+            problems.append(_problem(given, "TLS is for the servers of 'dist_async'", "--kind dist_async, or no --tls"))
         if "dist_async" in self.kinds:
+            rule = "PowerSGD needs the sums of all workers' factors, and servers add workers one by one"
             problems += [
-                Problem(
-                    given=f"codec {codec!r} for dist_async",
-                    rule="PowerSGD needs the sums of all workers' factors, and servers add workers one by one",
-                    consequence="nothing was measured",
-                    nearest="--kind dist_sync",
-                )
+                _problem(f"codec {codec!r} for dist_async", rule, "--kind dist_sync")
                 for codec in self.codecs
                 if codec.startswith("powersgd")
             ]
         if problems:
             raise ConfigError(*problems)
 
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> BenchSettings:
-        listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
-        return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])
+
+def _problem(given: str, rule: str, nearest: str) -> Problem:
+    return Problem(given=given, rule=rule, consequence="nothing was measured", nearest=nearest)
 
 
 def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:

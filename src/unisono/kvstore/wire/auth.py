@@ -22,7 +22,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.errors import CommError, ConfigError, Problem
+from unisono.errors import CommError, ConfigError
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Limits, Op, error_frame, json_frame, read_error, read_json
 
@@ -109,12 +109,10 @@ def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limit
         )
     if restart_count < seen:
         raise ConnectionLost(
-            Problem(
-                given=f"the server at {me.address} is of restart {restart_count}, and restart {seen} has been seen",
-                rule="a server that was replaced takes no more requests",
-                consequence="this worker did not join it",
-                nearest="end the old server process",
-            )
+            given=f"the server at {me.address} is of restart {restart_count}, and restart {seen} has been seen",
+            rule="a server that was replaced takes no more requests",
+            consequence="this worker did not join it",
+            nearest="end the old server process",
         )
     return restart_count
 
@@ -159,21 +157,17 @@ def _is_nonce(text: object) -> bool:
 
 def _silent() -> ConnectionLost:
     return ConnectionLost(
-        Problem(
-            given="the other side gave no sign of itself: it has no time, has ended, or waits for TLS",
-            rule="a server says hello first, unless it is under TLS",
-            consequence="the connection is closed",
-            nearest="the same launch.tls for servers and workers",
-        )
+        given="the other side gave no sign of itself: it has no time, has ended, or waits for TLS",
+        rule="a server says hello first, unless it is under TLS",
+        consequence="the connection is closed",
+        nearest="the same launch.tls for servers and workers",
     )
 
 
 def _nonsense(who: str) -> ConnectionLost:
     return ConnectionLost(
-        Problem(
-            given=f"{who} did not say hello as it should, or not in time",
-            rule="a connection begins with the exchange of proofs",
-            consequence="the connection is closed",
-            nearest="see what else uses this port; use the same release of unisono on both sides",
-        )
+        given=f"{who} did not say hello as it should, or not in time",
+        rule="a connection begins with the exchange of proofs",
+        consequence="the connection is closed",
+        nearest="see what else uses this port; use the same release of unisono on both sides",
     )

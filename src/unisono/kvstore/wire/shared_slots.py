@@ -19,11 +19,11 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unisono.dist.roll_call import host_id
 from unisono.errors import CommError
 from unisono.kvstore.wire.frame import Slot, protocol_error
 
@@ -67,10 +67,7 @@ def copy_from_slot(data: memoryview, parts: Iterable[memoryview]) -> None:
 def sharing_scope() -> str:
     """An id that is equal for processes that can share memory: one boot of one host, one process table, one user. Empty
     where none can."""
-    if sys.platform != "linux":
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
+    return f"{host_id()}/{os.geteuid()}" if sys.platform == "linux" else ""
 
 
 def create_shared_slots(slots: int, slot_bytes: int) -> tuple[int, dict[str, int]]:
