@@ -43,6 +43,7 @@ from unisono.kvstore.keys import (
     describe_tensors,
     hash_tensors,
     key_value_pairs,
+    nothing_sent,
     to_dense,
 )
 from unisono.kvstore.value_store import optimizer_options
@@ -189,12 +190,9 @@ class KVStore:
         share only the servers.
         """
         if self.kind == "dist_async":
-            raise ConfigError(
-                given="broadcast on a store of kind 'dist_async'",
-                rule="its workers have nothing but the keys on the servers in common",
-                consequence="nothing was sent",
-                nearest="init, which writes the servers' values into every worker's tensors",
-            )
+            given = "broadcast on a store of kind 'dist_async'"
+            rule = "its workers share only the keys on the servers"
+            raise nothing_sent(given, rule, "init, which writes the servers' values into every worker's tensors")
         values: dict[str, Tensor] = dict(key_value_pairs(key, value))
         if len(set(self.world.gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
             agree(self.world, "parameter table", describe_tensors(values))
@@ -367,12 +365,8 @@ class KVStore:
     def _sum(self, key: str, value: Any) -> PushValue:
         parts = cast("list[PushValue]", value if isinstance(value, list) else [value])
         if not parts:
-            raise ConfigError(
-                given=f"an empty list for key {key!r}",
-                rule="a push has one value for each device of this worker, at least one",
-                consequence="nothing was sent",
-                nearest="zeros, where this worker has nothing to add",
-            )
+            rule = "a push has one value for each device of this worker, at least one"
+            raise nothing_sent(f"an empty list for key {key!r}", rule, "zeros, where this worker has nothing to add")
         for part in parts:
             self._keys.check_value(key, part)
         first = parts[0]

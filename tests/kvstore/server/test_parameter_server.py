@@ -502,7 +502,7 @@ def test_state_goes_out_and_comes_in_as_a_checkpoint_names_it(service: Parameter
     worker.push(filled(0.5), seq=1)
     worker.ask(Frame(Op.STATE, flags=WRITE, payload=image.payload))
     assert torch.equal(worker.pull()["a"], whole["a"].flatten())
-    with pytest.raises(CommError, match="image of 4 bytes"):
+    with pytest.raises(CommError, match="state of 4 bytes"):
         worker.ask(Frame(Op.STATE, flags=WRITE, payload=b"spam"))
 
 

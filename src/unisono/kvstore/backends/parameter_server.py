@@ -24,7 +24,7 @@ from unisono.dist import World
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.backends.server_client import PushResult, ServerClient, ServerConfig, host_copy
 from unisono.kvstore.compression import Codec
-from unisono.kvstore.keys import Future, PushValue, SparseRows, sum_rows
+from unisono.kvstore.keys import Future, PushValue, SparseRows, nothing_sent, sum_rows
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
@@ -327,6 +327,4 @@ def _runs_of_distinct_keys(items: Sequence[tuple[str, PushValue]]) -> list[dict[
 
 
 def _refused(given: str, rule: str, nearest: str) -> ConfigError:
-    return ConfigError(
-        given=f"{given} on a store of kind 'dist_async'", rule=rule, consequence="nothing was sent", nearest=nearest
-    )
+    return nothing_sent(f"{given} on a store of kind 'dist_async'", rule, nearest)

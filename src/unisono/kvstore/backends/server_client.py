@@ -24,7 +24,7 @@ from torch import Tensor
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.compression import Codec, ErrorFeedback
 from unisono.kvstore.compression.codec import can_compress_values
-from unisono.kvstore.keys import Future
+from unisono.kvstore.keys import Future, nothing_sent
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, SLOT_BYTES, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks, split_into_chunks
@@ -431,7 +431,11 @@ class ServerClient:
         parts: list[tuple[Chunk, Tensor, slice]] = []
         for chunk in self.placement.chunks_of(key):
             if not chunk.row_elements:
-                raise _no_rows(key)
+                raise nothing_sent(
+                    f"rows of {key!r}, whose chunks are no whole rows",
+                    "rows are sent alone where a chunk holds a multiple of 1024 elements that is whole rows",
+                    "push and pull all of it, or choose a row length with more factors of 2",
+                )
             first, count = chunk.start // chunk.row_elements, chunk.num_elements // chunk.row_elements
             low, high = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
             if low < high:
@@ -544,15 +548,6 @@ def _chunk_bytes(data: memoryview, chunk: Chunk) -> memoryview:
 def _wait_all(answers: Sequence[Answer[Frame]]) -> None:
     for answer in answers:
         answer.result()
-
-
-def _no_rows(key: str) -> ConfigError:
-    return ConfigError(
-        given=f"rows of {key!r}, whose chunks are no whole rows",
-        rule="rows travel alone where a chunk holds a multiple of 1024 elements that is whole rows",
-        consequence="nothing was sent",
-        nearest="push and pull all of it, or choose a row length with more factors of 2",
-    )
 
 
 def _is_address(given: Any) -> bool:

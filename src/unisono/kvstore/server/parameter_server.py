@@ -405,6 +405,7 @@ class ParameterServer:
                 nearest="start as many servers as the configuration says",
             )
         before = (self._server - 1) % run_spec.num_servers
+        codec = None if run_spec.codec == "none" else server_codec(run_spec.codec)
         clocks = Clocks(run_spec.staleness, on_end=self._lease_ended, now=self._now)
         return _RunState(
             run_spec=run_spec,
@@ -421,8 +422,8 @@ class ParameterServer:
                 staleness=run_spec.staleness,
             ),
             barriers=NumberedBarriers(lambda: clocks.live_clocks.keys()),
-            decoders=_decoders(run_spec.codec),
-            pull_encoder=_pull_encoder(run_spec.codec),
+            decoders={} if codec is None else {CODED: _decoder(codec)},
+            pull_encoder=PullEncoder(codec) if codec is not None and can_compress_values(codec) else None,
         )
 
     def _full_state(
@@ -515,23 +516,12 @@ class ParameterServer:
                 saved_s = time.monotonic()
 
 
-def _decoders(codec: str) -> dict[int, Decoder]:
-    """The decoder of the run's codec. Raises ConfigError for a codec that servers cannot add."""
-    if codec == "none":
-        return {}
-    parsed = server_codec(codec)
-
-    def decoder(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
+def _decoder(codec: Codec) -> Decoder:
+    def decode(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
         code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
-        return parsed.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
+        return codec.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
 
-    return {CODED: decoder}
-
-
-def _pull_encoder(codec: str) -> PullEncoder | None:
-    """The encoder of compressed pulls, None where the codec cannot compress values."""
-    parsed = server_codec(codec) if codec != "none" else None
-    return PullEncoder(parsed) if parsed is not None and can_compress_values(parsed) else None
+    return decode
 
 
 def server_codec(text: str) -> Codec:
