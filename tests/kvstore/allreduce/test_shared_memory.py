@@ -38,7 +38,7 @@ def sums(world) -> list[list[float]]:
         again = [value(world.rank, dtype, count) for dtype, count in CASES]
         for each in again:
             work = shared.all_reduce(each)
-            assert work.is_completed()
+            assert work.done()
             work.wait()
     for total in totals:
         shared.all_reduce(total)

@@ -16,6 +16,7 @@ With a codec, compressed gradients are sent instead (``kvstore.compression``); o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class BucketedAllReduce:
         views = {name: self._bucket_of[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else compressed_sum(codec, views, self._group)
         self._memory: SharedMemoryAllReduce | None = None
-        self._sum: Callable[[Tensor], Any] = self._group_sum
+        self._sum: Callable[[Tensor], Any] = partial(dist.all_reduce, group=self._group, async_op=True)
         self.path = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
         self.sent_bytes = self.received_bytes = 0
         self._sending = False
@@ -146,12 +147,6 @@ class BucketedAllReduce:
         self._sum = self._memory.all_reduce
         return "shared memory"
 
-    def _sum_over_all(self, tensor: Tensor) -> Any:
-        return dist.all_reduce(tensor, group=self._world.group, async_op=True)
-
-    def _group_sum(self, tensor: Tensor) -> Any:
-        return dist.all_reduce(tensor, group=self._group, async_op=True)
-
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Count the next backward pass's gradients as final. With a ``part`` nothing is sent early: buckets are sent in
         order."""
@@ -189,7 +184,7 @@ class BucketedAllReduce:
         self._sending = False
         with self._world.guard("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
-            everywhere = self._sum if whole else self._sum_over_all
+            everywhere = self._sum if whole else partial(dist.all_reduce, group=self._world.group, async_op=True)
             self._pending.append(everywhere(totals))
             for work in self._pending:
                 work.wait()

@@ -26,7 +26,7 @@ from torch import Tensor
 from unisono.dist import World
 from unisono.dist.roll_call import identity, missing_ranks
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.allreduce.network import CompletedWork
+from unisono.kvstore.keys import Future
 
 SLOT_BYTES = 4 * 2**20
 _LINE = 64  # a cache line per worker: its turn, and its last two numbers
@@ -70,8 +70,8 @@ class SharedMemoryAllReduce:
             self._typed[dtype] = [part.view(dtype) for part in self._parts]
         return self._typed[dtype]
 
-    def all_reduce(self, tensor: Tensor) -> CompletedWork:
-        """Sum a contiguous host tensor in place; returns completed work. A collective. Raises CommError naming the
+    def all_reduce(self, tensor: Tensor) -> Future[None]:
+        """Sum a contiguous host tensor in place; the future is done. A collective. Raises CommError naming the
         worker that is lost or late."""
         slot, total = self.slot(tensor.dtype), self.sums(tensor.dtype)
         for piece in tensor.detach().view(-1).split(len(slot)):
@@ -79,7 +79,7 @@ class SharedMemoryAllReduce:
             self._meet(tensor.nbytes)
             self.reduce_slots([(tensor.dtype, 0, len(piece))])
             piece.copy_(total[: len(piece)])
-        return CompletedWork()
+        return Future(lambda: None)
 
     def all_equal(self, number: int) -> bool:
         """Whether all workers passed the same ``number`` of 63 bits. A collective; slots may be summed afterwards."""

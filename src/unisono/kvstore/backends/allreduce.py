@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.errors import ConfigError
-from unisono.kvstore.allreduce.network import CollectiveWork, CompletedWork, network_all_reduce
+from unisono.kvstore.allreduce.network import network_all_reduce
 from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
 from unisono.kvstore.backends.local import LocalBackend
 from unisono.kvstore.compression import CompressedSum, compressed_sum, find_codec
@@ -57,7 +57,7 @@ class _Entry:
     targets: list[Tensor] = field(default_factory=list[Tensor])
 
     def ready(self) -> bool:
-        return self.applied or (self.batch is not None and self.batch.work.is_completed())
+        return self.applied or (self.batch is not None and self.batch.work.done())
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class _Batch:
     """Pushes in one buffer; ``totals`` are their sums, valid after ``work``."""
 
     entries: list[_Entry]
-    work: CollectiveWork
+    work: Future[None]
     totals: list[PushValue]
 
 
@@ -295,16 +295,15 @@ class AllReduceBackend(LocalBackend):
         values = [entry.value for entry in entries]
         dense = [value for value in values if isinstance(value, Tensor)]
         if not dense:
-            return _Batch(
-                entries, CompletedWork(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
-            )
+            totals = [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
+            return _Batch(entries, Future(lambda: None), totals)
         coder = self._coder()
         if coder is not None and dense[0].is_floating_point():
             # residuals of one buffer are committed before those of the next are read
             while self._batches:
                 self._apply(self._batches.popleft())
             sums = dict(zip([entry.key for entry in entries], dense, strict=True))
-            return _Batch(entries, _CompressedWork(coder, sums), values)
+            return _Batch(entries, _compressed_all_reduce(coder, sums), values)
         if len(dense) == 1:
             whole = dense[0]
             return _Batch(entries, self._over_network(whole.view(-1)), [whole])
@@ -361,21 +360,15 @@ def _gather(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
-class _CompressedWork:
-    """A compressed sum, in place, finished in ``wait``, which all workers call in the same order."""
+def _compressed_all_reduce(coder: CompressedSum, tensors: Mapping[str, Tensor]) -> Future[None]:
+    """Start a compressed sum, in place, which ``wait`` finishes; all workers call it in the same order."""
+    pending = coder.launch(tensors)
 
-    def __init__(self, exchange: CompressedSum, tensors: Mapping[str, Tensor]) -> None:
-        self._exchange, self._tensors = exchange, tensors
-        self._pending = exchange.launch(tensors)
-        self._waited = False
+    def finish() -> None:
+        pending.wait()
+        coder.commit(torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).all())
 
-    def wait(self) -> None:
-        self._pending.wait()
-        self._exchange.commit(torch.stack([tensor.isfinite().all() for tensor in self._tensors.values()]).all())
-        self._waited = True
-
-    def is_completed(self) -> bool:
-        return self._waited
+    return Future(finish, lambda: False)
 
 
 def _staging(

@@ -113,10 +113,11 @@ class _FragmentPart:
         self.outer.sub_(mean.add(self.momentum, alpha=config.outer_momentum), alpha=config.outer_lr)
         parts = self.outer.split([tensor.numel() for tensor in self._members.values()])
         for local, new in zip(self._members.values(), parts, strict=True):
-            new = new.view(local.shape).to(local.dtype)
-            local.detach().mul_(config.local_weight).add_(
-                new, alpha=1 - config.local_weight
-            ) if config.local_weight else local.detach().copy_(new)
+            local, new = local.detach(), new.view(local.shape).to(local.dtype)
+            if config.local_weight:
+                local.mul_(config.local_weight).add_(new, alpha=1 - config.local_weight)
+            else:
+                local.copy_(new)
 
 
 class LocalSGD:
