@@ -52,27 +52,18 @@ class LocalSGDConfig:
     """Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0."""
 
     def __post_init__(self) -> None:
-        own = self.outer_delay_steps == 0 and self.mix not in (None, 0)
-        broken = [
-            (f"local_steps = {self.local_steps}", "local_steps is at least 1", self.local_steps < 1),
-            (f"outer_lr = {self.outer_lr}", "outer_lr is above 0", not self.outer_lr > 0),
-            (
-                f"outer_momentum = {self.outer_momentum}",
-                "outer_momentum is at least 0 and below 1",
-                not 0 <= self.outer_momentum < 1,
-            ),
-            (f"mix = {self.mix}", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
-            (f"mix = {self.mix} without overlap", "own parameters are mixed in where a sum arrives later", own),
-        ]
+        inert_mix = self.outer_delay_steps == 0 and self.mix not in (None, 0)
+        consequence, nearest = "copies would not be averaged as meant", "LocalSGDConfig(local_steps=16)"
         problems = [
-            Problem(
-                given=given,
-                rule=rule,
-                consequence="copies would not be averaged as meant",
-                nearest="LocalSGDConfig(local_steps=16)",
+            Problem(given=f"{name} = {getattr(self, name)}", rule=rule, consequence=consequence, nearest=nearest)
+            for name, rule, is_wrong in (
+                ("local_steps", "local_steps is at least 1", self.local_steps < 1),
+                ("outer_lr", "outer_lr is above 0", not self.outer_lr > 0),
+                ("outer_momentum", "outer_momentum is at least 0 and below 1", not 0 <= self.outer_momentum < 1),
+                ("mix", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
+                ("mix", "mix has an effect only with outer_delay_steps above 0", inert_mix),
             )
-            for given, rule, bad in broken
-            if bad
+            if is_wrong
         ]
         problems += round_problems(self.local_steps, self.num_fragments, self.outer_delay_steps)
         if problems:

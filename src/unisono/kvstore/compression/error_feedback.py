@@ -44,7 +44,7 @@ class CommittedTensors:
         self._proposed.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors."""
+        """The live tensors by name, not copies."""
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -135,7 +135,7 @@ class _Child:
         self._watcher.join()
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the server and wait until it has exited."""
         with self._lock:
             self._is_leaving = True
             kill_process(self._process)

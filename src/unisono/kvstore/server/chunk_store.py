@@ -193,9 +193,9 @@ class ChunkStore:
             return value.view(-1, cell.chunk.row_elements)[rows], cell.version
 
     def state(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The full state of chunks, each as of one moment: facts as JSON by number, tensors as ``<number>/value`` and
-        ``<number>/<state>``. Chunks without a value are left out."""
-        facts: dict[str, Any] = {}
+        """The optimizer spec and the full state of chunks, each as of one moment: facts as JSON (``recipe``; ``chunks``
+        by number), tensors as ``<number>/value`` and ``<number>/<state>``. Chunks without a value are left out."""
+        chunks: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for number in numbers:
             cell = self._cell(number)
@@ -203,23 +203,26 @@ class ChunkStore:
                 if cell.value is None:
                     continue
                 applied = {str(stream): numbers.to_json() for stream, numbers in cell.applied.items()}
-                facts[str(number)] = {"version": cell.version, "applied": applied}
+                chunks[str(number)] = {"version": cell.version, "applied": applied}
                 tensors[f"{number}/value"] = cell.value.detach().clone()
                 state = cell.updater.state if cell.updater is not None else {}
                 tensors |= {f"{number}/{name}": tensor.clone() for name, tensor in state.items()}
-        return facts, tensors
+        recipe = None if self.optimizer_spec is None else self.optimizer_spec.to_json()
+        return {"recipe": recipe, "chunks": chunks}, tensors
 
     def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load chunks from ``state``, after the optimizer spec. Raises CommError for an invalid state, before any
-        change."""
-        named: dict[int, dict[str, Tensor]] = {int(number): {} for number in facts}
+        """Load the result of ``state``. Raises CommError for an invalid state, before any chunk is changed."""
+        if facts.get("recipe") is not None:
+            self.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
+        chunks = facts["chunks"]
+        named: dict[int, dict[str, Tensor]] = {int(number): {} for number in chunks}
         for name, tensor in tensors.items():
             number, _, state = name.partition("/")
             named.setdefault(int(number), {})[state] = tensor
-        if without_facts := named.keys() - {int(number) for number in facts}:
+        if without_facts := named.keys() - {int(number) for number in chunks}:
             raise _unlike(self.chunk(min(without_facts)), "tensors without facts")
         restored = [self._restored(number, parts) for number, parts in named.items()]
-        counts = [_history(facts[str(number)]) for number in named]
+        counts = [_history(chunks[str(number)]) for number in named]
         for (number, parts), (value, updater), (version, applied) in zip(named.items(), restored, counts, strict=True):
             cell = self._cells[number]
             with cell.lock, torch.no_grad():

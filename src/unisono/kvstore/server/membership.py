@@ -74,12 +74,7 @@ class NumberedBarriers:
             self._open(number)
             while self._passed < number:
                 if self._closed:
-                    raise CommError(
-                        given=f"barrier {number} on a server that is stopping",
-                        rule="a barrier opens when all live workers have arrived",
-                        consequence="the wait has ended without the others",
-                        nearest="connect again: the launcher starts the server from its last snapshot",
-                    )
+                    raise _stopping(f"barrier {number} on a server that is stopping")
                 self._change.wait()
                 self._open(number)
 
@@ -243,12 +238,7 @@ class Clocks:
 
     def _running(self) -> None:
         if self._closed:
-            raise CommError(
-                given="the server is stopping",
-                rule="a worker waits while its servers run",
-                consequence="the wait has ended without an answer",
-                nearest="connect again: the launcher starts the server from its last snapshot",
-            )
+            raise _stopping("the server is stopping")
 
     def _alive(self, worker: int, restart_count: int) -> _Member:
         self._running()
@@ -263,6 +253,15 @@ class Clocks:
         if member.restart_count != restart_count:
             raise _replaced("worker", worker, restart_count, member.restart_count)
         return member
+
+
+def _stopping(given: str) -> CommError:
+    return CommError(
+        given=given,
+        rule="a worker waits for the others while its servers run",
+        consequence="the wait has ended without an answer",
+        nearest="connect again: the launcher starts the server from its last snapshot",
+    )
 
 
 def _replaced(role: str, index: int, older: int, newer: int) -> CommError:

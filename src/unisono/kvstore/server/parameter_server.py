@@ -432,10 +432,8 @@ class ParameterServer:
         """The full state. The work queue is read first: a batch shard that is done in it was applied before, so it is
         in the chunks read after."""
         work_queue, clock = run.work_queue.to_json(), run.clocks.slowest_clock
-        chunks, tensors = store.state(numbers)
-        recipe = store.optimizer_spec.to_json() if store.optimizer_spec is not None else None
-        run_spec = run.run_spec.to_json()
-        return {"agreed": run_spec, "recipe": recipe, "deal": work_queue, "clock": clock, "chunks": chunks}, tensors
+        facts, tensors = store.state(numbers)
+        return {"agreed": run.run_spec.to_json(), "deal": work_queue, "clock": clock, **facts}, tensors
 
     def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         run = self._new_run(RunSpec.from_json(facts["agreed"]))
@@ -446,9 +444,7 @@ class ParameterServer:
 
     def _load_state(self, store: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         try:
-            if facts.get("recipe") is not None:
-                store.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
-            store.load_state(facts["chunks"], tensors)
+            store.load_state(facts, tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             given = f"a state whose facts cannot be read: {error!r}"
             rule = "they name recipe and chunks, and of each chunk version and applied"
@@ -461,10 +457,7 @@ class ParameterServer:
         try:
             self._forward(run.run_spec, frame)
         except UnisonoError:
-            store = run.stores["worker"]
-            facts, tensors = store.state(chunks)
-            recipe = store.optimizer_spec.to_json() if store.optimizer_spec is not None else None
-            image = encode_chunk_state({"recipe": recipe, "chunks": facts}, tensors)
+            image = encode_chunk_state(*run.stores["worker"].state(chunks))
             self._forward(run.run_spec, Frame(Op.STATE, flags=WRITE, payload=image))
             with self._lock:
                 self._counts["mirrored_whole"] += 1

@@ -226,11 +226,8 @@ class Connection:
             channel.limits, channel.deadline = self._limits, None
             channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, restart_count))
             content = read_json(self._reply(channel))
-            self._server_restart_count, self._credits, self.hello = (
-                restart_count,
-                int(content["credits"]),
-                dict(content["reply"]),
-            )
+            self._server_restart_count = restart_count
+            self._credits, self.hello = int(content["credits"]), dict(content["reply"])
             self._no_shared_memory_reason = self._offer_shared_memory(channel, str(content["host"]))
             self._free_slots = list(channel.shared_slots.slots)
         except BaseException as error:

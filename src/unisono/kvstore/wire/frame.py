@@ -60,7 +60,7 @@ _LARGEST_U32 = 2**32 - 1
 
 
 class Op(IntEnum):
-    """Requests, then replies."""
+    """The kinds of frames: requests, then from 32 on replies."""
 
     HELLO = 1
     INIT = 2
