@@ -325,8 +325,8 @@ def require_random_access(loader: Loader | StreamLoader) -> Loader:
     if isinstance(loader, StreamLoader):
         raise ConfigError(
             given=f"plan.sync 'dist_async' with a stream ({type(loader).__name__})",
-            rule="shares of steps are dealt to whoever is free, so any sample can be read at any time",
-            consequence="a worker could not read the share it was dealt",
+            rule="any free worker claims the next batch shard, so samples are read in any order",
+            consequence="a worker could not read the shard it claims",
             nearest="a data set with a length, or plan.sync='dist_sync'",
         )
     return loader

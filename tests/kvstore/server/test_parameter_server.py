@@ -429,7 +429,7 @@ def test_a_lost_worker_gives_its_units_back_and_holds_nobody_up() -> None:
     assert alive.ask(Frame(Op.TICK, clock=2)).clock == 2  # waits for the lease of the other to end
     beat.join()
     assert claimed(alive, 1) == ("unit", 0)
-    assert any("worker 0 gave no sign of life" in text for text in said)
+    assert any("worker 0 sent no heartbeat" in text for text in said)
     service.close()
 
 

@@ -131,7 +131,7 @@ class BucketedAllReduce:
         """Choose the transport; returns ``path``, the same on all ranks."""
         by = transport_name(self._group)
         if self.num_workers == 1:
-            return "nothing travels: no other rank has these parameters"
+            return "nothing is sent: no other rank has these parameters"
         if self._group is None or self._group.size() < self._world.world_size:
             return f"{by}: a group of some of the workers"
         hosts: list[str] = self._world.gather_json(host_id())
@@ -246,8 +246,8 @@ def _codec_with_reduce_dtypes(codec: Codec | PowerSGD, reduce_dtypes: Mapping[st
 
 def _unused_residuals(state: Mapping[str, Tensor]) -> CheckpointError:
     return CheckpointError(
-        given=f"the checkpoint holds what compression held back, such as {min(state)!r}; this run has no compression",
-        rule="a run goes on with the compression it had",
+        given=f"the checkpoint holds residuals of compression, such as {min(state)!r}; this run has no compression",
+        rule="a run continues with the compression it had",
         consequence="they would be lost, so nothing was loaded",
         nearest="resume with the compression of the checkpoint, or start a new run from its weights",
     )

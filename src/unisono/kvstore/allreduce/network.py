@@ -1,4 +1,4 @@
-"""Asynchronous sums over torch.distributed: piece by piece, or hierarchical.
+"""Asynchronous sums over torch.distributed: in pieces, or hierarchical.
 
 A hierarchical sum goes over the workers of each host, across hosts between one worker of each, and back. With k workers
 per host, 1/k of the bytes of a flat sum cross the network.

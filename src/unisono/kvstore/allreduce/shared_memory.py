@@ -130,7 +130,7 @@ class SharedMemoryAllReduce:
         """Raise CommError if a worker has ended or the wait has timed out."""
         missing = missing_ranks(self._peers, self._world.rank, settle=False)
         if any(rank_state.endswith("has ended") for rank_state in missing) or waited_s > self._world.timeout_s:
-            why = "; ".join(missing) if missing else f"rank {rank} has not come"
+            why = "; ".join(missing) if missing else f"rank {rank} has not arrived"
             raise CommError(
                 given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world_size} "
                 f"after {waited_s:.1f} s: {why}",

@@ -181,7 +181,7 @@ class AllReduceBackend(LocalBackend):
                 raise no_traffic_to_compress(codec, "with one worker")
             if self._requires_uncompressed:
                 raise no_traffic_to_compress(
-                    codec, "beside sums through shared memory or host by host, which are not coded"
+                    codec, "together with sums through shared memory or host by host, which are uncompressed"
                 )
             self._close_staging()
         self._codec = codec

@@ -351,7 +351,7 @@ class LocalSGDBackend(LocalBackend):
             raise no_traffic_to_compress(codec, "with one worker")
         if isinstance(parsed, PowerSGD):
             raise no_traffic_to_compress(
-                codec or "", "with 'dist_local', whose parameters travel flat and have no factors"
+                codec or "", "with 'dist_local', whose parameters are sent flat and have no factors"
             )
         self._codec = parsed
 

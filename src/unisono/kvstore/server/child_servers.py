@@ -116,7 +116,7 @@ class _Child:
         self._lock = threading.Lock()
         self._settled, self._ended = threading.Event(), None
         self._process = self._start()
-        self._watcher = threading.Thread(target=self._restart_when_dead, name="unisono-server-beside", daemon=True)
+        self._watcher = threading.Thread(target=self._restart_when_dead, name="unisono-server-child", daemon=True)
         self._watcher.start()
 
     def begun(self) -> int | None:
@@ -192,7 +192,7 @@ def _address(world: World) -> str:
 def _not_there(given: str) -> LaunchError:
     return LaunchError(
         given=f"{given} ended before it listened",
-        rule="servers beside workers are there before the first worker asks for them",
+        rule="all servers listen before the first worker connects",
         consequence="no worker of this job began",
         nearest="see above what that server said",
     )

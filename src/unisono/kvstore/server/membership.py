@@ -246,9 +246,9 @@ class Clocks:
         if member is None:
             raise CommError(
                 given=f"worker {worker}, whose lease has ended",
-                rule=f"a worker gives a sign of life every {LEASE_S:g} s; a lost connection comes back in {GRACE_S:g} s",
-                consequence="the others no longer wait for it, and its units of work were dealt to them",
-                nearest="say hello again: it joins at the clock of the slowest",
+                rule=f"heartbeats are at most {LEASE_S:g} s apart, and a lost connection is back within {GRACE_S:g} s",
+                consequence="the others no longer wait for it, and may claim its work",
+                nearest="connect again: it joins at the clock of the slowest",
             )
         if member.restart_count != restart_count:
             raise _replaced("worker", worker, restart_count, member.restart_count)

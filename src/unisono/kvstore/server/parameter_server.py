@@ -401,7 +401,7 @@ class ParameterServer:
             raise CommError(
                 given=f"a worker that knows of {run_spec.num_servers} servers, at server {self._server}",
                 rule="servers are numbered from 0",
-                consequence="it was not let in",
+                consequence="the worker was refused",
                 nearest="start as many servers as the configuration says",
             )
         before = (self._server - 1) % run_spec.num_servers
@@ -490,7 +490,9 @@ class ParameterServer:
             if gap_s > _STALL_S:
                 run.clocks.extend_leases(gap_s)
             for worker in run.clocks.end_expired_leases():
-                self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
+                self._say(
+                    f"server {self._server}: worker {worker} sent no heartbeat, and no worker waits for it any more"
+                )
             if self._snapshots is None or len(run.stores["worker"].initialised_chunks) < len(
                 run.placement.chunks_on(self._server)
             ):
@@ -551,5 +553,5 @@ def _snapshot_not_written(reason: str) -> CommError:
         given=f"a snapshot that was not written: {reason}",
         rule="a server saves itself to its own folder",
         consequence="earlier snapshots are as they were, and training goes on",
-        nearest="mend what the reason names",
+        nearest="remove the cause above; the next snapshot is tried in time",
     )

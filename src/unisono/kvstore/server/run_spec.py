@@ -93,7 +93,7 @@ class RunSpec:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             given = f"a hello that cannot be read: {error!r}"
             rule = "it has table, servers, whole, chunk_bytes, staleness, units, codec and about"
-            raise protocol_error(given, rule, "the worker was not let in") from error
+            raise protocol_error(given, rule, "the worker was refused") from error
 
     def require_equal(self, other: RunSpec, who: str) -> None:
         """Raise CommError naming the first difference."""
@@ -102,15 +102,15 @@ class RunSpec:
             mine, theirs = here["table"].get(key), there["table"].get(key)
             if mine != theirs:
                 raise _different(
-                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to those who came before"
+                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to the workers before it"
                 )
         for name in sorted(self.labels.keys() | other.labels.keys()):
             mine, theirs = here["about"].get(name), there["about"].get(name)
             if mine != theirs:
-                raise _different(who, f"{name} {theirs}", f"it is {mine} to those who came before")
+                raise _different(who, f"{name} {theirs}", f"it is {mine} to the workers before it")
         for name in here.keys() - {"table", "about"}:
             if here[name] != there[name]:
-                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to those who came before")
+                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to the workers before it")
 
 
 def _text(entry: list[Any] | None) -> str:
@@ -137,6 +137,6 @@ def _different(who: str, given: str, rule: str) -> CommError:
     return CommError(
         given=f"{who} has {given}",
         rule=rule,
-        consequence="it was not let in, so no tensor is added to another one",
+        consequence="it was refused, so that no tensor is added to a different one",
         nearest="start all workers with one configuration and one version of the model",
     )

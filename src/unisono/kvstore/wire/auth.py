@@ -124,7 +124,7 @@ def require_private(host: str, *, tls: bool) -> None:
         return
     raise ConfigError(
         given=f"the address {host} is not a private one, and no TLS is set up",
-        rule="gradients and values travel in the clear only over loopback and private networks",
+        rule="gradients and values are sent unencrypted only over loopback and private networks",
         consequence="no connection was made and no port opened",
         nearest="launch.tls=FOLDER (or unisono launch --tls FOLDER) with certificates, or a private address",
     )
@@ -157,7 +157,7 @@ def _is_nonce(text: object) -> bool:
 
 def _silent() -> ConnectionLost:
     return ConnectionLost(
-        given="the other side gave no sign of itself: it has no time, has ended, or waits for TLS",
+        given="the other side sent nothing: it is busy, has ended, or waits for TLS",
         rule="a server says hello first, unless it is under TLS",
         consequence="the connection is closed",
         nearest="the same launch.tls for servers and workers",

@@ -62,7 +62,7 @@ def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
     if str(address[0]) in ("0.0.0.0", "::"):
         raise ConfigError(
             given=f"{host or 'no host'} means every interface of this machine",
-            rule="a server listens on the one interface it is told",
+            rule="a server listens on one interface",
             consequence="no port was opened",
             nearest="give the address of one interface, such as 127.0.0.1",
         )
@@ -314,7 +314,7 @@ class FrameServer:
         if left := sum(thread.is_alive() for _, thread in threads):
             raise CommError(
                 given=f"{left} requests are still being handled {timeout_s:g} s after the server was told to close",
-                rule="a handler lets go of what it keeps waiting before the server closes",
+                rule="the handler ends its waiting requests before the server closes",
                 consequence="their threads are left behind",
                 nearest="wake barriers and clocks first",
             )
