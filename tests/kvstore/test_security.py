@@ -235,7 +235,7 @@ def test_hostile_states_and_sizes_are_refused_and_change_nothing(servers: Parame
         ({"chunk_bytes": 8192, "table": {"a": [[1 << 41], "float32"]}}, "cannot be read"),
         ({"table": {"a": [[1 << 62, 1 << 62], "float32"]}}, "cannot be read"),
         ({"staleness": -1}, "cannot be read"),
-        ({"codec": "powersgd:4"}, "it is none to the workers before it"),
+        ({"codec": "powersgd:4"}, "it is none for the workers before it"),
     ],
 )
 def test_a_hello_that_asks_for_too_much_is_refused(servers: ParameterServers, change: dict, said: str) -> None:

@@ -102,15 +102,15 @@ class RunSpec:
             mine, theirs = here["table"].get(key), there["table"].get(key)
             if mine != theirs:
                 raise _different(
-                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to the workers before it"
+                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} for the workers before it"
                 )
         for name in sorted(self.labels.keys() | other.labels.keys()):
             mine, theirs = here["about"].get(name), there["about"].get(name)
             if mine != theirs:
-                raise _different(who, f"{name} {theirs}", f"it is {mine} to the workers before it")
+                raise _different(who, f"{name} {theirs}", f"it is {mine} for the workers before it")
         for name in here.keys() - {"table", "about"}:
             if here[name] != there[name]:
-                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to the workers before it")
+                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} for the workers before it")
 
 
 def _text(entry: list[Any] | None) -> str:
