@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,15 +58,16 @@ def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]
     answers: dict[int, str] = {}
 
     def ask() -> None:
-        store.set(f"waiting/{rank}", waiting_in)
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while time.monotonic() < deadline and len(answers) < world:
-            for other in range(world):
-                if other not in answers and store.check([f"waiting/{other}"]):
-                    answers[other] = store.get(f"waiting/{other}").decode()
-            time.sleep(0.02)
+        with suppress(RuntimeError):  # the store has ended with its host
+            store.set(f"waiting/{rank}", waiting_in)
+            deadline = time.monotonic() + _ROLL_CALL_S
+            while time.monotonic() < deadline and len(answers) < world:
+                for other in range(world):
+                    if other not in answers and store.check([f"waiting/{other}"]):
+                        answers[other] = store.get(f"waiting/{other}").decode()
+                time.sleep(0.02)
 
-    asker = threading.Thread(target=_quietly, args=(ask,), name="unisono-roll-call", daemon=True)
+    asker = threading.Thread(target=ask, name="unisono-roll-call", daemon=True)
     asker.start()
     asker.join(_ROLL_CALL_S + 1)
     if rank not in answers:
@@ -73,14 +75,6 @@ def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]
     elsewhere = [f"rank {other} waits in {op}" for other, op in sorted(answers.items()) if op != waiting_in]
     absent = [f"rank {other} waits in no collective" for other in range(world) if other not in answers]
     return elsewhere + absent
-
-
-def _quietly(action: Any) -> None:
-    try:
-        action()
-    except RuntimeError:
-        # the store has ended with its host
-        return
 
 
 def _state(peer: Mapping[str, Any]) -> str:

@@ -91,9 +91,9 @@ class RunSpec:
                 labels={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            given = f"a hello that cannot be read: {error!r}"
             rule = "it has table, servers, whole, chunk_bytes, staleness, units, codec and about"
-            raise protocol_error(given, rule, "the worker was refused") from error
+            refusal = protocol_error(f"a hello that cannot be read: {error!r}", rule, "the worker was refused")
+            raise refusal from error
 
     def require_equal(self, other: RunSpec, who: str) -> None:
         """Raise CommError naming the first difference."""

@@ -138,7 +138,12 @@ def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:
             raise
         frame = None
     if frame is None:
-        raise _silent()
+        raise ConnectionLost(
+            given="the other side sent nothing: it is busy, has ended, or waits for TLS",
+            rule="a server says hello first, unless it is under TLS",
+            consequence="the connection is closed",
+            nearest="the same launch.tls for servers and workers",
+        )
     if frame.op not in (Op.HELLO, Op.ERROR):
         raise _nonsense("the other side")
     if frame.op is Op.ERROR:
@@ -153,15 +158,6 @@ def _proof(secret: bytes, direction: str, bound: list[Any]) -> str:
 
 def _is_nonce(text: object) -> bool:
     return isinstance(text, str) and _NONCE.fullmatch(text) is not None
-
-
-def _silent() -> ConnectionLost:
-    return ConnectionLost(
-        given="the other side sent nothing: it is busy, has ended, or waits for TLS",
-        rule="a server says hello first, unless it is under TLS",
-        consequence="the connection is closed",
-        nearest="the same launch.tls for servers and workers",
-    )
 
 
 def _nonsense(who: str) -> ConnectionLost:
