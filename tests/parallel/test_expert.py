@@ -84,7 +84,7 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     """One step of two micro-batches; the largest relative error of this rank's pieces of the gradients of one process."""
     options = PlanOptions(device="cpu", global_batch=8, **{"micro_batch": 1, **plan})
     chosen = derive_plan(options, world_size=world.world_size, device="cpu", native_bf16=False)
-    count, samples = chosen.accumulation, 8 // chosen.accumulation
+    count, samples = chosen.batch.accumulation, 8 // chosen.batch.accumulation
     batches = micro_batches(count, samples)
     if empty:  # all tokens alike: some experts, and the ranks that hold them, see none
         batches = [{**batch, "tokens": torch.full_like(batch["tokens"], 7)} for batch in batches]
@@ -96,7 +96,7 @@ def on_ranks(world: World, plan: dict, sizes: dict, empty: bool = False) -> dict
     gpt, table = parallel.model, parallel.table
     pieces = ShardedParameters(gpt, grid, table)
     sync = FSDPGradients(gpt, pieces, grid)
-    rank, share = grid.data_rank, chosen.micro_batch
+    rank, share = grid.data_rank, chosen.batch.micro_batch
     mine = [{name: each[rank * share : (rank + 1) * share] for name, each in batch.items()} for batch in batches]
     totals = torch.tensor([passes(gpt, mine, sync.prepare_last_backward)], dtype=torch.float64)
     sync.wait(totals)

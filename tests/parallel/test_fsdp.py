@@ -284,7 +284,7 @@ def test_plans_that_cannot_be() -> None:
     whole = derive_plan(
         PlanOptions(device="cpu", dp_shard=0, global_batch=6), world_size=6, device="cpu", native_bf16=False
     )
-    assert (whole.dp_replicate, whole.dp_shard, whole.world_size) == (1, 6, 6)
+    assert (whole.mesh.dp_replicate, whole.mesh.dp_shard, whole.mesh.world_size) == (1, 6, 6)
 
 
 def keeps(world: World, run_dir: str) -> str:
