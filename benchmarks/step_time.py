@@ -114,7 +114,9 @@ def gpt_pair(arguments: argparse.Namespace, folder: Path, world: World) -> dict[
     losses: dict[str, list[float]] = {"mine": [], "other": []}
     with contextlib.ExitStack() as stack:
         events = stack.enter_context(open_events(folder, world))
-        trainer = build_trainer(config, data, world=world, events=events, provenance={})
+        trainer = build_trainer(
+            config, data, resolve_plan(config.plan, world.job)[1], world=world, events=events, provenance={}
+        )
         run = stack.enter_context(trainer)
         ours = iter(run)
         wrapped = DistributedDataParallel(model) if world.world_size > 1 and not sharded else model

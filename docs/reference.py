@@ -21,6 +21,7 @@ PACKAGES = (
     "unisono.optim",
     "unisono.parallel",
     "unisono.kvstore",
+    "unisono.kvstore.compression",
     "unisono.train",
     "unisono.checkpoint",
     "unisono.storage",
@@ -59,7 +60,7 @@ def page(package: str) -> str:
         elif callable(value):
             lines += [f".. autofunction:: {package}.{name}", ""]
         else:
-            lines += [f".. autodata:: {package}.{name}", ""]
+            lines += [f".. py:data:: {package}.{name}", ""]
     return "\n".join(lines)
 
 

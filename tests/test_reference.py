@@ -41,7 +41,8 @@ def test_every_package_that_exports_names_has_a_page() -> None:
 
 @pytest.mark.parametrize("package", reference.PACKAGES)
 def test_the_page_documents_exactly_the_exports(package: str) -> None:
-    documented = re.findall(rf"^\.\. auto\w+:: {re.escape(package)}\.(\w+)$|^``(\w+)``$", reference.page(package), re.M)
+    pattern = rf"^\.\. (?:auto\w+|py:data):: {re.escape(package)}\.(\w+)$|^``(\w+)``$"
+    documented = re.findall(pattern, reference.page(package), re.M)
     names = [first or second for first, second in documented]
     assert names == reference.exports(package)
     assert len(names) == len(set(names))

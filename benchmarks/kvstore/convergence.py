@@ -96,9 +96,9 @@ WAYS: Mapping[str, Way] = {
     "dist_async": _asynchronous(),
     "dist_async, learning rate not divided": _asynchronous(rescaled=False),
     "dist_async, staleness 2": _asynchronous(staleness=2),
-    "dist_async, staleness 2, damping": _asynchronous(staleness=2, damping=True),
+    "dist_async, staleness 2, damping": _asynchronous(staleness=2, staleness_lr_decay=True),
     "dist_async, staleness 2, damping, learning rate not divided": _asynchronous(
-        rescaled=False, staleness=2, damping=True
+        rescaled=False, staleness=2, staleness_lr_decay=True
     ),
     "dist_async, int8": _asynchronous(compression="int8"),
     f"dist_local, LocalSGD H={H}": Way(

@@ -95,7 +95,7 @@ def by_trainer(
 ) -> Iterator[tuple[Trainer, Iterator[Any]]]:
     """The trainer that ``unisono train`` would build, without checkpoints and evaluations, and its steps."""
     from unisono.train.build import build_data, build_trainer
-    from unisono.train.setup import open_events
+    from unisono.train.setup import open_events, resolve_plan
 
     config = run_config(
         [
@@ -110,6 +110,7 @@ def by_trainer(
     )
     with ExitStack() as stack:
         events = stack.enter_context(open_events(folder, world))
-        trainer = build_trainer(config, build_data(config), world=world, events=events, provenance={})
+        plan = resolve_plan(config.plan, world.job)[1]
+        trainer = build_trainer(config, build_data(config), plan, world=world, events=events, provenance={})
         run = stack.enter_context(trainer)
         yield run, stack.enter_context(closing(iter(run)))  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ from unisono.dist import JobSpec, join_world
 from unisono.observe.console import Console
 from unisono.observe.sinks import Trackers
 from unisono.train.build import build_data, build_trainer
-from unisono.train.setup import open_events
+from unisono.train.setup import open_events, resolve_plan
 
 
 def main() -> None:
@@ -36,7 +36,9 @@ def main() -> None:
             events.subscribe(console, console.name)
             stack.enter_context(Trackers(events, config.observe.trackers, Path(settings["folder"])))
         data = build_data(config)
-        trainer = build_trainer(config, data, world=world, events=events, provenance={})
+        trainer = build_trainer(
+            config, data, resolve_plan(config.plan, world.job)[1], world=world, events=events, provenance={}
+        )
         run = stack.enter_context(trainer)
         gate.open(versions={"torch": str(torch.__version__)}, threads=torch.get_num_threads(), plan=run.plan.to_json())
         for step in run:

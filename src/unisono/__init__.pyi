@@ -18,7 +18,6 @@ from .train.config import Components as Components
 from .train.config import RunConfig as RunConfig
 from .train.metrics import Metric as Metric
 from .train.options import RunOptions as RunOptions
-from .train.options import SampleOptions as SampleOptions
 from .train.options import TrainOptions as TrainOptions
 from .train.step import Step as Step
 from .train.trainer import Result as Result

@@ -5,8 +5,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from unisono.checkpoint.folder import expired_checkpoints
 from unisono.checkpoint.options import CheckpointOptions
-from unisono.checkpoint.retention import expired_checkpoints
 
 SCORES = st.dictionaries(
     st.integers(0, 10**6), st.none() | st.floats(allow_nan=True, allow_infinity=True), min_size=1, max_size=40

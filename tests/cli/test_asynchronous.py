@@ -32,7 +32,6 @@ SETTINGS = {
     "train.steps": STEPS,
     "train.eval_every": 0,
     "checkpoint.every_steps": 100,
-    "sample.tokens": 0,
 }
 
 
@@ -96,7 +95,7 @@ def alone(desk: Desk, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
     @cache
     def counted(steps: int) -> float:
         run_dir = tmp_path_factory.mktemp("alone") / "run"
-        done = desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every=0", "--set=sample.tokens=0")
+        done = desk.train(run_dir, f"--set=train.steps={steps}", "--set=train.eval_every=0")
         assert done.code == 0, done.err
         return weight(run_dir, steps)
 

@@ -55,7 +55,7 @@ def test_train_and_every_verb_after_it(desk: Desk, tmp_path: Path, axis: str) ->
     assert desk.here("plan", "check", str(run_dir), "--processes=3").code == 2
     compared = desk.here("plan", "diff", str(run_dir), str(tmp_path / "alone"))
     assert compared.code == 1
-    assert f"{'pp' if plan['splits'] else axis}: 2 -> 1\n" in compared.out
+    assert f"{'pp' if axis == 'interleaved' else axis}: 2 -> 1\n" in compared.out
 
 
 @pytest.mark.full

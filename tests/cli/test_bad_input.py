@@ -65,10 +65,10 @@ def test_no_such_file(desk: Desk, tmp_path: Path) -> None:
 
 def test_heads_that_do_not_divide(desk: Desk, tmp_path: Path) -> None:
     assert refused(desk, tmp_path, "--set=model.num_heads=3") == problem(
-        "--set: model.num_heads: heads 3 with dim 16",
-        "dim is divisible by heads, and each head's width is even (rotary pairs)",
+        "--set: model.num_heads: num_heads 3 with dim 16",
+        "dim is divisible by num_heads, and each head's width is even (rotary pairs)",
         "the attention cannot be built",
-        "heads in {1, 2, 4}",
+        "num_heads in {1, 2, 4}",
     )
 
 

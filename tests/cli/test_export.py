@@ -40,7 +40,7 @@ def finished(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What rank 0 of a spread run does at its end: outcome and events."""
     events: list[dict[str, Any]] = []
     run: Any = SimpleNamespace(
-        plan=SimpleNamespace(spread=True),
+        plan=SimpleNamespace(is_model_sharded=True),
         model=None,
         averaged_weights=nullcontext,
         state=SimpleNamespace(step=4),

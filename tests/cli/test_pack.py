@@ -11,7 +11,7 @@ import pytest
 from commands import Desk, problem
 from PIL import Image
 
-from unisono.data.convert.formats import Table, write_table
+from unisono.data.convert import Table, write_table
 from unisono.data.convert.pack import RecordSchema, resumable_shards
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.tokens.shards import open_tokens

@@ -30,7 +30,6 @@ SETTINGS = {
     "train.steps": STEPS,
     "train.eval_every": 0,
     "checkpoint.every_steps": EVERY,
-    "sample.tokens": 0,
 }
 APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 

@@ -150,7 +150,7 @@ def test_every_part_comes_from_a_python_file(desk: Desk, tmp_path: Path) -> None
     path, run_dir = tmp_path / "run.py", tmp_path / "run"
     path.write_text(
         PLUGIN
-        + "\n\ndef config():\n    from unisono import Parts, RunConfig\n    return RunConfig(parts=Parts(model=model,"
+        + "\n\ndef config():\n    from unisono import Components, RunConfig\n    return RunConfig(parts=Components(model=model,"
         " objective=squared, data=line, transform=flip, own_metrics=more))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={run_dir}", *SMALL, "--json")
@@ -169,8 +169,8 @@ def test_every_part_comes_from_a_python_file(desk: Desk, tmp_path: Path) -> None
 def test_data_that_is_no_pair(desk: Desk, tmp_path: Path, body: str, given: str) -> None:
     path = tmp_path / "run.py"
     path.write_text(
-        f"from unisono import Parts, RunConfig\ndef data(run):\n    {body}\n"
-        "def config():\n    return RunConfig(parts=Parts(data=data))\n"
+        f"from unisono import Components, RunConfig\ndef data(run):\n    {body}\n"
+        "def config():\n    return RunConfig(parts=Components(data=data))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *SMALL)
     assert done.code == 2
@@ -185,8 +185,8 @@ def test_data_that_is_no_pair(desk: Desk, tmp_path: Path, body: str, given: str)
 def test_a_model_that_is_none(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "run.py"
     path.write_text(
-        "import torch\nfrom unisono import Parts, RunConfig\n"
-        "def config():\n    return RunConfig(parts=Parts(model=lambda run: torch.nn.Linear))\n"
+        "import torch\nfrom unisono import Components, RunConfig\n"
+        "def config():\n    return RunConfig(parts=Components(model=lambda run: torch.nn.Linear))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *desk.settings)
     assert done.code == 2
@@ -202,8 +202,8 @@ def test_a_model_that_is_none(desk: Desk, tmp_path: Path) -> None:
 def test_gpt_on_data_of_ones_own_needs_a_vocabulary(desk: Desk, tmp_path: Path) -> None:
     path = tmp_path / "run.py"
     path.write_text(
-        "from unisono import Parts, RunConfig\n"
-        "def config():\n    return RunConfig(parts=Parts(data=lambda run: ([1.0], [1.0])))\n"
+        "from unisono import Components, RunConfig\n"
+        "def config():\n    return RunConfig(parts=Components(data=lambda run: ([1.0], [1.0])))\n"
     )
     done = desk.here("train", str(path), "--debug", f"--set=run.dir={tmp_path}/run", *desk.settings)
     assert done.code == 2

@@ -9,6 +9,8 @@ import pytest
 from commands import Desk, events_of
 from plan_edit import dotted, is_plan_field
 
+from unisono.config import renames
+from unisono.config.renames import PLAN_FIELDS
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan
 from unisono.plan.resolve import derive_plan
@@ -114,3 +116,49 @@ def test_a_run_follows_a_strategy_file_and_keeps_its_own(desk: Desk, file: Path,
     assert "with plan.zero, plan.tf32" in both.err
     evaluated = desk.here("eval", str(run_dir), "--samples", "4", "--json")
     assert evaluated.code == 0, evaluated.err
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The migration lines since the last call."""
+    lines = [message for message in caplog.messages if "earlier version" in message]
+    caplog.clear()
+    return lines
+
+
+def test_names_of_an_earlier_version_are_read_and_told_in_one_line(
+    desk: Desk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    old = ("--set=launch.threads=1", "--set=plan.fragments=1", "--set=sample.tokens=0")
+    done = desk.train(run_dir, *old, "--set=train.steps=1")
+    assert done.code == 0, done.err
+    assert told(caplog) == [
+        "the configuration uses names of an earlier version, which were read as: plan.fragments → plan.num_fragments, "
+        "launch.threads → launch.num_threads, sample → nothing (this option is gone)"
+    ]
+    # the run keeps today's names: there is nothing more to tell
+    assert "num_threads = 1" in (run_dir / "config.toml").read_text()
+    again = desk.here("train", "--debug", f"--set=run.dir={run_dir}", "--set=run.resume=strict", "--set=train.steps=2")
+    assert again.code == 0, again.err
+    assert told(caplog) == []
+    both = desk.here("train", "--debug", "--set=plan.fragments=1", "--set=plan.num_fragments=1")
+    assert both.code == 2
+    assert "plan.fragments is the earlier name of plan.num_fragments" in both.err
+
+
+def test_a_strategy_file_of_version_2_is_shown_and_told(
+    desk: Desk, file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {dotted: name for name, dotted in PLAN_FIELDS.items()}
+    plan = Plan.load(file)
+    values = {names.get(name, name): value for name, value in plan.decisions().items()}
+    file.write_text(json.dumps(values | {"version": 2, "pins": [], "provenance": "by hand"}))
+    shown = desk.here("plan", "show", str(file), "--json")
+    assert Plan.from_json(shown.json["plan"]) == plan
+    (line,) = told(caplog)
+    assert "dp_shard → mesh.dp_shard, " in line
+    file.write_text(file.read_text() + "\n")
+    monkeypatch.setenv("RANK", "1")  # the other ranks of a job are silent
+    renames._announced.clear()
+    assert desk.here("plan", "check", str(file)).code == 0
+    assert told(caplog) == []

@@ -68,7 +68,6 @@ def test_the_secret_of_a_whole_run_is_nowhere(desk: Desk, tmp_path: Path, starte
     settings = {"plan.sync": "dist_async", "run.dir": folder, "train.steps": 1000, "train.eval_every": 0}
     settings |= {
         "checkpoint.every_steps": 250,
-        "sample.tokens": 0,
         "launch.num_servers": 2,
         "launch.snapshot_every_s": 0.3,
     }

@@ -160,7 +160,7 @@ def test_debug_is_eager_and_keeps_the_configuration(desk: Desk, tmp_path: Path) 
     done = desk.train(run_dir, "--set=plan.compile=regional", "--set=train.steps=1", "--set=model.num_layers=2")
     assert done.code == 0, done.err
     start = events_of(run_dir)[0]
-    assert start["plan"]["compile"] == "off"
+    assert start["plan"]["backend"]["compile"] == "off"
     assert start["config"]["plan.compile"] == "regional"
     assert 'compile = "regional"' in (run_dir / "config.toml").read_text()
     assert "workers = -1" in (run_dir / "config.toml").read_text()

@@ -15,7 +15,7 @@ import unisono.config
 from unisono.config import option
 heavy = {"torch", "numpy", "msgspec", "tomli_w", "tomllib", "hashlib", "json", "unisono.config.loading"} & set(sys.modules)
 print(sorted(heavy))
-from unisono.config import load, schema
+from unisono.config import load_config, schema
 print(sorted({"torch", "numpy"} & set(sys.modules)))
 """
 
@@ -26,7 +26,17 @@ def test_declaring_loads_nothing_heavy():
 
 
 def test_every_public_name_is_there():
-    for name in ("Difference", "Resolved", "diff", "explain", "load", "option", "render_origins", "schema", "starter"):
+    for name in (
+        "Difference",
+        "Resolved",
+        "diff",
+        "explain",
+        "load_config",
+        "option",
+        "render_origins",
+        "schema",
+        "starter",
+    ):
         assert getattr(unisono.config, name).__name__ == name
-    with pytest.raises(AttributeError, match=r"^module 'unisono\.config' has no attribute 'lode'$"):
+    with pytest.raises(AttributeError, match=r"^No unisono\.config attribute lode$"):
         unisono.config.lode  # noqa: B018

@@ -252,8 +252,8 @@ def test_problems_of_a_configuration_loaded_inside_are_passed_on(folder: Path):
     write(folder, "sed = 1\n", "inner.toml")
     path = write(
         folder,
-        "from pathlib import Path\nfrom config_example import Run\nfrom unisono.config import load\n"
-        "def config(): return load(Run, [Path(__file__).with_name('inner.toml')]).value\n",
+        "from pathlib import Path\nfrom config_example import Run\nfrom unisono.config import load_config\n"
+        "def config(): return load_config(Run, [Path(__file__).with_name('inner.toml')]).value\n",
     )
     assert [given for given, _, _ in fails(path)] == [f"{folder}/inner.toml:1: unknown key sed = 1"]
 

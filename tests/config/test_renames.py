@@ -71,8 +71,20 @@ def test_a_file_that_holds_every_option_of_before_loads_to_the_same(tmp_path: Pa
     file = tmp_path / "config.toml"
     file.write_text("\n".join(lines) + "\n")
     again = load_config(RunConfig, [file])
-    assert again.hash == now.hash
+    assert again.hash == now.hash  # what is gone was not in it
     assert len(again.renamed) == len([new for new in OPTIONS.values() if new])
+
+
+def test_an_option_that_is_gone_is_ignored_and_named(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[sample]\nprompt = "x"\ntokens = 0\n[launch]\nnuma = "off"\nthreads = 2\n')
+    resolved = load_config(RunConfig, [file])
+    assert resolved.value.launch.num_threads == 2
+    assert set(resolved.renamed) == {
+        "launch.threads → launch.num_threads",
+        "launch.numa → nothing (this option is gone)",
+        "sample → nothing (this option is gone)",
+    }
 
 
 @pytest.mark.parametrize("source", ["file", "override"])

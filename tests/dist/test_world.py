@@ -303,7 +303,7 @@ def test_port_taken() -> None:
             join_world(alone(port), device_type="cpu", timeout_s=1)
     text = str(caught.value)
     assert f"rank 0 was told to listen at 127.0.0.1:{port}, and another process already does" in text
-    assert "the ranks would meet in a foreign job, so nothing was started" in text
+    assert "the ranks would join another job, so nothing was started" in text
     assert "try:  MASTER_PORT=" in text
     assert f"MASTER_PORT={port} " not in text
     assert caught.value.exit_code == 2
@@ -312,7 +312,7 @@ def test_port_taken() -> None:
 def test_an_address_of_another_host() -> None:
     with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 203\.0\.113\.7:\d+ \("):
         join_world(alone(4000, master_addr="203.0.113.7"), device_type="cpu", timeout_s=1)
-    with pytest.raises(LaunchError, match=r"the master address 'no-such-host\.invalid' has no meaning on this host"):
+    with pytest.raises(LaunchError, match=r"the master address 'no-such-host\.invalid' does not resolve on this host"):
         join_world(alone(4000, master_addr="no-such-host.invalid"), device_type="cpu", timeout_s=1)
 
 

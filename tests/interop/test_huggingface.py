@@ -93,7 +93,7 @@ def test_one_expert_per_token_has_no_class_there(tmp_path: Path) -> None:
         "a model with experts_per_token 1\n"
         "  rule: it weighs its expert with the score; Mixtral and its like would weigh it with 1\n"
         "  so:   the export would compute something else, and nothing was exported\n"
-        "  try:  experts_per_token=2 or more, or the checkpoint itself"
+        "  try:  num_experts_per_token=2 or more, or the checkpoint itself"
     )
     assert not list(tmp_path.iterdir())
 

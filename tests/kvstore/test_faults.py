@@ -424,9 +424,9 @@ def test_who_does_not_fit_is_refused_by_name_and_at_once(nursery: Nursery, tmp_p
         since_s = time.monotonic()
         other = {"count": torch.zeros(3001), "squares": torch.zeros(1500)}
         for given, more, text in (
-            (other, {"about": {"plan": "a1"}}, r"key 'count' as \[3001\] float32"),
-            (table(), {"about": {"plan": "b2"}}, "plan b2\n.*it is a1"),
-            (table(), {"about": {"plan": "a1"}, "staleness": 3}, "staleness = 3\n.*it is None"),
+            (other, {"labels": {"plan": "a1"}}, r"key 'count' as \[3001\] float32"),
+            (table(), {"labels": {"plan": "b2"}}, "plan b2\n.*it is a1"),
+            (table(), {"labels": {"plan": "a1"}, "staleness": 3}, "staleness = 3\n.*it is None"),
         ):
             with pytest.raises(CommError, match=text):
                 servers.connect(given, worker=1, **more)

@@ -46,8 +46,8 @@ OBJECT_COLLECTIVES = {
     *("send_object_list", "recv_object_list"),
 }
 ALLOWED = {
-    "data/process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
-    "config/pythonfile.py",  # runs a configuration that its user wrote in Python and named: no data
+    "data/loading/worker_process.py",  # pickle of a data set, to a child of our own: docs/adr/0005
+    "config/python_file.py",  # runs a configuration that its user wrote in Python and named: no data
 }
 
 

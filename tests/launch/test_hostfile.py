@@ -79,7 +79,7 @@ def test_all_wrong_lines_are_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"no such file|cannot be read: No such file or directory"):
         read_hostfile(tmp_path / "absent")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(LaunchError, match=r"cannot be read: it is no text"):
+    with pytest.raises(LaunchError, match=r"cannot be read: it is not text"):
         read_hostfile(tmp_path / "binary")
 
 

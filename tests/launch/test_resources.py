@@ -89,7 +89,6 @@ def test_allocator_settings_are_explicit_and_the_users_own_stay() -> None:
 @pytest.mark.parametrize(
     ("options", "numa"),
     [
-        (LaunchOptions(num_processes=2, numa="off"), "off"),
         (LaunchOptions(num_processes=1), "not pinned: one process has the whole host"),
         (LaunchOptions(num_processes=5000), f"not pinned: 5000 processes on {len(allowed_cores())} cores"),
     ],

@@ -74,7 +74,7 @@ def test_equals_a_loop_over_tokens(k: int, dtype: torch.dtype) -> None:
     """Also with rows of less than 16 bytes, which the grouped product does not take."""
     close = {"rtol": 1e-5, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
     for width in (20, 21):
-        moe = layer(dtype, experts_per_token=k, ffn_dim=width)
+        moe = layer(dtype, num_experts_per_token=k, ffn_dim=width)
         x = torch.randn(2, 9, 12, dtype=dtype, requires_grad=True)
         mine, theirs = moe(x), by_token(moe, x, k)
         torch.testing.assert_close(mine, theirs, **close)

@@ -31,7 +31,7 @@ import sys, time
 from pathlib import Path
 from unisono.observe.console import Console
 from unisono.observe.events import EventLog, read_events
-from unisono.observe.formatting import EndFacts
+from unisono.observe.formatting import RunEndFacts
 from unisono.observe.run_summary import summarise
 
 folder, total, pause_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -48,7 +48,7 @@ with EventLog(folder / "e.jsonl", rank=0, run_id="r", attempt=1) as log, Console
             log.notice("SLOW01", what="fp32", why="no bf16", cost="2x", fix="none")
             log.emit("warning", code="DATA01", message="evil \\x1b[2J\\x1b]0;title\\x07 text")
     log.emit("run_end", reason="finished", step=total)
-    facts = EndFacts(sample_text="gr\\u00fc\\u00dfe \\u6f22 <b>\\x1b[31m", next_commands=("unisono generate x",))
+    facts = RunEndFacts(sample_text="gr\\u00fc\\u00dfe \\u6f22 <b>\\x1b[31m", next_commands=("unisono generate x",))
     console.summary(summarise(read_events(log.path).events), facts)
 (folder / "done").write_text("done")
 """

@@ -103,7 +103,7 @@ def test_values_out_of_range_are_refused(override: str, given: str) -> None:
 
 def test_options_and_schedules_need_no_torch() -> None:
     code = (
-        "import sys; from unisono.optim import OptimOptions, ScheduleOptions, schedule;"
-        "schedule(ScheduleOptions(), 10)(0); assert 'torch' not in sys.modules"
+        "import sys; from unisono.optim import OptimOptions, ScheduleOptions, build_schedule;"
+        "build_schedule(ScheduleOptions(), 10)(0); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

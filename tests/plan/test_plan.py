@@ -118,7 +118,7 @@ def test_foreign_plans_are_refused_by_name() -> None:
         Plan.from_json({**data, "colour": 3})
     with pytest.raises(PlanError, match=r"batch.global_batch = 'many': Expected `int`, got `str`"):
         Plan.from_json({**data, "batch": {**data["batch"], "global_batch": "many"}})
-    with pytest.raises(PlanError, match=r"'mesh.tp' is missing"):
+    with pytest.raises(PlanError, match=r"'mesh\.tp' is missing"):
         Plan.from_json({**data, "mesh": {name: value for name, value in data["mesh"].items() if name != "tp"}})
     with pytest.raises(PlanError) as raised:
         Plan.from_json(

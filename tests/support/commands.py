@@ -59,7 +59,6 @@ class Desk:
             "train.steps": 4,
             "train.num_eval_samples": 4,
             "train.eval_every": 2,
-            "sample.tokens": 8,
             "observe.console": "plain",
         }
         return [f"--set={key}={value}" for key, value in values.items()]

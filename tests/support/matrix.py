@@ -311,7 +311,7 @@ REFUSED: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"dp_shard": 4, "ep": 3, "global_batch": 8}, 4, "ep divides dp_shard x cp"),
     ({"dp_shard": 2, "ep": 2, "compile": "model"}, 2, "cannot be traced by the compiler"),
     ({"sequence_parallel": True}, 1, "it would change nothing"),
-    ({"pp": 4, "global_batch": 8, "micro_batch": 4}, 4, "the schedule keeps 4 micro-batches under way at once"),
+    ({"pp": 4, "global_batch": 8, "micro_batch": 4}, 4, "the schedule keeps 4 micro-batches in flight at once"),
     ({"pp": 2, "schedule": "interleaved", "global_batch": 9, "micro_batch": 3}, 2, "in groups of pp"),
     ({"dp_shard": 3, "global_batch": 8}, 3, "global_batch is a multiple of the ranks"),
     ({"tp": 2, "cp": 2}, 6, "the product of the mesh axes is the number of ranks"),

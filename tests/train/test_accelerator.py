@@ -37,7 +37,7 @@ def test_resumes_bitwise(tmp_path: Path, compile_: str) -> None:
 
 def test_no_host_synchronisation_between_readings(tmp_path: Path) -> None:
     """torch's sync debug mode raises on any implicit wait for the device."""
-    with tiny.trainer(tmp_path / "run", steps=12, device="auto", workers=0) as run:
+    with tiny.trainer(tmp_path / "run", steps=12, device="auto", num_workers=0) as run:
         steps = iter(run)
         next(steps)
         backend = getattr(torch, run.device.type)

@@ -66,7 +66,7 @@ def test_one_worker_is_one_process_bit_for_bit(
     [
         {},
         pytest.param({"staleness": 0}, marks=pytest.mark.full),
-        pytest.param({"compression": "int8", "damping": True}, marks=pytest.mark.full),
+        pytest.param({"compression": "int8", "staleness_lr_decay": True}, marks=pytest.mark.full),
     ],
 )
 def test_workers_share_the_work_and_end_with_the_same_values(
@@ -129,13 +129,13 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
     def plan(**options: Any) -> None:
         derive_plan(
             PlanOptions(**{"global_batch": 8, "sync": "dist_async", **options}),
-            world=4,
+            world_size=4,
             device="cpu",
             native_bf16=False,
         )
 
     with pytest.raises(
-        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that go on without each other hold"
+        PlanError, match="sync 'dist_async' with tp 2\n  rule: ranks that update without each other hold"
     ):
         plan(tp=2)
     with pytest.raises(PlanError, match="sync 'dist_async' with global_batch 6 on 4 ranks"):
@@ -147,7 +147,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path) -> None:
         tiny.trainer(tmp_path / "a", sync="dist_async", world=alone).__enter__()
     with pytest.raises(ConfigError, match="'dist_async' with a stream"):
         tiny.trainer(tmp_path / "b", sync="dist_async", world=alone, data=iter(())).__enter__()
-    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync.kind 'dist_async'"):
+    with pytest.raises(ConfigError, match=r"ema_decay 0.9 with plan.sync 'dist_async'"):
         tiny.trainer(tmp_path / "c", sync="dist_async", world=alone, ema_decay=0.9).__enter__()
 
 

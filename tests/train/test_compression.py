@@ -78,9 +78,9 @@ def otherwise(world: Any, folder: str) -> list[Any]:
 def test_another_codec_goes_on_and_says_what_is_left_behind(tmp_path: Path, pool: Pool) -> None:
     for differences, chosen in pool.run(otherwise, str(tmp_path / "run")):
         without, with_another = (" ".join(each) for each in differences)
-        assert "tensors that single ranks had are not used" in without
-        assert "plan.compression 'int8' then, 'none' now" in without
-        assert "alone had is there: it starts from what is shared" in with_another
+        assert "rank-local tensors are not used" in without
+        assert "plan.sync.compression 'int8' then, 'none' now" in without
+        assert "no rank-local state for rank" in with_another
         assert [codec for codec, _ in chosen] == ["int8", "1bit"]
 
 
@@ -117,7 +117,7 @@ def test_compression_that_would_act_on_nothing_is_refused(options: dict[str, Any
     with pytest.raises(PlanError, match=text):
         derive_plan(
             PlanOptions(**{"global_batch": 8, "compression": "int8", **options}),
-            world=2,
+            world_size=2,
             device="cpu",
             native_bf16=True,
         )

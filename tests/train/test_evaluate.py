@@ -51,7 +51,7 @@ def by_hand() -> dict[str, float]:
 
 def evaluated(world, run_dir: str) -> dict[str, float]:
     data = tiny.RaggedTokens(HELD_OUT)
-    with tiny.trainer(run_dir, steps=1, world=world, eval_samples=0, metrics=metrics(), micro_batch=2) as run:
+    with tiny.trainer(run_dir, steps=1, world=world, num_eval_samples=0, metrics=metrics(), micro_batch=2) as run:
         return run.evaluate(data)
 
 
@@ -91,7 +91,7 @@ def test_ones_own_metric(tmp_path: Path) -> None:
         sums=lambda _out, batch, _loss, _weight: batch["weights"].sum().double()[None],
         value=lambda total: total[0],
     )
-    with tiny.trainer(tmp_path / "run", steps=1, metrics={"tokens": longest}, eval_samples=0) as run:
+    with tiny.trainer(tmp_path / "run", steps=1, metrics={"tokens": longest}, num_eval_samples=0) as run:
         value = run.evaluate(tiny.RaggedTokens(HELD_OUT))["tokens"]
     assert value == float(tiny.RaggedTokens(HELD_OUT).read(np.arange(HELD_OUT))["weights"].sum())
 

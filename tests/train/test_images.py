@@ -88,10 +88,10 @@ def run(folder: Path, train: Path, held_out: Path, *, stop_after: int = 40, **lo
 def test_a_run_on_images_learns_and_resumes_exactly_with_other_workers(tmp_path: Path) -> None:
     train = pack(tmp_path / "train.rec", count=60, seed=0, broken=(7,))
     held_out = pack(tmp_path / "held-out.rec", count=20, seed=1)
-    whole = run(tmp_path / "whole", train, held_out, workers=2, worker_kind="thread")
+    whole = run(tmp_path / "whole", train, held_out, num_workers=2, worker_kind="thread")
     assert whole["accuracy"] == pytest.approx(1.0)
-    first = run(tmp_path / "parts", train, held_out, stop_after=17, workers=0)
-    second = run(tmp_path / "parts", train, held_out, workers=2, worker_kind="process")
+    first = run(tmp_path / "parts", train, held_out, stop_after=17, num_workers=0)
+    second = run(tmp_path / "parts", train, held_out, num_workers=2, worker_kind="process")
     assert first["losses"] + second["losses"] == whole["losses"]
     assert second["digest"] == whole["digest"]
     skipped = [e for e in tiny.events(tmp_path / "whole") if e["kind"] == "data_skipped"]

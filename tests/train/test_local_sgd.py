@@ -77,7 +77,7 @@ def cut_and_resumed(world: Any, whole: str, run_dir: str, at: int, **changes: An
 
 
 # in the middle of a round, and while the average of one of two fragments is under way
-@pytest.mark.parametrize(("at", "changes"), [(6, {}), (5, {"fragments": 2, "overlap_steps": 2})])
+@pytest.mark.parametrize(("at", "changes"), [(6, {}), (5, {"num_fragments": 2, "outer_delay_steps": 2})])
 def test_resumes_bit_for_bit(tmp_path: Path, pool: Pool, at: int, changes: dict[str, Any]) -> None:
     for whole, rest, digest, again in pool.run(
         cut_and_resumed, str(tmp_path / "whole"), str(tmp_path / "cut"), at, **changes
@@ -111,20 +111,20 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         derive_plan(PlanOptions(**{"global_batch": 8, **options}), world_size=4, device="cpu", native_bf16=False)
 
     with pytest.raises(PlanError) as caught:
-        plan(sync="dist_local", dp_shard=2, precision="fp16", global_batch=6, fragments=3)
+        plan(sync="dist_local", dp_shard=2, precision="fp16", global_batch=6, num_fragments=17)
     assert [problem.given for problem in caught.value.problems] == [
         "dp_shard 2 with global_batch 6 on 4 ranks",
         "sync 'dist_local' with dp_shard 2",
         "sync 'dist_local' with global_batch 6 on 4 ranks",
         "sync 'dist_local' with fp16",
-        "fragments 3 with local_steps 16",
+        "num_fragments 17 with local_steps 16",
     ]
-    assert "try:  plan.num_fragments=2, or plan.local_steps=18" in str(caught.value)
+    assert "try:  num_fragments=16, or local_steps=17" in str(caught.value)
     with pytest.raises(
         PlanError, match=r"local_steps 4 with sync 'dist_sync'\n  rule: local_steps is read by dist_local"
     ):
         plan(local_steps=4)
-    with pytest.raises(PlanError, match=r"overlap_steps 4 with local_steps 4"):
-        plan(sync="dist_local", local_steps=4, overlap_steps=4)
+    with pytest.raises(PlanError, match=r"outer_delay_steps 4 with local_steps 4"):
+        plan(sync="dist_local", local_steps=4, outer_delay_steps=4)
     with pytest.raises(ConfigError, match=r"train.ema_decay 0.9 with plan.sync 'dist_local'"):
         tiny.trainer(tmp_path, sync="dist_local", ema_decay=0.9).__enter__()

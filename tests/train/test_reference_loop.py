@@ -131,6 +131,6 @@ def test_lower_precisions_follow_the_curve(tmp_path: Path, precision: str) -> No
 
 def test_debug_order_equals_the_prefetched_one(tmp_path: Path) -> None:
     assert (
-        tiny.complete(tmp_path / "a", steps=4, workers=0)["samples"]
-        == tiny.complete(tmp_path / "b", steps=4, workers=3)["samples"]
+        tiny.complete(tmp_path / "a", steps=4, num_workers=0)["samples"]
+        == tiny.complete(tmp_path / "b", steps=4, num_workers=3)["samples"]
     )

@@ -42,7 +42,7 @@ def test_each_optimizer_resumes_bitwise(tmp_path: Path, kind: str) -> None:
 
 
 def test_everything_that_is_state_resumes_bitwise(tmp_path: Path) -> None:
-    both_ways(tmp_path, ema_decay=0.9, spike_sigmas=4.0, dropout=0.1, workers=0)
+    both_ways(tmp_path, ema_decay=0.9, spike_sigmas=4.0, dropout=0.1, num_workers=0)
 
 
 @pytest.mark.full
@@ -110,7 +110,7 @@ def test_strict_names_what_differs(tmp_path: Path) -> None:
         tiny.complete(tmp_path / "run", steps=4, resume="strict", micro_batch=2)
     assert str(raised.value) == (
         f"resume 'strict' from {tmp_path}/run/checkpoints/step-00000002 with "
-        "plan.micro_batch 8 then, 2 now; plan.accumulation 1 then, 4 now\n"
+        "plan.batch.micro_batch 8 then, 2 now; plan.batch.accumulation 1 then, 4 now\n"
         "  rule: strict resumes only where every bit can be the same\n"
         "  so:   nothing was loaded and nothing was changed\n"
         "  try:  restore what differs, or run.resume='auto' to go on with the weaker promise"
@@ -137,7 +137,7 @@ def test_auto_says_what_differs(tmp_path: Path) -> None:
     tiny.complete(tmp_path / "run", steps=4, micro_batch=2)
     (resumed,) = [e for e in tiny.events(tmp_path / "run") if e["kind"] == "resumed"]
     assert resumed["step"] == 2
-    assert resumed["differences"] == ["plan.micro_batch 8 then, 2 now", "plan.accumulation 1 then, 4 now"]
+    assert resumed["differences"] == ["plan.batch.micro_batch 8 then, 2 now", "plan.batch.accumulation 1 then, 4 now"]
 
 
 def test_never_does_not_touch_a_run_that_is_there(tmp_path: Path) -> None:

@@ -118,16 +118,16 @@ def around(
     """Call these when a unit has begun and has the values it starts from, and when its push is acknowledged."""
     start, finish = AsyncWorker.start_shard, AsyncWorker.finish_shard
 
-    def start_unit(dealt: AsyncWorker, batch: StepBatch) -> None:
-        start(dealt, batch)
+    def start_shard(async_worker: AsyncWorker, batch: StepBatch) -> None:
+        start(async_worker, batch)
         started(batch.batch_shard)
 
-    def finish_unit(dealt: AsyncWorker, unit: int, weight: float) -> None:
-        finishing(dealt, unit)
-        finish(dealt, unit, weight)
+    def finish_shard(async_worker: AsyncWorker, batch_shard: int, weight: float) -> None:
+        finishing(async_worker, batch_shard)
+        finish(async_worker, batch_shard, weight)
 
-    patch.setattr(AsyncWorker, "start_unit", start_unit)
-    patch.setattr(AsyncWorker, "finish_unit", finish_unit)
+    patch.setattr(AsyncWorker, "start_shard", start_shard)
+    patch.setattr(AsyncWorker, "finish_shard", finish_shard)
 
 
 def one_slow(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def one_slow(job: JobSpec, *given: Any, **changes: Any) -> dict[str, Any]:
             wait_until(mark.exists, "the slow worker has a unit", 60)
 
     with pytest.MonkeyPatch.context() as patch:
-        around(patch, started, lambda dealt, unit: done.update({unit: time.monotonic()}))
+        around(patch, started, lambda async_worker, unit: done.update({unit: time.monotonic()}))
         worker(job, *given, **changes)
     return {"begun": begun, "done": done}
 
@@ -193,7 +193,7 @@ def in_order(job: JobSpec, addresses: list[str], secret: str, run_dir: str, rank
     with pytest.MonkeyPatch.context() as patch:
         around(patch, started, finishing)
         with tiny.trainer(
-            folder, world=world, sync="dist_async", steps=1, staleness=0, damping=damping, **changes
+            folder, world=world, sync="dist_async", steps=1, staleness=0, staleness_lr_decay=damping, **changes
         ) as run:
             before = values()
             for _ in run:

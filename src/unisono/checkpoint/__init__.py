@@ -1,8 +1,7 @@
 """Checkpoints: sharded, asynchronous, atomic, checksummed, never pickled.
 
-One directory per step, committed by its last file; see ``folder`` for the names, ``manifest`` for what it says about
-itself, ``image`` for how the training is kept waiting so little. Options import no torch; the rest is loaded when first
-asked for.
+One directory per step, committed by its last file. ``folder`` has the names, ``manifest`` the format,
+``host_snapshot`` the copy taken while training waits. Only ``CheckpointOptions`` imports no torch.
 """
 
 import lazy_loader

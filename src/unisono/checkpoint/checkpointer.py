@@ -1,9 +1,9 @@
-"""Saves checkpoints beside the training, one at a time.
+"""``Checkpointer``: saves checkpoints in the background of training, one at a time.
 
-``save`` snapshots and returns; a thread of low priority does the rest, and where the training must wait for it after
-all, the waiting thread takes the work over at its own priority. Whatever fails on any rank fails the save on all of
-them: an event says so, earlier checkpoints are untouched and training goes on, until ``max_failures`` saves in a row
-have failed. What a save consists of is ``writer``; reading is ``reader``.
+``save`` takes a snapshot and returns; a thread of low priority does the rest. A caller that has to wait for it takes
+the work over at its own priority. A failure on any rank fails the save on all ranks: an event reports it, earlier
+checkpoints are untouched and training continues, until ``max_failures`` saves in a row have failed. ``writer`` has
+the steps of a save, ``reader`` loads.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from unisono.dist import World
 from unisono.errors import CheckpointError, Problem
 from unisono.parallel.sharding import TensorShard
 
-# Background work takes what the step leaves idle, and one or two percent of a busy core (see sched(7)).
+# Background work uses idle time, and one or two percent of a busy core (see sched(7)).
 _NICE = 19
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run under ``root``. All methods are called by all ranks alike; ``poll`` at any time.
+    """Writes the checkpoints of a run under ``root``. All ranks call each method in the same order, except ``poll``.
 
-    ``attempt`` numbers the processes that worked on this run; ``emit(kind, **fields)`` records events; ``fault(point)``
-    is called at the named points of a save. ``committed_step`` is the newest step this object committed.
+    ``attempt`` counts the processes that have worked on this run; ``emit(kind, **fields)`` records events;
+    ``fault(point)`` is called at the named points of a save. ``committed_step`` is the newest step this object has
+    committed, or None.
 
-    Raises CheckpointError when ``root`` cannot be used.
+    Raises CheckpointError if ``root`` cannot be used.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Checkpointer:
         except BaseException:
             self._group.close()
             raise
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way) if options.asynchronous else None
+        self._thread = (
+            ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority) if options.asynchronous else None
+        )
 
     def save(
         self,
@@ -86,15 +89,17 @@ class Checkpointer:
         sharded: Mapping[str, tuple[Tensor, TensorShard]] | None = None,
         score: float | None = None,
     ) -> float:
-        """Begin to save ``step``; returns the seconds the caller was kept.
+        """Begin to save ``step``; returns the seconds the caller was blocked. Waits for an unfinished save first.
 
-        ``replicated`` are equal on all ranks and are shared out; ``own`` are this rank's, under names no other rank uses;
-        ``meta`` is JSON and rank 0's counts. ``sharded`` are this rank's parts of tensors that are split over ranks: every
-        rank passes every name, be its part empty or a replica; parts that do not tile the global tensor fail the save on
-        all ranks. Everything is free to change on return. ``score``: lower is better, for ``keep_best``. A save still under
-        way is waited for.
+        - ``replicated``: tensors equal on all ranks; each rank writes a share of them.
+        - ``own``: tensors of this rank only, under names no other rank uses.
+        - ``meta``: JSON types; rank 0's is saved.
+        - ``sharded``: this rank's parts of tensors that are split over ranks. Every rank passes every name, also for an
+          empty part or a replica. Parts that do not cover each global tensor exactly once fail the save on all ranks.
+        - ``score``: lower is better, for ``keep_best``.
 
-        Raises CheckpointError for what can never be saved, and after ``max_failures`` failed saves in a row.
+        All tensors may change after the return. Raises CheckpointError for tensors that cannot be saved, and after
+        ``max_failures`` failed saves in a row.
         """
         called_s = time.monotonic()
         self.wait()
@@ -119,10 +124,10 @@ class Checkpointer:
         return time.monotonic() - called_s
 
     def poll(self) -> None:
-        """Report a save that has ended since. With one process only, raises as ``wait`` does.
+        """Emit the event of a save that has ended. With a single process, raises as ``wait`` does.
 
-        Several ranks see the end of a save at different steps; one that raised at once would leave the others inside a
-        collective, so they all raise in their next ``save`` or ``wait``.
+        Ranks see the end of a save at different steps. One that raised here would leave the others inside a
+        collective, so with several ranks all raise in their next ``save`` or ``wait``.
         """
         if self._running is not None and self._running.save.ended:
             self._settle()
@@ -130,12 +135,12 @@ class Checkpointer:
                 self._stop_if_hopeless()
 
     def wait(self) -> None:
-        """Return when no save is under way. Raises CheckpointError if ``max_failures`` in a row have failed."""
+        """Wait for an unfinished save. Raises CheckpointError if ``max_failures`` in a row have failed."""
         self._finish()
         self._stop_if_hopeless()
 
     def close(self) -> None:
-        """Finish a save under way, report it, and leave the group. Calling it twice is fine."""
+        """Finish and report an unfinished save, and leave the group. May be called twice."""
         self._finish()
         if self._thread is not None:
             self._thread.shutdown()
@@ -197,7 +202,7 @@ class Checkpointer:
         own: Mapping[str, Tensor],
         sharded: Mapping[str, tuple[Tensor, TensorShard]],
     ) -> ShardContents:
-        """The layout, made again only if a name, shape, dtype or place is another one than in the save before."""
+        """The layout of this rank's file; recomputed only if a name, shape, dtype or offset has changed since the last save."""
         described = (
             [
                 [(name, tensor.shape, tensor.dtype, tensor.layout) for name, tensor in tensors.items()]
@@ -217,7 +222,7 @@ class Checkpointer:
 
 
 class _Running:
-    """A save under way: begun by a background thread, finished by whoever has to wait for it."""
+    """An unfinished save: begun by the background thread, finished by it or by a caller that has to wait."""
 
     def __init__(self, save: SaveRequest, writer: SaveWriter) -> None:
         self.save = save
@@ -230,7 +235,7 @@ class _Running:
         self._future = thread.submit(self._advance, lambda: self._handed_over)
 
     def finish(self) -> None:
-        """Take the work over, at the priority of the calling thread, and do the rest of it."""
+        """Take the work over on the calling thread and finish it."""
         self._handed_over = True
         if self._future is not None:
             self._future.result()
@@ -244,7 +249,7 @@ class _Running:
                 if is_over():
                     return
         except BaseException as error:
-            # on the background thread there is nobody to catch it: poll reports it
+            # nothing catches an exception of the background thread; poll reports it
             self.save.problems = problems_of(error, f"saving step {self.save.step} to {self._writer.root}")
             self._writer.discard(self.save)
             if not isinstance(error, Exception):
@@ -282,7 +287,7 @@ def _check(
 
 
 def _as_json(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``meta`` as it will be read back."""
+    """A copy of ``meta`` as it will be read back. Raises CheckpointError if it is not JSON."""
     try:
         return json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -294,12 +299,12 @@ def _as_json(meta: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _give_way() -> None:
-    """Lower the priority of the calling thread only; on Linux a thread has a priority of its own."""
+def _lower_priority() -> None:
+    """Lower the priority of the calling thread only, which Linux supports."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _no_fault(point: str) -> None:
-    """No test is listening."""
+    """The default fault hook."""

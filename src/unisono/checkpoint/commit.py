@@ -33,7 +33,7 @@ _HEADROOM = 1.2
 
 
 def describe(shard: ShardContents) -> list[list[Any]]:
-    """The pieces of one shard as JSON: ``[name, shape, dtype, key, offset, extent]`` each."""
+    """The pieces of one shard as JSON: a list of ``[name, shape, dtype, key, offset, extent]``."""
     return [
         [piece.name, piece.shape, dtype_code(piece.dtype), piece.key, piece.offset, piece.extent]
         for piece in shard.pieces
@@ -41,18 +41,18 @@ def describe(shard: ShardContents) -> list[list[Any]]:
 
 
 def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> dict[str, TensorEntry]:
-    """Every rank's ``describe`` put together, by name; ``spread`` are the tensors that come in blocks of several ranks.
+    """Merge every rank's ``describe`` into the manifest's tensor table. ``spread`` are the tensors sharded over ranks.
 
-    Raises CheckpointError where ranks contradict each other or a tensor's blocks do not make it up.
+    Raises CheckpointError if ranks contradict each other or the blocks do not cover a tensor exactly once.
     """
-    found: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
+    tensors: dict[str, tuple[tuple[int, ...], str, list[PieceEntry]]] = {
         name: (shape, str(dtype_code(dtype)), []) for name, (shape, dtype) in spread.items()
     }
     for rank, pieces in enumerate(shards):
         file = shard_name(rank, len(shards))
         for name, shape, dtype, key, offset, extent in pieces:
             entry = PieceEntry(file=file, key=key, offset=tuple(offset), shape=tuple(extent))
-            known_shape, known_dtype, parts = found.setdefault(name, (tuple(shape), dtype, []))
+            known_shape, known_dtype, parts = tensors.setdefault(name, (tuple(shape), dtype, []))
             again = (known_shape, known_dtype) != (tuple(shape), dtype) or entry.shape == known_shape
             if parts and again and name not in spread:
                 raise CheckpointError(
@@ -64,7 +64,7 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> di
             parts.append(entry)
     table = {
         name: TensorEntry(shape=shape, dtype=dtype, pieces=tuple(parts))
-        for name, (shape, dtype, parts) in sorted(found.items())
+        for name, (shape, dtype, parts) in sorted(tensors.items())
     }
     for name, entry in table.items():
         fault = pieces_fault(entry)
@@ -79,9 +79,9 @@ def tensor_table(shards: Sequence[Sequence[Sequence[Any]]], spread: Table) -> di
 
 
 def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
-    """Make the temporary directory, once there is room and the step is free.
+    """Create the temporary directory of a save that needs ``need_bytes``.
 
-    Raises CheckpointError: too little space, or step ``step`` is already there.
+    Raises CheckpointError: too little free space, or step ``step`` is already committed.
     """
     final = root / step_name(step)
     if final.is_symlink() or is_committed(final):
@@ -102,7 +102,7 @@ def prepare(root: Path, step: int, temporary: Path, need_bytes: int) -> None:
             nearest=f"free {_gib(_HEADROOM * need_bytes - free)} there, or keep fewer with checkpoint.keep_last",
         )
     if final.exists():
-        remove(final)  # renamed, but never committed: an earlier attempt died in between
+        remove(final)  # renamed but not committed: an earlier attempt died in between
     temporary.mkdir(mode=0o700)
 
 
@@ -114,7 +114,7 @@ def publish(temporary: Path, final: Path, *, manifest: Manifest, fault: Callable
 
 
 def problems_of(error: BaseException, what: str) -> list[Problem]:
-    """Why ``what`` failed, for people."""
+    """The problems of a failed save; ``what`` names the operation."""
     if isinstance(error, UnisonoError):
         return list(error.problems)
     reason = os_reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -129,7 +129,7 @@ def problems_of(error: BaseException, what: str) -> list[Problem]:
 
 
 def shard_entries(reports: Sequence[Mapping[str, Any]]) -> dict[str, FileEntry]:
-    """File entries of all ranks from what each reported: ``{"bytes", "digest"}``."""
+    """The manifest's file entries, from each rank's report with ``bytes`` and ``digest``."""
     return {
         shard_name(rank, len(reports)): msgspec.convert(
             {"bytes": report["bytes"], "digest": report["digest"]}, type=FileEntry

@@ -1,7 +1,6 @@
-"""A committed checkpoint written again: in another number of files, without optimizer state, with the averages as weights.
+"""Rewrites a checkpoint: in another number of files, without optimizer state, or with averaged weights.
 
-Any checkpoint loads under any plan as it is; this is for handing one on, or for storage that likes other files. A block of
-rows is in memory at a time.
+Any checkpoint loads under any plan without conversion; this is for passing one on. One block of rows is in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from unisono.errors import CheckpointError
 
 
 def convert(source: Path, root: Path, *, files: int, keep_optimizer: bool = True, average: bool = False) -> Path:
-    """Write the checkpoint ``source`` to ``root/step-…`` in ``files`` files, and return that folder.
+    """Write the checkpoint ``source`` to ``root/step-…`` in ``files`` files; returns that folder.
 
-    Without ``keep_optimizer`` only the model's tensors and their averages stay: it can be evaluated and exported, and no
-    run resumes from it. ``average`` puts the averages in place of the weights, and drops optimizer state too.
+    Without ``keep_optimizer`` only the model's tensors and their averages stay; the result can be evaluated and
+    exported, but not resumed. ``average`` replaces the weights by their averages and drops optimizer state.
 
-    Raises CheckpointError: damaged, there already, no room, no averages.
+    Raises CheckpointError: source damaged, target exists, too little space, no averages.
     """
     if problems := verify(source):
         raise CheckpointError(*problems)
@@ -64,7 +63,7 @@ def convert(source: Path, root: Path, *, files: int, keep_optimizer: bool = True
 
 
 def _chosen(snapshot: CheckpointReader, *, keep_optimizer: bool, average: bool) -> dict[str, str]:
-    """New name -> the name it has in the snapshot."""
+    """The tensors to write: new name -> name in the source."""
     names = snapshot.names()
     averages = {name for name in names if name.startswith("ema/")}
     if average:
@@ -77,8 +76,8 @@ def _chosen(snapshot: CheckpointReader, *, keep_optimizer: bool, average: bool) 
             )
         weights = [name for name in names if name.startswith("model/")]
         return {name: ema if (ema := name.replace("model/", "ema/", 1)) in averages else name for name in weights}
-    kept = [name for name in names if keep_optimizer or name.startswith(("model/", "ema/"))]
-    return {name: name for name in kept}
+    chosen = [name for name in names if keep_optimizer or name.startswith(("model/", "ema/"))]
+    return {name: name for name in chosen}
 
 
 def _write(snapshot: CheckpointReader, names: dict[str, str], shard: ShardContents, path: Path) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def _write(snapshot: CheckpointReader, names: dict[str, str], shard: ShardConten
 
 
 def _blocks(snapshot: CheckpointReader, name: str, piece: TensorPiece) -> Iterator[memoryview]:
-    """The bytes of a piece, some rows at a time."""
+    """The bytes of a piece, a block of rows at a time."""
     if 0 in piece.extent:
         return
     rows, row_shape = (piece.extent[0], piece.extent[1:]) if piece.extent else (1, ())

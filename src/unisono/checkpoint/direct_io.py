@@ -1,7 +1,7 @@
-"""Write the blocks of a file past the page cache.
+"""Writes a file with O_DIRECT, past the page cache.
 
-Direct writes (O_DIRECT) hand the disk our memory: no copy into the page cache, no eviction of what the data loader
-needs, and almost no processor time. File systems that refuse them get ordinary writes of the same blocks.
+Direct writes make no copy into the page cache, evict nothing the data loader needs, and take almost no processor
+time. On file systems that refuse them, the same blocks are written the ordinary way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def write_blocks(path: Path, blocks: Iterable[memoryview], size: int, *, halfway: Callable[[], None]) -> Iterator[None]:
-    """Writes a new file of ``size`` bytes; run to its end, which is when it is on disk. Yields after every block.
+    """Write a new file of ``size`` bytes, yielding after every block; it is on disk when the iterator ends.
 
-    Raises OSError; the file may then be there in part. ``halfway`` is called with about half of the bytes written.
+    ``halfway`` is called with about half of the bytes written. Raises OSError; a partial file may then remain.
     """
     # O_DIRECT only after opening: a file system without it would create the file and then refuse it
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -54,7 +54,7 @@ def _write(fd: int, view: memoryview, position: int) -> None:
                 raise
             continue
         if written % PAGE_BYTES and written < len(view):
-            _set_direct(fd, False)  # cut short inside a page: what follows is not aligned any more
+            _set_direct(fd, False)  # cut short inside a page: the rest is no longer aligned
         view, position = view[written:], position + written
 
 

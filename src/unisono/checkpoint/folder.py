@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: names, listing, quarantine, deletion.
+"""The folder of a run's checkpoints: names, listing, quarantine, retention, deletion.
 
     step-00000120/              committed once it holds COMMIT
     step-00000120.tmp-2/        being written by attempt 2, or left behind by it
@@ -10,15 +10,18 @@ Only rank 0 moves or deletes. ``unisono.storage.directory`` has the rules for na
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from unisono.checkpoint.manifest import COMMIT
+from unisono.checkpoint.options import CheckpointOptions
 from unisono.errors import CheckpointError
 from unisono.storage.directory import (
     QUARANTINE,
@@ -119,3 +122,18 @@ def quarantine_after(root: Path, step: int) -> list[Path]:
     newer = [entry for entry in list_checkpoints(root) if entry.state != "quarantined" and entry.step > step]
     reason = f"the run was resumed from step {step}, before this checkpoint"
     return [quarantine_directory(entry.path, reason) for entry in newer]
+
+
+def expired_checkpoints(scores: Mapping[int, float | None], options: CheckpointOptions) -> list[int]:
+    """The committed steps to delete, oldest first, given ``{step: score}``.
+
+    Kept are the newest ``keep_last``, every step divisible by ``keep_every``, and the ``keep_best`` lowest scores
+    (the newer of equal ones). The newest is always retained; a missing or non-finite score is never among the best.
+    """
+    steps = sorted(scores)
+    retained = set(steps[-max(1, options.keep_last) :])
+    if options.keep_every:
+        retained |= {step for step in steps if step % options.keep_every == 0}
+    ranked = sorted((score, -step) for step, score in scores.items() if score is not None and math.isfinite(score))
+    retained |= {-step for _, step in ranked[: options.keep_best]}
+    return [step for step in steps if step not in retained]

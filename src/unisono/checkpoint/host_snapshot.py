@@ -1,8 +1,8 @@
-"""The bytes of one shard file: a copy of the state, taken while the training waits, written while it goes on.
+"""The bytes of one shard file: a copy of the state, taken while training waits and written while it continues.
 
-A shard is a header and then tensors. All of it is copied into one host buffer that is reused from save to save, pinned
-where there is an accelerator, so that the device copies by itself. Afterwards the caller's tensors are free to change.
-Reading them in the background instead, and copying only what is not yet written when they change, was not faster
+A shard is a header followed by tensors. All of it is copied into one host buffer that is reused by every save, pinned
+if there is an accelerator, so that the device copies asynchronously. Afterwards the caller's tensors may change.
+Reading them in the background, and copying only what has not been written when they change, was not faster
 (docs/log.md).
 """
 
@@ -20,32 +20,32 @@ from unisono.checkpoint.shard_assignment import ShardContents
 
 Bytes = NDArray[np.uint8]
 
-# Direct input/output wants memory and file positions aligned to the page.
+# Direct I/O needs memory and file positions aligned to the page.
 PAGE_BYTES = 4096
-# One write; large enough that the disk is busy and each wake-up worth its time, small enough to wait for.
+# Size of one write: large enough to keep the disk busy, small enough to wait for.
 BLOCK_BYTES = 16 * 2**20
 
 
 class StreamingDigest(Protocol):
-    """A running hash."""
+    """Interface of xxhash's streaming digests."""
 
     def update(self, data: memoryview, /) -> object: ...
 
 
 class HostBuffer:
-    """Page-aligned host memory that grows to the largest image and is kept."""
+    """Page-aligned host memory, reused, that grows to the largest snapshot."""
 
     def __init__(self) -> None:
         self._tensor = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size: int, *, pinned: bool) -> Tensor:
-        """``size`` bytes [size] uint8, with unknown contents; valid until the next call."""
+        """A uint8 tensor [size] with undefined contents, valid until the next call."""
         if self._tensor.numel() < size or self._tensor.is_pinned() != pinned:
-            self._tensor = torch.empty(0, dtype=torch.uint8)  # frees before it takes
+            self._tensor = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating
             if pinned:
                 raw = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
             else:
-                # numpy asks for huge pages, torch does not: first touch is several times faster
+                # numpy requests huge pages, torch does not: first touch is several times faster
                 raw = torch.as_tensor(np.empty(size + PAGE_BYTES, dtype=np.uint8))
             skip = -raw.data_ptr() % PAGE_BYTES
             self._tensor = raw[skip : skip + size]
@@ -53,7 +53,7 @@ class HostBuffer:
 
 
 class HostSnapshot:
-    """The file that ``shard`` describes, with the values that ``tensors`` have now."""
+    """The content of the file that ``shard`` describes, with the current values of ``tensors``."""
 
     def __init__(self, shard: ShardContents, tensors: Mapping[str, Tensor], buffer: HostBuffer) -> None:
         self.size = shard.size
@@ -63,13 +63,13 @@ class HostSnapshot:
         for piece in shard.pieces:
             tensor = tensors[piece.name][piece.index]
             if piece.begin < piece.end:
-                # from a device this only queues the copy, on the stream that made the tensor
+                # from a device this only queues the copy, on the current stream
                 target = self._staged[piece.begin : piece.end].view(tensor.dtype).view(tensor.shape)
                 target.copy_(tensor.detach(), non_blocking=True)
         self._copied = [_event(device) for device in devices]
 
     def blocks(self, digest: StreamingDigest) -> Iterator[memoryview]:
-        """The file's bytes in order, BLOCK_BYTES at a time in page-aligned memory; ``digest`` has seen each block."""
+        """The file's bytes in order, in page-aligned blocks of BLOCK_BYTES; ``digest`` is updated before each is yielded."""
         for event in self._copied:
             event.synchronize()
         staged = _array(self._staged)
@@ -84,7 +84,7 @@ def _array(tensor: Tensor) -> Bytes:
 
 
 def _event(device: torch.device) -> torch.Event:
-    """A mark behind everything queued on the device's current stream."""
+    """An event recorded on the device's current stream."""
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event

@@ -1,7 +1,7 @@
-"""Is a checkpoint what was written? Digests of every file, headers against the manifest; the newest one that holds.
+"""Verifies checkpoints: digests of all files, headers against the manifest; finds the newest valid one.
 
-Damage is never repaired or skipped in silence: a checkpoint that does not hold is moved into ``quarantine/`` with the
-reason, an event says so, and the one before is tried.
+Damage is never repaired or skipped silently: a damaged checkpoint is moved into ``quarantine/`` with the reason, an
+event reports it, and the one before is tried.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from unisono.storage.files import file_digest, os_reason
 
 
 def verify(path: Path) -> list[Problem]:
-    """All that is wrong with a checkpoint; empty if every byte is as it was written. Reads all of it.
+    """Read a whole checkpoint; returns all its problems, none if every byte is as it was written.
 
-    Raises CheckpointError when a newer unisono wrote it.
+    Raises CheckpointError if a newer unisono wrote it.
     """
     try:
         manifest = sealed_manifest(path)
@@ -34,12 +34,12 @@ def verify(path: Path) -> list[Problem]:
 def find_latest(
     root: Path, world: World, *, digests: bool = True, emit: Callable[..., None] | None = None
 ) -> Path | None:
-    """The newest committed checkpoint that holds, or None if none was ever committed. A collective of ``world``.
+    """The newest valid committed checkpoint, or None if none was ever committed. A collective of ``world``.
 
-    Every rank digests its share of the files, and all ranks get the same answer. One that does not hold goes into
-    quarantine, with an event ``checkpoint_quarantined``. ``digests=False`` checks seal, names and sizes only.
+    Every rank digests its share of the files, and all ranks get the same answer. A damaged checkpoint is quarantined,
+    with an event ``checkpoint_quarantined``. ``digests=False`` checks only seal, names and sizes.
 
-    Raises CheckpointError when there were committed checkpoints and none holds, or a newer unisono wrote the newest.
+    Raises CheckpointError if there are committed checkpoints and none is valid, or if a newer unisono wrote the newest.
     """
     mine = [entry.step for entry in list_checkpoints(root) if entry.state == "committed"] if world.rank == 0 else None
     steps: list[int] = world.broadcast_json(mine)
@@ -47,8 +47,8 @@ def find_latest(
     bad: list[str] = []
     for step in reversed(steps):
         path = paths.get(step)
-        found = _share_of_faults(path, world, digests) if path else [f"rank {world.rank} does not see it"]
-        faults: list[str] = sorted({text for texts in world.gather_json(found) for text in texts})
+        own = _share_of_faults(path, world, digests) if path else [f"rank {world.rank} does not see it"]
+        faults: list[str] = sorted({text for texts in world.gather_json(own) for text in texts})
         if not faults:
             return path
         reason = "; ".join(faults)
@@ -76,22 +76,22 @@ def _share_of_faults(path: Path, world: World, digests: bool) -> list[str]:
 
 
 def _faults(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with the files ``names``."""
-    found: list[str] = []
+    """The faults of the files ``names``, one line each."""
+    faults: list[str] = []
     for name in names:
         try:
             if file_digest(path / name) != manifest.files[name].digest:
-                found.append(f"{name} has another digest than when it was written")
+                faults.append(f"{name} has another digest than when it was written")
             else:
-                found += _disagreements(path, manifest, name)
+                faults += _disagreements(path, manifest, name)
         except (OSError, CheckpointDamage) as error:
-            found.append(damage_text(error))
-    return found
+            faults.append(damage_text(error))
+    return faults
 
 
 def _disagreements(path: Path, manifest: Manifest, name: str) -> list[str]:
     extents = read_header(path, name, manifest.files[name])
-    found: list[str] = []
+    faults: list[str] = []
     for tensor in manifest.tensors.values():
         dtype = dtype_from_code(tensor.dtype)
         for piece in tensor.pieces:
@@ -99,8 +99,8 @@ def _disagreements(path: Path, manifest: Manifest, name: str) -> list[str]:
                 continue
             extent = extents.get(piece.key)
             if extent is None or (extent.shape, extent.dtype) != (piece.shape, dtype):
-                found.append(f"{name} does not hold {piece.key!r} as the manifest says")
-    return found
+                faults.append(f"{name} does not hold {piece.key!r} as the manifest says")
+    return faults
 
 
 def _quarantine(path: Path, reason: str) -> str:

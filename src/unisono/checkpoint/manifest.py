@@ -1,7 +1,7 @@
-"""What a checkpoint says about itself: ``manifest.json`` describes all files and tensors, ``COMMIT`` seals it.
+"""The format of a checkpoint's metadata: ``manifest.json`` describes all files and tensors, ``COMMIT`` seals it.
 
-Both are plain JSON, decoded into typed records; a checkpoint of a newer schema is an error, never a guess. The digests
-find accidents, not attackers: xxh3-128 is no signature.
+Both are plain JSON, decoded into typed records; a newer schema is an error. The xxh3-128 digests detect accidental
+damage, not tampering.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from unisono.errors import CheckpointError
 SCHEMA = 1
 MANIFEST = "manifest.json"
 COMMIT = "COMMIT"
-# Control data: more than this in one file is refused before it is read.
+# A larger metadata file is refused before it is read.
 MAX_JSON_BYTES = 256 * 2**20
 
 _SHARD = re.compile(r"shard-(\d{5,})-of-(\d{5,})\.safetensors")
 
 
 def shard_name(rank: int, world: int) -> str:
-    """``shard-00000-of-00002.safetensors``."""
+    """The file name of a rank's shard, such as ``shard-00000-of-00002.safetensors``."""
     return f"shard-{rank:05d}-of-{world:05d}.safetensors"
 
 
@@ -49,7 +49,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceEntry:
-    """A block of a tensor: ``key`` in ``file`` holds the ``shape`` elements from ``offset`` on."""
+    """A block of a tensor: ``key`` in ``file`` holds the elements of ``shape`` at ``offset``."""
 
     file: str
     key: str
@@ -68,7 +68,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Everything about one checkpoint but the tensors' bytes. ``score``: lower is better, None where none is known."""
+    """All metadata of one checkpoint. ``world`` is the number of ranks. ``score``: lower is better, None if unknown."""
 
     schema: int = SCHEMA
     step: int
@@ -87,7 +87,7 @@ class Manifest:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what wrote the checkpoint."""
+    """The versions of Python, torch and unisono that write the checkpoint."""
     try:
         own = metadata.version("unisono")
     except metadata.PackageNotFoundError:
@@ -96,9 +96,9 @@ def versions() -> dict[str, str]:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``: a line for each file and tensor, so that people can read it."""
+    """The bytes of ``manifest.json``, one line for each file and tensor, for readability."""
     lines: list[str] = []
-    for name in (each.name for each in fields(manifest)):
+    for name in (entry.name for entry in fields(manifest)):
         value: Any = getattr(manifest, name)
         if name in ("files", "tensors"):
             entries = (f"  {_json(key)}: {_json(entry)}" for key, entry in value.items())
@@ -113,15 +113,12 @@ def _json(value: object) -> str:
 
 
 def encode_commit_marker(manifest: bytes, step: int) -> bytes:
-    """The bytes of ``COMMIT``: they follow from the manifest's, so any other content is damage."""
+    """The bytes of ``COMMIT``, a function of the manifest's bytes: any other content is damage."""
     return msgspec.json.encode({"schema": SCHEMA, "step": step, "manifest": digest(manifest)}) + b"\n"
 
 
 def decode(data: bytes) -> Manifest:
-    """A manifest whose numbers make sense.
-
-    Raises ValueError when it is damaged, CheckpointError when a newer unisono wrote it.
-    """
+    """Decode and check a manifest. Raises ValueError if it is damaged, CheckpointError if a newer unisono wrote it."""
     try:
         schema = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get("schema")
         number = msgspec.json.decode(schema, type=int) if schema is not None else 0
@@ -152,9 +149,9 @@ def _fault(tensor: TensorEntry, manifest: Manifest) -> str:
 
 
 def pieces_fault(tensor: TensorEntry) -> str:
-    """What is wrong with the pieces of ``tensor``, or an empty string: they hold each of its elements once, and no others.
+    """The fault of a tensor's pieces, or an empty string if they hold each of its elements exactly once.
 
-    A tensor without elements has one piece all the same.
+    A tensor without elements has one piece too.
     """
     shape, count = tensor.shape, len(tensor.pieces)
     for piece in tensor.pieces:
@@ -172,8 +169,8 @@ def pieces_fault(tensor: TensorEntry) -> str:
         return wrong
     if len(shape) > MOST_DIMS:
         return f"{wrong}: a tensor in pieces has at most {MOST_DIMS} dims"
-    found = first_coverage_error(shape, ((piece.offset, piece.shape) for piece in tensor.pieces))
-    return f"{wrong}: element {found[0]} is in {found[1] or 'none'} of them" if found else ""
+    error = first_coverage_error(shape, ((piece.offset, piece.shape) for piece in tensor.pieces))
+    return f"{wrong}: element {error[0]} is in {error[1] or 'none'} of them" if error else ""
 
 
 def _too_new(schema: int) -> CheckpointError:

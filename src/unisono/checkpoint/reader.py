@@ -1,7 +1,7 @@
-"""Read a checkpoint: its manifest at once, each tensor when asked for, put together from all ranks' pieces.
+"""``CheckpointReader``: reads the manifest on opening, and each tensor on request, assembled from all ranks' pieces.
 
-Only JSON and raw bytes are read, links are never followed, and every size is checked before memory is taken for it.
-Whether the bytes are the ones that were written is for ``integrity``.
+Only JSON and raw bytes are read, links are never followed, and every size is checked before memory is allocated for
+it. Digests are checked by ``integrity``, not here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from unisono.storage.files import os_reason
 
 
 class CheckpointDamage(ValueError):
-    """The files of a checkpoint contradict each other; the text says which and how."""
+    """The files of a checkpoint contradict each other; the message says how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReader:
-    """A committed checkpoint, open for reading. Holds no file open; tensors are read when asked for."""
+    """A committed checkpoint. Keeps no file open; tensors are read on request."""
 
     path: Path
     manifest: Manifest
@@ -57,17 +57,17 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """Finished optimizer updates."""
+        """The number of finished optimizer updates."""
         return self.manifest.step
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that saved it."""
+        """The number of ranks that saved it."""
         return self.manifest.world
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The JSON that was saved along."""
+        """The JSON metadata passed to ``Checkpointer.save``."""
         return self.manifest.meta
 
     def names(self) -> list[str]:
@@ -80,16 +80,16 @@ class CheckpointReader:
         return TensorSpec(shape=entry.shape, dtype=dtype_from_code(entry.dtype))
 
     def tensor(self, name: str) -> Tensor:
-        """The whole tensor, on the host. Raises CheckpointError: unknown name, file damaged or gone."""
+        """Read a whole tensor into host memory. Raises CheckpointError: unknown name, file damaged or missing."""
         spec = self.spec(name)
         out = torch.empty(spec.shape, dtype=spec.dtype)
         self.read_into(name, out)
         return out
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Overwrite ``out``, of the tensor's shape and dtype, on any device, without a second copy on the host.
+        """Read a tensor into ``out``, which has its shape and dtype, on any device, without a second full copy on the host.
 
-        Raises CheckpointError: unknown name, other shape or dtype, file damaged or gone.
+        Raises CheckpointError: unknown name, other shape or dtype, file damaged or missing.
         """
         spec = self.spec(name)
         if (tuple(out.shape), out.dtype) != (spec.shape, spec.dtype):
@@ -103,12 +103,12 @@ class CheckpointReader:
         self._read_box(name, out, [0] * out.dim())
 
     def read_part(self, name: str, out: Tensor, offset: Sequence[int]) -> None:
-        """Overwrite ``out``, of the tensor's dtype, on any device, with its elements from ``offset`` on.
+        """Read the block at ``offset`` of a tensor into ``out``, which has its dtype, on any device.
 
-        Of each piece only the rows that are needed are read, in place where they lie in ``out`` as in the file. An empty
-        ``out`` reads nothing, wherever it would be.
+        Only the needed rows of each piece are read, directly into ``out`` if it has the same layout as the file. An
+        empty ``out`` reads nothing, whatever the offset.
 
-        Raises CheckpointError: unknown name, other dtype, elements the tensor does not have, file damaged or gone.
+        Raises CheckpointError: unknown name, other dtype, a block outside of the tensor, file damaged or missing.
         """
         spec = self.spec(name)
         if out.dtype != spec.dtype:
@@ -143,7 +143,7 @@ class CheckpointReader:
         return entry
 
     def _read_box(self, name: str, out: Tensor, offset: Sequence[int]) -> None:
-        """Overwrite ``out`` with the elements from ``offset`` on, which the tensor has."""
+        """Read the block at ``offset``, which lies inside the tensor, into ``out``."""
         if not out.numel():
             return
         out = out.detach()
@@ -156,7 +156,10 @@ class CheckpointReader:
             raise unreadable_error(self.path, error) from error
 
     def _read_piece(self, piece: PieceEntry, out: Tensor, offset: Sequence[int]) -> None:
-        """Overwrite those elements of ``out``, from ``offset`` on, that the piece holds; what has no dims is one row."""
+        """Read the intersection of ``piece`` with the block at ``offset`` into ``out``.
+
+        without dims counts as one row.
+        """
         origin, shape = piece.offset or (0,), piece.shape or (1,)
         boxes = list(zip(origin, shape, offset, out.shape, strict=True))
         begins = [max(mine, wanted) for mine, _, wanted, _ in boxes]
@@ -169,7 +172,7 @@ class CheckpointReader:
         row_bytes = num_bytes(out.dtype, shape[1:])
         position = self._begin(piece, out.dtype) + (begins[0] - origin[0]) * row_bytes
         path = self.path / piece.file
-        if window.shape[1:] == shape[1:] and _lies_as_in_a_file(window):
+        if window.shape[1:] == shape[1:] and _has_file_layout(window):
             _read_exactly(path, position, window)
             return
         inside = [slice(begin - zero, end - zero) for begin, end, zero in zip(begins, ends, origin, strict=True)]
@@ -182,7 +185,7 @@ class CheckpointReader:
             position += len(target) * row_bytes
 
     def _begin(self, piece: PieceEntry, dtype: torch.dtype) -> int:
-        """The position of a piece in its file, whose header says what the manifest says. Raises Damage or OSError."""
+        """The byte position of a piece in its file. Raises CheckpointDamage if header and manifest differ, or OSError."""
         extents = self._headers.get(piece.file)
         if extents is None:
             extents = read_header(self.path, piece.file, self.manifest.files[piece.file])
@@ -194,15 +197,15 @@ class CheckpointReader:
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
-    """Open a committed checkpoint after checking its seal and the sizes of its files.
+    """Open a committed checkpoint; checks its seal and the sizes of its files.
 
-    Raises CheckpointError: no checkpoint, not committed, damaged, or of a newer schema.
+    Raises CheckpointError: not a checkpoint, not committed, damaged, or of a newer schema.
     """
     return CheckpointReader(path=path, manifest=read_manifest(path))
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a committed checkpoint; as ``open_checkpoint``."""
+    """The manifest of a committed checkpoint. Checks and raises as ``open_checkpoint``."""
     try:
         return sealed_manifest(path)
     except (OSError, CheckpointDamage) as error:
@@ -210,9 +213,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def sealed_manifest(path: Path) -> Manifest:
-    """The manifest under ``path``, once COMMIT seals it and every file has the size it says.
+    """The manifest under ``path``, after checking its seal and the sizes of all files.
 
-    Raises Damage or OSError for anything that does not hold, CheckpointError for a newer schema.
+    Raises CheckpointDamage or OSError if a check fails, CheckpointError for a newer schema.
     """
     if path.is_symlink() or step_of(path.name) is None:
         given = "a link" if path.is_symlink() else repr(path.name)
@@ -228,16 +231,16 @@ def sealed_manifest(path: Path) -> Manifest:
     if step_of(path.name) != manifest.step:
         raise CheckpointDamage(f"{MANIFEST} is of step {manifest.step}")
     for name, entry in manifest.files.items():
-        found = (path / name).lstat()
-        if not stat.S_ISREG(found.st_mode):
+        status = (path / name).lstat()
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointDamage(f"{name} is no regular file")
-        if found.st_size != entry.bytes:
-            raise CheckpointDamage(f"{name} has {found.st_size} bytes instead of {entry.bytes}")
+        if status.st_size != entry.bytes:
+            raise CheckpointDamage(f"{name} has {status.st_size} bytes instead of {entry.bytes}")
     return manifest
 
 
 def read_header(path: Path, name: str, entry: FileEntry) -> dict[str, TensorExtent]:
-    """The tensors of a shard file. Raises Damage or OSError."""
+    """The tensors of a shard file. Raises CheckpointDamage or OSError."""
     fd = _open(path / name)
     try:
         length = header_length(os.pread(fd, 8, 0), entry.bytes)
@@ -259,7 +262,7 @@ def unreadable_error(path: Path, error: OSError | CheckpointDamage) -> Checkpoin
 
 
 def damage_text(error: OSError | CheckpointDamage) -> str:
-    """What is wrong, in one line, with the file's name and without its folder."""
+    """The damage in one line, with the file's name but not its folder."""
     if isinstance(error, CheckpointDamage):
         return str(error)
     name = os.path.basename(os.fsdecode(error.filename)) if error.filename else "a file"
@@ -277,13 +280,13 @@ def _open(path: Path) -> int:
 def _small_file(path: Path) -> bytes:
     fd = _open(path)
     with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_JSON_BYTES:
             raise CheckpointDamage(f"{path.name} is no regular file of at most {MAX_JSON_BYTES} bytes")
         return file.read(MAX_JSON_BYTES)
 
 
-def _lies_as_in_a_file(tensor: Tensor) -> bool:
+def _has_file_layout(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

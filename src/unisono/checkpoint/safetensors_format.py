@@ -1,8 +1,8 @@
-"""The layout of a safetensors file: 8 bytes little-endian length, a JSON header, the tensors' raw bytes.
+"""The header of a safetensors file: 8 bytes little-endian length and JSON; the tensors' raw bytes follow.
 
-Format: https://huggingface.co/docs/safetensors, "Format". Only the header is made and read here, because saving must
-stream (the package wants all bytes at once) and reading must not trust: every number in a header is checked against
-the size of the file before anything is allocated.
+Format: https://huggingface.co/docs/safetensors, "Format". Our own code, because saving must stream (the package needs
+all bytes at once) and reading must not trust the file: every number is checked against the size of the file before
+anything is allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
-# What the safetensors package accepts at most.
+# The limit of the safetensors package.
 _MAX_HEADER_BYTES = 100_000_000
 # The header is padded with blanks so that tensor bytes start on a cache line.
 _DATA_ALIGNMENT = 64
@@ -43,7 +43,7 @@ _DATA_ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorExtent:
-    """Where a tensor lies in a file: bytes ``[begin, end)`` counted from the start of the file."""
+    """The place of a tensor in a file: bytes ``[begin, end)`` from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,19 +52,19 @@ class TensorExtent:
 
 
 def dtype_code(dtype: torch.dtype) -> str | None:
-    """The name safetensors has for ``dtype``, or None."""
+    """The safetensors name of ``dtype``, or None."""
     return _CODES.get(dtype)
 
 
 def dtype_from_code(code: str) -> torch.dtype:
-    """The dtype safetensors calls ``code``; ValueError for an unknown one."""
+    """The dtype of a safetensors name. Raises ValueError for an unknown one."""
     if code not in _DTYPES:
         raise ValueError(f"unknown dtype {code!r}")
     return _DTYPES[code]
 
 
 def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of a dense tensor."""
+    """The size of a dense tensor in bytes."""
     size = dtype.itemsize
     for extent in shape:
         size *= extent
@@ -74,7 +74,7 @@ def num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 def build_header(
     tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file that holds ``(key, dtype, shape)`` in this order, and where each tensor begins."""
+    """The header bytes of a file of tensors ``(key, dtype, shape)`` in this order, and the position of each tensor."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position, begins = 0, list[int]()
     for key, dtype, shape in tensors:
@@ -90,7 +90,7 @@ def build_header(
 
 
 def header_length(first: bytes, file_bytes: int) -> int:
-    """Length of the JSON header, from the first 8 bytes of a file; ValueError when it cannot be true."""
+    """The length of the JSON header, from the first 8 bytes of a file. Raises ValueError if it is impossible."""
     if len(first) < 8:
         raise ValueError(f"{len(first)} bytes are too few for a header")
     (length,) = struct.unpack("<Q", first)
@@ -100,26 +100,26 @@ def header_length(first: bytes, file_bytes: int) -> int:
 
 
 def parse_header(text: bytes, file_bytes: int) -> dict[str, TensorExtent]:
-    """The tensors of a file of ``file_bytes`` whose JSON header is ``text``.
+    """The tensors of a file of ``file_bytes`` bytes with the JSON header ``text``.
 
-    Raises ValueError unless they fill the file exactly, without gap or overlap, and each has the bytes of its shape.
+    Raises ValueError unless they fill the file exactly, without gap or overlap, and each has the size of its shape.
     """
     header: Any = json.loads(text)
     if not isinstance(header, dict):
         raise ValueError("the header is no JSON object")
     start = 8 + len(text)
-    found: dict[str, TensorExtent] = {}
+    extents: dict[str, TensorExtent] = {}
     for key, value in cast(dict[str, Any], header).items():
         if key != "__metadata__":
-            found[key] = _extent(key, value, start)
+            extents[key] = _extent(key, value, start)
     position = start
-    for extent in sorted(found.values(), key=lambda extent: (extent.begin, extent.end)):
+    for extent in sorted(extents.values(), key=lambda extent: (extent.begin, extent.end)):
         if extent.begin != position:
             raise ValueError(f"tensor bytes begin at {extent.begin} where {position} was due")
         position = extent.end
     if position != file_bytes:
         raise ValueError(f"tensors end at byte {position} of {file_bytes}")
-    return found
+    return extents
 
 
 def _extent(key: str, value: Any, start: int) -> TensorExtent:

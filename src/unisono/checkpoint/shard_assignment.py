@@ -1,8 +1,8 @@
-"""Who writes what: the tensors all ranks share are cut into pieces and dealt out so that every shard is about as big.
+"""Assigns to each rank the tensors and pieces it writes, so that all shard files have about the same size.
 
-What only one rank has, its own tensors and its blocks of tensors spread over ranks, it writes itself. Pure functions of
-names, shapes and dtypes: all ranks come to the same result without talking, and a result holds for every save until a
-tensor is added or changes its shape. Nothing here reads or writes a file.
+Replicated tensors are split by rows over the ranks. Tensors that only one rank has, and its blocks of sharded
+tensors, are written by that rank. These are pure functions of names, shapes and dtypes, so all ranks compute the same
+result without communication; it stays valid until a tensor is added or changes its shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.checkpoint.safetensors_format import build_header, num_bytes
 from unisono.parallel.sharding import TensorShard
 
-# A tensor smaller than this is never cut: its neighbour's shard may as well be that much bigger.
+# A smaller tensor is never split: such a difference between shards does not matter.
 _SMALLEST_CUT_BYTES = 2**20
 
 Table = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
@@ -28,9 +28,10 @@ Table = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dty
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPiece:
-    """What this rank writes of a tensor: ``extent`` elements from ``offset`` on, of ``shape`` in all.
+    """A block that this rank writes: the elements of shape ``extent`` at ``offset`` of a tensor of global ``shape``.
 
-    It lies in bytes ``[begin, end)`` of the rank's file, under ``key``. ``index`` selects it from the tensor that the rank holds.
+    ``index`` selects it from the tensor that the rank holds. It lies in bytes ``[begin, end)`` of the rank's file,
+    under ``key``.
     """
 
     name: str
@@ -46,10 +47,10 @@ class TensorPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardContents:
-    """One rank's file: its pieces in the order they lie in it, behind ``header``.
+    """The layout of one rank's file: ``header``, then the pieces in order; ``size`` in bytes.
 
-    ``spread`` are the tensors of all ranks' parts, as they are whole. ``fingerprint`` is equal on ranks that share the
-    same tensors; ``total_bytes`` is the size of all ranks' tensors.
+    ``spread`` are the sharded tensors with their global shapes. ``fingerprint`` is equal on ranks that have the same
+    replicated and sharded tensors. ``total_bytes`` is the size of all ranks' tensors.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -63,7 +64,7 @@ class ShardContents:
 def lay_out_shards(
     replicated: Table, own: Table, sharded: Mapping[str, tuple[Tensor, TensorShard]], *, rank: int, world: int
 ) -> ShardContents:
-    """The file of ``rank``: its share of the replicated tensors, all of its own, and its parts of the sharded ones."""
+    """The file layout of ``rank``: its share of the replicated tensors, all of its own, its parts of sharded ones."""
     rows = assign_shards({name: (shape, dtype.itemsize) for name, (shape, dtype) in replicated.items()}, world)[rank]
     pieces = [_piece_of_rows(name, *replicated[name], rows[name]) for name in rows]
     pieces += [_piece_of_rows(name, shape, dtype, range(_num_rows(shape))) for name, (shape, dtype) in own.items()]
@@ -107,7 +108,7 @@ def _piece_of_rows(name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: 
 
 
 def _pieces_of_shard(name: str, tensor: Tensor, shard: TensorShard, rank: int) -> Iterator[TensorPiece]:
-    """The pieces as they were passed, right or wrong: whether those of all ranks fit together is seen when all are known."""
+    """The pieces of this rank's part. Whether the pieces of all ranks fit together is checked in ``tensor_table``."""
     shape = shard.global_shape
     if 0 in tensor.shape:
         if 0 in shape and rank == 0:  # a tensor without elements has one owner too
@@ -119,7 +120,7 @@ def _pieces_of_shard(name: str, tensor: Tensor, shard: TensorShard, rank: int) -
 
 
 def _keys(pieces: Sequence[TensorPiece]) -> list[str]:
-    """A name inside the file for each, no two alike: the tensor's own where it is whole, else with ranges of its dims."""
+    """A unique key in the file for each piece: the tensor's name, with the ranges of its dims unless it is whole."""
     wholes = {piece.name for piece in pieces if piece.extent == piece.shape}
     keys: list[str] = []
     for piece in pieces:
@@ -127,41 +128,41 @@ def _keys(pieces: Sequence[TensorPiece]) -> list[str]:
         if piece.extent != piece.shape:
             ranges = [f"{begin}:{begin + size}" for begin, size in zip(piece.offset, piece.extent, strict=False)]
             while len(ranges) > 1 and piece.extent[len(ranges) - 1 :] == piece.shape[len(ranges) - 1 :]:
-                ranges.pop()  # the last dims go unsaid where they are whole
+                ranges.pop()  # trailing dims are omitted if they are whole
             key += f"[{','.join(ranges)}]"
-            while key in wholes:  # another tensor is called that
+            while key in wholes:  # another tensor has this name
                 key += "'"
         keys.append(key)
     return keys
 
 
 def assign_shards(shapes: Mapping[str, tuple[Sequence[int], int]], world: int) -> list[dict[str, range]]:
-    """Cut tensors ``{name: (shape, bytes per element)}`` into the rows along dim 0 that each rank writes, about equal in bytes.
+    """Split tensors ``{name: (shape, bytes per element)}`` into rows of dim 0 for each rank, about equal in bytes.
 
-    All tensors in a fixed order make one long line of bytes, cut in ``world`` equal parts; a cut inside a tensor moves
-    to the nearest row, inside a small tensor to its nearer end. Every row goes to exactly one rank, and the number of
-    pieces is at most the number of tensors plus ``world - 1``.
+    The tensors in a fixed order are one sequence of bytes, split into ``world`` equal parts. A boundary inside a
+    tensor moves to the nearest row, inside a small tensor to its nearer end. Every row goes to exactly one rank;
+    there are at most ``world - 1`` more pieces than tensors.
     """
     names = sorted(shapes, key=lambda name: (-shapes[name][1], name))
     sizes = [_num_bytes(*shapes[name]) for name in names]
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
-    marks = [(0, 0)]  # where each rank's part starts: (tensor, row)
+    starts = [(0, 0)]  # (tensor, row) at which each rank's part starts
     for rank in range(1, world):
         target = total * rank // world
         index = bisect_right(ends, target)
         if index == len(names):
-            marks.append((index, 0))
+            starts.append((index, 0))
             continue
         rows = _num_rows(shapes[names[index]][0])
         inside = target - (ends[index] - sizes[index])
         at = round(inside * rows / sizes[index])
         if sizes[index] < _SMALLEST_CUT_BYTES:
             at = 0 if 2 * inside < sizes[index] else rows
-        marks.append((index + 1, 0) if at == rows else (index, at))
-    marks.append((len(names), 0))
+        starts.append((index + 1, 0) if at == rows else (index, at))
+    starts.append((len(names), 0))
     return [
-        _between(names, [_num_rows(shapes[name][0]) for name in names], marks[rank], marks[rank + 1])
+        _between(names, [_num_rows(shapes[name][0]) for name in names], starts[rank], starts[rank + 1])
         for rank in range(world)
     ]
 
@@ -173,7 +174,7 @@ def _between(
     for index in range(begin[0], min(end[0] + 1, len(names))):
         start = begin[1] if index == begin[0] else 0
         stop = end[1] if index == end[0] else rows[index]
-        # an empty tensor has no rows, and still exactly one owner: whoever passes its end
+        # an empty tensor has no rows but still exactly one owner: the rank whose part contains its end
         if start < stop or (rows[index] == 0 and index < end[0]):
             assigned[names[index]] = range(start, stop)
     return assigned

@@ -1,7 +1,8 @@
 """The work of one save on every rank, from the temporary directory to the commit and the deletion of old checkpoints.
 
-It comes in small steps, so that it can move from a background thread to one that waits for it. In between the ranks
-agree three times - ready, written, committed - over a group of their own: what fails on one fails on all.
+The work is an iterator of small steps, so it can move from a background thread to a thread that waits for it. The
+ranks agree three times (ready, written, committed) over their own process group: a failure on one rank fails the save
+on all.
 """
 
 from __future__ import annotations
@@ -18,12 +19,19 @@ import xxhash
 
 from unisono.checkpoint.commit import describe, prepare, problems_of, publish, shard_entries, tensor_table
 from unisono.checkpoint.direct_io import write_blocks
-from unisono.checkpoint.folder import is_committed, list_checkpoints, open_root, remove, remove_leftovers, step_name
+from unisono.checkpoint.folder import (
+    expired_checkpoints,
+    is_committed,
+    list_checkpoints,
+    open_root,
+    remove,
+    remove_leftovers,
+    step_name,
+)
 from unisono.checkpoint.host_snapshot import HostSnapshot
 from unisono.checkpoint.manifest import Manifest, shard_name, versions
 from unisono.checkpoint.options import CheckpointOptions
 from unisono.checkpoint.reader import read_manifest
-from unisono.checkpoint.retention import expired_checkpoints
 from unisono.checkpoint.shard_assignment import ShardContents
 from unisono.dist import World
 from unisono.errors import CheckpointError, Problem, UnisonoError
@@ -32,7 +40,7 @@ from unisono.storage.files import os_reason
 
 @dataclass(kw_only=True, slots=True)
 class SaveRequest:
-    """One save from its snapshot to its end. It was committed if it ``ended`` without ``problems``."""
+    """One save. It was committed if it ``ended`` without ``problems``. ``stall_s`` is the time training was blocked."""
 
     step: int
     shard: ShardContents
@@ -49,7 +57,7 @@ class SaveRequest:
 
 
 class SaveWriter:
-    """Writes this rank's part of checkpoints under ``root``; rank 0 also makes, commits and deletes directories."""
+    """Writes this rank's shard files under ``root``; rank 0 also creates, commits and deletes directories."""
 
     def __init__(
         self, root: Path, *, group: World, options: CheckpointOptions, attempt: int, fault: Callable[[str], None]
@@ -62,7 +70,7 @@ class SaveWriter:
         self._scores: dict[int, float | None] = {}
 
     def start_up(self) -> None:
-        """Make the folder and clear it of what earlier attempts left behind. Raises CheckpointError on all ranks."""
+        """Create the folder and delete leftovers of earlier attempts. Raises CheckpointError on all ranks."""
 
         def open_and_clear() -> None:
             if self._group.rank == 0:
@@ -72,7 +80,7 @@ class SaveWriter:
         self._together(open_and_clear, f"opening {self.root}")
 
     def work(self, save: SaveRequest) -> Iterator[None]:
-        """Does the save, yielding often; raises for whatever goes wrong, on all ranks that can still be told."""
+        """Do the save, yielding often. A failure on one rank raises on all ranks that can still be reached."""
         what = f"saving step {save.step} to {self.root}"
         temporary, final = self._paths(save)
         tables = self._together(lambda: self._prepare(save), what)
@@ -105,7 +113,7 @@ class SaveWriter:
                 publish(temporary, final, manifest=self._manifest(save, reports), fault=self._fault)
 
         self._together(commit, what)
-        save.num_bytes = sum(each["bytes"] for each in reports)
+        save.num_bytes = sum(rank_report["bytes"] for rank_report in reports)
         save.took_s = time.monotonic() - save.began_s
         yield
         if self._group.rank == 0:
@@ -116,7 +124,7 @@ class SaveWriter:
                 save.retention_problem = os_reason(caught) if isinstance(caught, OSError) else str(caught)
 
     def discard(self, save: SaveRequest) -> None:
-        """Remove what a failed save left; what cannot be removed now goes when the next attempt starts."""
+        """Delete the files of a failed save; what remains is deleted when the next attempt starts."""
         if self._group.rank != 0:
             return
         temporary, final = self._paths(save)
@@ -161,27 +169,27 @@ class SaveWriter:
         )
 
     def _together(self, work: Callable[[], Any], what: str) -> list[Any]:
-        """Do ``work`` on every rank; what it returned on each, or one CheckpointError with all that went wrong."""
+        """Do ``work`` on every rank; returns all ranks' results, or raises one CheckpointError with all problems."""
         try:
             report: dict[str, Any] = {"value": work()}
         except Exception as error:
             report = {"problems": [asdict(problem) for problem in problems_of(error, what)]}
         reports = self._group.gather_json(report)
-        found = dict.fromkeys(Problem(**each) for one in reports for each in one.get("problems", ()))
-        if found:
-            raise CheckpointError(*found)
-        return [one["value"] for one in reports]
+        problems = dict.fromkeys(Problem(**parts) for answer in reports for parts in answer.get("problems", ()))
+        if problems:
+            raise CheckpointError(*problems)
+        return [answer["value"] for answer in reports]
 
     def _prune(self, newest: int) -> None:
-        """Delete what retention no longer wants, and older directories that were never committed."""
-        read_manifest(self.root / step_name(newest))  # nothing goes before the newest is seen to be whole
+        """Delete expired checkpoints, and older directories that were never committed."""
+        read_manifest(self.root / step_name(newest))  # raises if the newest is damaged, before anything is deleted
         entries = [entry for entry in list_checkpoints(self.root) if entry.state != "quarantined"]
         committed = {entry.step: entry.path for entry in entries if entry.state == "committed"}
         for step, path in committed.items():
             if step not in self._scores:
                 self._scores[step] = _score(path)
-        doomed = expired_checkpoints({step: self._scores[step] for step in committed}, self._options)
-        paths = [committed[step] for step in doomed]
+        expired = expired_checkpoints({step: self._scores[step] for step in committed}, self._options)
+        paths = [committed[step] for step in expired]
         paths += [entry.path for entry in entries if entry.state == "uncommitted" and entry.step < newest]
         for path in paths:
             remove(path)

@@ -1,4 +1,4 @@
-"""``unisono checkpoint``: what is saved, whether it is whole, and the model out of it."""
+"""``unisono checkpoint``: lists, verifies, converts and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def verify_all(path: str, as_json: bool) -> int:
         if (given / "checkpoints").is_dir() or (given / RESOLVED).is_file():
             raise CheckpointError(_nothing_at(path, "nothing was verified"))
         folders = [given]
-    found = [(str(folder), verify(folder)) for folder in folders]
+    results = [(str(folder), verify(folder)) for folder in folders]
     if as_json:
-        rows = [{"path": folder, "ok": not bad, "problems": [p.given for p in bad]} for folder, bad in found]
-        print_json({"ok": not any(bad for _, bad in found), "checkpoints": rows})
-    for folder, problems in () if as_json else found:
+        rows = [{"path": folder, "ok": not bad, "problems": [p.given for p in bad]} for folder, bad in results]
+        print_json({"ok": not any(bad for _, bad in results), "checkpoints": rows})
+    for folder, problems in () if as_json else results:
         click.echo(f"{'bad' if problems else 'ok':<4} {folder}")
         for problem in problems:
             click.echo("     " + str(problem).replace("\n", "\n     "))
-    return 1 if any(problems for _, problems in found) else 0
+    return 1 if any(problems for _, problems in results) else 0
 
 
 def _nothing_at(path: str, consequence: str) -> Problem:

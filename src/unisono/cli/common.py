@@ -1,4 +1,4 @@
-"""What verbs share: the options every verb has, and how a verb finds its configuration."""
+"""Options that all verbs share, and loading of a run's configuration."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import click
 
 from unisono.config import Resolved, load_config
 from unisono.config.renames import announce
-from unisono.dist import job_from_environ
-from unisono.errors import CheckpointError, ConfigError, LaunchError
+from unisono.errors import CheckpointError, ConfigError
 from unisono.train.config import RunConfig
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,7 +30,7 @@ _LEVEL = "unisono.log_level"
 
 
 def every_verb(function: F) -> F:
-    """Adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
+    """Decorator that adds ``--json``, ``-v`` and ``--log-level``; the level is applied while options are parsed."""
     function = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
     function = click.option(
         "-v", "--verbose", is_flag=True, expose_value=False, callback=_verbose, help="Same as --log-level debug."
@@ -46,7 +45,7 @@ def every_verb(function: F) -> F:
 
 
 def takes_config(function: F) -> F:
-    """Adds the configuration files and ``--set``."""
+    """Decorator that adds the arguments CONFIG and ``--set``."""
     function = click.argument("config", nargs=-1, type=click.Path())(function)
     return click.option(
         "-s", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set one value; wins over every file."
@@ -54,57 +53,57 @@ def takes_config(function: F) -> F:
 
 
 def log_level() -> str | None:
-    """The level this command line asked for, to be handed to processes it starts; None where it asked for none."""
+    """The log level of this command line, for processes that it starts; None if it has none."""
     return click.get_current_context().meta.get(_LEVEL)
 
 
 def load_run_config(files: Sequence[str], overrides: Sequence[str]) -> Resolved[RunConfig]:
-    """The run's configuration. Where no file is given and ``run.dir`` holds a run, that run's own file is the base."""
-    kept = None if files else _kept(overrides)
-    resolved = load_config(RunConfig, [kept] if kept else files, overrides=overrides, environ=os.environ)
+    """Load the run's configuration. Without ``files`` the base is the configuration of the run in ``run.dir``, if any.
+
+    Raises:
+        ConfigError: A file or a value is wrong.
+    """
+    run_file = None if files else _file_of_run(overrides)
+    resolved = load_config(RunConfig, [run_file] if run_file else files, overrides=overrides, environ=os.environ)
     one_time = resolved.value.run.resume not in ("auto", "strict")
-    if kept is not None and one_time and resolved.origins["run.resume"].startswith(f"{kept}:"):
-        # "never" and a path were about that one start; asking again for the folder means: go on
-        resolved = load_config(RunConfig, [kept], overrides=["run.resume=auto", *overrides], environ=os.environ)
+    if run_file is not None and one_time and resolved.origins["run.resume"].startswith(f"{run_file}:"):
+        # "never" and a path applied to that one start; starting the folder again continues the run
+        resolved = load_config(RunConfig, [run_file], overrides=["run.resume=auto", *overrides], environ=os.environ)
         resolved = replace(resolved, origins=resolved.origins | {"run.resume": "default"})
-    _announce("the configuration", resolved.renamed)
-    LOG.info("configuration %s from %s", resolved.hash, kept or ", ".join(files) or "defaults")
+    announce("the configuration", resolved.renamed)
+    LOG.info("configuration %s from %s", resolved.hash, run_file or ", ".join(files) or "defaults")
     return resolved
 
 
-def _kept(overrides: Sequence[str]) -> Path | None:
-    """The configuration kept in the run's folder. Only ``run.dir`` is looked at: what else is asked for is judged together
-    with what was kept, not with the defaults."""
+def _file_of_run(overrides: Sequence[str]) -> Path | None:
+    """The configuration file in the run's folder, or None. Reads only ``run.dir``; other values are validated later."""
     folder = [text for text in overrides if text.partition("=")[0].strip() == "run.dir"]
     environ = {name: value for name, value in os.environ.items() if name == "UNISONO__RUN__DIR"}
-    with suppress(ConfigError):  # said when the whole is loaded
-        kept = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
-        return kept if kept.is_file() else None
+    with suppress(ConfigError):  # reported when the whole configuration is loaded
+        run_file = Path(load_config(RunConfig, overrides=folder, environ=environ).value.run.dir) / RESOLVED
+        return run_file if run_file.is_file() else None
     return None
 
 
 def load_run(run_dir: str) -> Resolved[RunConfig]:
-    """The configuration a run was started with, and ``UNISONO__…`` variables over it.
+    """Load the configuration that a run was started with, overridden by ``UNISONO__…`` variables.
 
-    Raises CheckpointError when the folder holds no run.
+    Raises:
+        CheckpointError: The folder has no run.
     """
-    kept = require_run(run_dir) / RESOLVED
+    run_file = require_run(run_dir) / RESOLVED
     here = [f"run.dir={json.dumps(run_dir)}"]
-    resolved = load_config(RunConfig, [kept], overrides=here, environ=os.environ)
-    _announce(str(kept), resolved.renamed)
+    resolved = load_config(RunConfig, [run_file], overrides=here, environ=os.environ)
+    announce(str(run_file), resolved.renamed)
     return resolved
 
 
-def _announce(where: str, renamed: Sequence[str]) -> None:
-    """Print what was renamed, in one process of a job: rank 0, or the launcher that started it."""
-    with suppress(LaunchError):
-        job = job_from_environ(os.environ)
-        if job.rank == 0 and job.source != "unisono":
-            announce(where, renamed)
-
-
 def require_run(run_dir: str) -> Path:
-    """The folder of a run. Raises CheckpointError when it holds none."""
+    """Return the folder of a run.
+
+    Raises:
+        CheckpointError: The folder has no run.
+    """
     if (Path(run_dir) / RESOLVED).is_file():
         return Path(run_dir)
     raise CheckpointError(
@@ -116,7 +115,7 @@ def require_run(run_dir: str) -> Path:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on standard output; JSON has no infinity and no NaN, they become null."""
+    """Print one JSON object on standard output; infinities and NaN become null."""
     click.echo(json.dumps(_finite(value), default=str, allow_nan=False))
 
 
@@ -141,7 +140,7 @@ def _set_level(context: click.Context, _option: click.Parameter, value: str | No
 
 
 def _apply_level(context: click.Context, level: str) -> None:
-    """Other packages stay at warning: their debugging is not what was asked for."""
+    """Set the level of unisono's messages; other packages stay at warning."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", force=True)
     LOG.setLevel(level.upper())
     context.meta[_LEVEL] = level

@@ -1,4 +1,4 @@
-"""``unisono config``: what a configuration says, where each value comes from, and how two differ."""
+"""``unisono config``: shows, explains and compares configurations."""
 
 from __future__ import annotations
 

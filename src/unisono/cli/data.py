@@ -126,7 +126,7 @@ def convert_file(
     …-idx3-ubyte (also .gz) and CIFAR's .bin. One file of a set (name-00000-of-00005…) stands for all of it. Pictures of MNIST
     and CIFAR become PNG in .rec, behind MXNet's image header, and in .mindrecord; elsewhere they are arrays of uint8.
     """
-    from unisono.data.convert.conversion import convert
+    from unisono.data.convert.table_files import convert
 
     rows = convert(
         source, target, overwrite=overwrite, columns=list(columns) or None, base64=list(base64), arrays=list(arrays)
@@ -288,7 +288,7 @@ def cat_record(file: Path, number: int, as_json: bool) -> None:
 
 def _column(column: Any) -> dict[str, Any]:
     """Type of a side column, and range of its numbers or array sizes."""
-    from unisono.data.recordio.side_columns import RaggedColumn
+    from unisono.data.recordio.index import RaggedColumn
 
     if isinstance(column, RaggedColumn):
         sizes = [len(array) for array in column.tolist()]
@@ -298,8 +298,7 @@ def _column(column: Any) -> dict[str, Any]:
 
 def _has_rows(file: Path) -> bool:
     """Whether the file is a table of another format than RecordIO."""
-    from unisono.data.convert.formats import read_formats
-    from unisono.data.convert.formats.detection import format_of
+    from unisono.data.convert.table_files import format_of, read_formats
 
     return format_of(file) in set(read_formats()) - {".rec"}
 
@@ -307,8 +306,8 @@ def _has_rows(file: Path) -> bool:
 def _inspect_rows(file: Path, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.convert.formats import open_table
     from unisono.data.convert.formats.table import kind_of, shorten
+    from unisono.data.convert.table_files import open_table
 
     table = open_table(file)
     first = list(islice(table.rows, 5))
@@ -329,8 +328,8 @@ def _inspect_rows(file: Path, as_json: bool) -> None:
 def _cat_row(file: Path, number: int, as_json: bool) -> None:
     from itertools import islice
 
-    from unisono.data.convert.formats import open_table
     from unisono.data.convert.formats.jsonl import to_line
+    from unisono.data.convert.table_files import open_table
 
     row = next(islice(open_table(file).rows, number, None), None) if number >= 0 else None
     if row is None:

@@ -267,9 +267,8 @@ def _schema(options: Mapping[str, Any]) -> RecordSchema | None:
 
 def _guess(source: Path, target: Path, function: str | None) -> str:
     """The kind of inputs, from the names alone. Raises DataError if it is not clear."""
-    from unisono.data.convert.formats import read_formats
-    from unisono.data.convert.formats.detection import format_of
     from unisono.data.convert.pack.image_listing import IMAGE_SUFFIXES
+    from unisono.data.convert.table_files import format_of, read_formats
 
     if function is not None:
         return "python"

@@ -1,4 +1,4 @@
-"""``unisono eval``: the newest checkpoint of a run on its held-out data."""
+"""``unisono eval``: evaluates a checkpoint of a run on its held-out data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(run_dir: str, checkpoint: str | None, samples: int, as_json: bool) -
             global_batch=given.batch.global_batch,
             micro_batch=given.batch.micro_batch,
         )
-    whole = PlanOptions(  # however it was trained: here every process has the whole model
+    whole = PlanOptions(  # every process has the whole model, whatever the plan of the training
         device=asked.device,
         precision=asked.precision,
         global_batch=asked.global_batch * job.world_size,

@@ -1,8 +1,6 @@
-"""``unisono generate``: let a trained language model write."""
+"""``unisono generate``: samples text from a trained language model."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import click
 
@@ -12,8 +10,8 @@ from unisono.errors import ConfigError
 
 @click.command("generate")
 @click.argument("run_dir", default="runs/first")
-@click.option("--prompt", help="What the text begins with (default: the run's sample.prompt).")
-@click.option("--tokens", type=click.IntRange(min=1), help="Tokens to write (default: the run's sample.tokens).")
+@click.option("--prompt", default="def ", show_default=True, help="What the text begins with.")
+@click.option("--tokens", type=click.IntRange(min=1), default=200, show_default=True, help="Tokens to write.")
 @click.option(
     "--temperature",
     type=click.FloatRange(min=0),
@@ -28,8 +26,8 @@ from unisono.errors import ConfigError
 @every_verb
 def command(
     run_dir: str,
-    prompt: str | None,
-    tokens: int | None,
+    prompt: str,
+    tokens: int,
     temperature: float,
     seed: int,
     checkpoint: str | None,
@@ -43,8 +41,6 @@ def command(
     from unisono.train.build import find_tokenizer
     from unisono.train.load import load_model
 
-    given = {"prompt": prompt, "tokens": tokens}
-    sample = replace(config.sample, **{name: value for name, value in given.items() if value is not None})
     tokenizer = find_tokenizer(config)
     world = join_world(JobSpec(), device_type="cpu", timeout_s=60.0)
     model, step = load_model(config, tokenizer, world, checkpoint)
@@ -55,8 +51,15 @@ def command(
             consequence="there is nothing to print",
             nearest="call your own model from Python",
         )
-    context = config.data.seq_len
-    text = write_sample(model, tokenizer, sample, context=context, seed=seed, temperature=temperature)
+    text = write_sample(
+        model,
+        tokenizer,
+        prompt=prompt,
+        num_tokens=tokens,
+        context=config.data.seq_len,
+        seed=seed,
+        temperature=temperature,
+    )
     if as_json:
         print_json({"run_dir": run_dir, "step": step, "text": text})
     else:

@@ -16,7 +16,7 @@ PYTHON_TEMPLATE = '''\
 """Your own model under unisono: `unisono train {name}`."""
 
 import torch
-from unisono import Parts, RunConfig
+from unisono import Components, RunConfig
 
 
 class Bigram(torch.nn.Embedding):  # any torch.nn.Module; forward's parameters name entries of the batch
@@ -24,13 +24,13 @@ class Bigram(torch.nn.Embedding):  # any torch.nn.Module; forward's parameters n
         return super().forward(tokens)  # logits [batch, time, 257], one row of the table per last byte
 
 
-def objective(outputs, batch):  # -> (sum of losses, sum of weights): unisono divides, over all micro-batches and ranks
+def objective(outputs, batch):  # -> (sum of losses, sum of weights) of a micro-batch; unisono divides their totals
     losses = torch.nn.functional.cross_entropy(outputs.mT, batch["targets"], reduction="none")
     return (losses * batch["weights"]).sum(), batch["weights"].sum()
 
 
 def config():
-    return RunConfig(parts=Parts(model=lambda run: Bigram(257, 257), objective=objective))
+    return RunConfig(parts=Components(model=lambda run: Bigram(257, 257), objective=objective))
 '''
 
 

@@ -1,4 +1,4 @@
-"""``unisono kvstore``: what keeping workers in step costs here."""
+"""``unisono kvstore``: measure the key-value store."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""``unisono launch``: one command in many processes, here or on the hosts of a file, or handed over to mpirun or srun."""
+"""``unisono launch``: runs a command as the processes of one job, here, on the hosts of a file, or by mpirun or srun."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,90 +23,115 @@ from unisono.launch.process_layout import JobLayout, assign_processes
 
 
 @click.command("launch", context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--processes", type=click.IntRange(min=1), help="Workers in all (default 1, or one per slot).")
-@click.option("--servers", type=click.IntRange(min=0), default=0, help="Parameter servers beside them, for dist_async.")
-@click.option("--hostfile", type=click.Path(path_type=Path), help="Hosts to reach over ssh, one a line.")
-@click.option("--ssh-port", type=click.IntRange(1, 65535), help="For hosts whose line names no port.")
+@click.option("-n", "--processes", type=click.IntRange(min=1), help="Number of workers (default 1, or one per slot).")
+@click.option("--servers", type=click.IntRange(min=0), default=0, help="Number of parameter servers, for dist_async.")
+@click.option("--hostfile", type=click.Path(path_type=Path), help="File of hosts to reach over ssh, one a line.")
+@click.option("--ssh-port", type=click.IntRange(1, 65535), help="ssh port of hosts without one in the file.")
 @click.option(
     "--interface", metavar="NAME", help="Network interface of every host (default: the way to rank 0's host)."
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Where ranks meet (default: any free port).")
-@click.option("--env", "settings", multiple=True, metavar="NAME[=VALUE]", help="A variable for every process.")
-@click.option("--tls", default="", metavar="FOLDER", help="Certificates, for what goes to servers.")
-@click.option("--max-restarts", type=click.IntRange(min=0), default=3, help="After crashes (default 3).")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of rank 0 (default: any free port).")
 @click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), help="For logs and launch.json (default runs/launch-TIME)."
+    "--env", "settings", multiple=True, metavar="NAME[=VALUE]", help="Environment variable for every process."
+)
+@click.option("--tls", default="", metavar="FOLDER", help="Certificates for connections to servers.")
+@click.option("--max-restarts", type=click.IntRange(min=0), default=3, help="Most restarts after crashes (default 3).")
+@click.option(
+    "--dir",
+    "folder",
+    type=click.Path(path_type=Path),
+    help="Folder of logs and launch.json (default runs/launch-TIME).",
 )
 @click.option("--mpirun", "by_mpirun", is_flag=True, help="Let Open MPI's mpirun start the processes.")
 @click.option("--srun", "by_srun", is_flag=True, help="Start them as a step of this SLURM allocation.")
 @click.option("--dry-run", is_flag=True, help="Show what would run where, and start nothing.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @every_verb
-def command(
-    processes: int | None,
-    servers: int,
-    hostfile: Path | None,
-    ssh_port: int | None,
-    interface: str | None,
-    port: int,
-    settings: tuple[str, ...],
-    tls: str,
-    max_restarts: int,
-    folder: Path | None,
-    by_mpirun: bool,
-    by_srun: bool,
-    dry_run: bool,
-    command: tuple[str, ...],
-    as_json: bool,
-) -> int:
+def command(command: tuple[str, ...], as_json: bool, **options: Any) -> int:
     """Run COMMAND as one job: `unisono launch -n 4 -- unisono train`, or any program that finds its place with torch's env://.
 
     Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved, 76 failed and would again.
     """
-    _refuse_inert(hostfile, servers, ssh_port, port, tls, by_mpirun=by_mpirun, by_srun=by_srun)
-    options = LaunchOptions(max_restarts=max_restarts, tls=tls)
-    extra = parse_settings(settings, os.environ)
-    if by_mpirun or by_srun:
-        travels = forwarded(os.environ, extra)
-        if by_mpirun:
-            handover = mpirun(
-                command, processes=processes, hostfile=hostfile, interface=interface, forwarded=travels, options=options
-            )
-        else:
-            handover = srun(command, processes=processes, interface=interface, forwarded=travels)
-        return _show_handover(handover, as_json=as_json) if dry_run else handover.run()
-    if hostfile is None:
-        if interface:
-            interface_by_name(interface)
-        hosts = [Host(name="this host", slots=processes or 1, here=True)]
-        environ = extra
-    else:
-        hosts = read_hostfile(hostfile, port=ssh_port)
-        environ = forwarded(os.environ, extra)
-    for host in hosts:
+    given = _Arguments(**options)
+    _check_unused(given)
+    if given.by_mpirun or given.by_srun:
+        handover = _handover(command, given)
+        return _show_handover(handover, as_json=as_json) if given.dry_run else handover.run()
+    folder = given.folder or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
+    job = _layout(command, given, folder)
+    for host in job.hosts:
         if host.role == "scheduler":
             click.echo(f"launch: {host.name} runs nothing: this launcher is the scheduler", err=True)
-    folder = folder or Path(time.strftime("runs/launch-%Y%m%d-%H%M%S"))
-    job = JobLayout(
+    if not given.dry_run:
+        return run_job(job, folder)
+    described = describe_launch(job)
+    if as_json:
+        print_json(described)
+    else:
+        click.echo(dry_run_text(described))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arguments:
+    """Options of the command line, as click passes them."""
+
+    processes: int | None
+    servers: int
+    hostfile: Path | None
+    ssh_port: int | None
+    interface: str | None
+    port: int
+    settings: tuple[str, ...]
+    tls: str
+    max_restarts: int
+    folder: Path | None
+    by_mpirun: bool
+    by_srun: bool
+    dry_run: bool
+
+    @property
+    def launch(self) -> LaunchOptions:
+        return LaunchOptions(max_restarts=self.max_restarts, tls=self.tls)
+
+
+def _handover(command: tuple[str, ...], given: _Arguments) -> ExecCommand:
+    """The command line of mpirun or srun."""
+    environ = forwarded(os.environ, parse_settings(given.settings, os.environ))
+    if given.by_srun:
+        return srun(command, processes=given.processes, interface=given.interface, forwarded=environ)
+    return mpirun(
+        command,
+        processes=given.processes,
+        hostfile=given.hostfile,
+        interface=given.interface,
+        forwarded=environ,
+        options=given.launch,
+    )
+
+
+def _layout(command: tuple[str, ...], given: _Arguments, folder: Path) -> JobLayout:
+    """The processes of the job on this host or on those of the hostfile."""
+    environ = parse_settings(given.settings, os.environ)
+    if given.hostfile is None:
+        if given.interface:
+            interface_by_name(given.interface)
+        hosts = [Host(name="this host", slots=given.processes or 1, here=True)]
+    else:
+        hosts = read_hostfile(given.hostfile, port=given.ssh_port)
+        environ = forwarded(os.environ, environ)
+    return JobLayout(
         command=command,
         server_command=SERVER,
         hosts=tuple(hosts),
-        slots=assign_processes(hosts, processes, servers),
+        slots=assign_processes(hosts, given.processes, given.servers),
         run_id=folder.absolute().name,
-        options=options,
+        options=given.launch,
         environ=environ,
-        interface=interface,
-        port=port,
+        interface=given.interface,
+        port=given.port,
         snapshots=str(folder.absolute() / "servers"),
     )
-    if not dry_run:
-        return run_job(job, folder)
-    shown = describe_launch(job)
-    if as_json:
-        print_json(shown)
-    else:
-        click.echo(dry_run_text(shown))
-    return 0
 
 
 def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
@@ -116,41 +143,41 @@ def _show_handover(handover: ExecCommand, *, as_json: bool) -> int:
     return 0
 
 
-def _refuse_inert(
-    hostfile: Path | None, servers: int, ssh_port: int | None, port: int, tls: str, *, by_mpirun: bool, by_srun: bool
-) -> None:
-    """Options that would act on nothing."""
-    by = "--mpirun" if by_mpirun else "--srun"
-    wrong = [
-        (by_mpirun and by_srun, "--mpirun and --srun", "one of them starts the processes"),
-        ((by_mpirun or by_srun) and servers > 0, f"{by} with --servers", f"{by} starts workers only"),
+def _check_unused(given: _Arguments) -> None:
+    """Raise ``ConfigError`` for options that would have no effect together."""
+    handed_over = given.by_mpirun or given.by_srun
+    by = "--mpirun" if given.by_mpirun else "--srun"
+    no_hosts = given.hostfile is None
+    rules = [
+        (given.by_mpirun and given.by_srun, "--mpirun and --srun", "one of them starts the processes"),
+        (handed_over and given.servers > 0, f"{by} with --servers", f"{by} starts workers only"),
+        (handed_over and given.port > 0, f"{by} with --port", "ranks take MASTER_PORT from --env, or derive it alike"),
+        (given.by_srun and not no_hosts, "--srun with --hostfile", "SLURM knows its hosts"),
         (
-            (by_mpirun or by_srun) and port > 0,
-            f"{by} with --port",
-            "ranks take MASTER_PORT from --env, or derive it alike",
-        ),
-        (by_srun and hostfile is not None, "--srun with --hostfile", "SLURM knows its hosts"),
-        (
-            ssh_port is not None and (hostfile is None or by_mpirun),
+            given.ssh_port is not None and (no_hosts or given.by_mpirun),
             "--ssh-port without ssh",
             "it belongs to --hostfile",
         ),
-        (port > 0 and servers > 0, "--port with --servers", "workers of an asynchronous job do not meet"),
-        (bool(tls) and not servers, "--tls without --servers", "Gloo and NCCL, which carry all else, encrypt nothing"),
+        (given.port > 0 and given.servers > 0, "--port with --servers", "workers of an asynchronous job do not meet"),
         (
-            port > 0 and hostfile is None,
+            bool(given.tls) and not given.servers,
+            "--tls without --servers",
+            "Gloo and NCCL, which carry all else, encrypt nothing",
+        ),
+        (
+            given.port > 0 and no_hosts,
             "--port without --hostfile",
             "ranks of one host meet at a port the launcher holds",
         ),
     ]
     problems = [
         Problem(
-            given=given,
+            given=combination,
             rule=rule,
             consequence="it would act on nothing, so nothing was started",
             nearest="leave one out",
         )
-        for holds, given, rule in wrong
+        for holds, combination, rule in rules
         if holds
     ]
     if problems:

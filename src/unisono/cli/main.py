@@ -1,6 +1,6 @@
-"""The group of verbs. A verb's module is imported when the verb runs or shows its own help; none imports torch at its top.
+"""The command group. A verb's module is imported when the verb runs or shows its help; none imports torch at module level.
 
-Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state committed (start again to go on).
+Exit codes: 0 ok, 1 failed, 2 the user must change something, 75 preempted with the state saved (start again to go on).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VERBS = {
     "generate": "Let a trained language model write.",
     "config": "Show, explain, compare configurations.",
     "plan": "Show, check, compare strategy files.",
-    "kvstore": "Measure the stores that keep workers in step.",
+    "kvstore": "Measure the stores that synchronise workers.",
     "checkpoint": "List, verify, convert, export checkpoints.",
     "data": "Look into record files, check, mend, rearrange and convert them.",
 }
@@ -32,7 +32,7 @@ USER_ERROR = 2
 
 
 class _LazyGroup(click.Group):
-    """Lists verbs from the table above and imports only the one that is asked for."""
+    """Command group that lists ``VERBS`` and imports only the module of the called verb."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -72,7 +72,7 @@ def cli() -> None:
 
 
 def entry() -> NoReturn:
-    """Run the command line and exit with its code; errors of the family print their four parts and nothing else."""
+    """Run the command line and exit with its code; a ``UnisonoError`` prints its four parts without a traceback."""
     try:
         result: Any = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -85,14 +85,14 @@ def entry() -> NoReturn:
         show_error(error)
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # whoever read our output has left; the interpreter must not complain about it when it flushes at the end
+        # the reader closed the pipe; the interpreter must not report it when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(result if isinstance(result, int) else 0)
 
 
 def show_error(error: UnisonoError) -> None:
-    """The error on standard error for people; where ``--json`` was given, as the one JSON object on standard output."""
+    """Print the error on standard error, or with ``--json`` as the one JSON object on standard output."""
     rank = _rank()
     if "--json" in sys.argv and rank == 0:
         _print_error(type(error).__name__, error.problems)
@@ -101,7 +101,7 @@ def show_error(error: UnisonoError) -> None:
 
 
 def show_usage_error(error: click.ClickException) -> None:
-    """A command line that click could not read, in click's own words."""
+    """Print click's error about a wrong command line."""
     if "--json" not in sys.argv:
         error.show()
         return
@@ -121,7 +121,7 @@ def _print_error(kind: str, problems: tuple[Problem, ...]) -> None:
 
 
 def _rank() -> int:
-    """This process's place in its job; 0 where there is none, or where it is what is wrong."""
+    """Rank of this process; 0 without a job or if the job's variables are wrong."""
     from unisono.dist import job_from_environ
     from unisono.errors import LaunchError
 

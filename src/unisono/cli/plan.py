@@ -1,4 +1,4 @@
-"""``unisono plan``: strategy files, the plan of a run as JSON."""
+"""``unisono plan``: shows, checks and compares plans stored as JSON files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a training run, from the configuration to the export; the part of ``train`` that needs torch."""
+"""One rank of ``unisono train``, from the configuration to the export. Imports torch."""
 
 from __future__ import annotations
 
@@ -31,19 +31,26 @@ from unisono.observe.run_summary import summarise
 from unisono.observe.sinks import Trackers
 from unisono.storage.files import write_atomically
 from unisono.train.build import RunData, build_data, build_trainer
-from unisono.train.config import RunConfig, SampleOptions
+from unisono.train.config import RunConfig
 from unisono.train.gradient_sync import init_distributed
 from unisono.train.load import empty_model, open_run_checkpoint, read_model, tensor_reader
 from unisono.train.parameter_servers import start_servers
 from unisono.train.setup import open_events, resolve_plan
 from unisono.train.trainer import Trainer
 
-# a model that is spread over ranks is put together for its sample up to this size
+# the text that a language model writes at the end of a run, and by default in ``unisono generate``
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 200
+# a sharded model is assembled for its text sample up to this size
 SAMPLE_BYTES = 1 << 30
 
 
 def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dict[str, Any]:
-    """Train to the end, a stop or an error; rank 0 also shows, samples, exports and reports. Returns the outcome."""
+    """Train until the end, a stop or an error; rank 0 also writes console (unless ``quiet``), sample, export and report.
+
+    Returns:
+        The outcome for ``--json``: run folder, step, reason of the end, evaluation and paths.
+    """
     config = resolved.value
     run_dir = Path(config.run.dir)
     device, plan = resolve_plan(config.plan, job)
@@ -68,10 +75,10 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
             "launch": launch_facts(),
             "data": asdict(data.prepared.report) if data.prepared else {},
         }
-        trainer = build_trainer(config, data, world=world, events=events, provenance=provenance)
+        trainer = build_trainer(config, data, plan, world=world, events=events, provenance=provenance)
         with trainer as run:
             if job.rank == 0:
-                # not earlier: from here on the folder holds a run, and asking for the folder again means to go on with it
+                # from here on the folder is a run, and starting it again continues the run
                 write_atomically(run_dir / RESOLVED, resolved.to_toml().encode())
                 run.plan.save(run_dir / PLAN)
             result = run.fit()
@@ -101,7 +108,7 @@ def run_rank(resolved: Resolved[RunConfig], job: JobSpec, *, quiet: bool) -> dic
 
 
 def _but_failures(console: Console) -> Callable[[Event], None]:
-    """Hands the console every event but the one that says the run failed: that is said once, in full, at the very end."""
+    """Pass the console every event but the end of a failed run, whose error is printed in full at the end."""
 
     def listen(event: Event) -> None:
         if not (event["kind"] == "run_end" and event.get("reason") == "failed"):
@@ -115,7 +122,7 @@ def _log_event(event: Event) -> None:
 
 
 def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
-    """What to try now; ``writes`` says whether the model can write text."""
+    """Commands to suggest after a run; ``writes`` tells whether the model can generate text."""
     run_dir = shlex.quote(config.run.dir)
     setting = shlex.quote(f"run.dir={config.run.dir}")
     if reason == "preempted":
@@ -128,14 +135,17 @@ def next_commands(config: RunConfig, reason: str, *, writes: bool) -> list[str]:
 
 
 def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, Any]) -> UnisonoError | None:
-    """Write the export and a text sample. An export that cannot be written is returned as its error: the run is done, and
-    what remains of its end must still happen."""
+    """Write the export and a text sample, and add them to ``outcome``.
+
+    Returns:
+        The error of an export that could not be written, to be raised after the rest of the run's end.
+    """
     tokenizer = data.tokenizer
     refused: UnisonoError | None = None
     with run.averaged_weights():
         model, snapshot = run.model, None
         if run.plan.is_model_sharded:
-            # this rank has a part of it; what was just committed is whole, and exported a tensor at a time
+            # this rank has a part of the model; export the checkpoint just committed, one tensor at a time
             alone = join_world(JobSpec(), device_type="cpu", timeout_s=config.launch.timeout_s)
             snapshot, model = open_run_checkpoint(config, alone, None), empty_model(config, tokenizer)
         try:
@@ -143,7 +153,7 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
             outcome["export"] = str(export_run(model, config, tokenizer, read=read))
         except UnisonoError as error:
             refused = error
-        if tokenizer is None or not isinstance(model, GPT) or not config.sample.tokens:
+        if tokenizer is None or not isinstance(model, GPT):
             return refused
         if snapshot is not None:
             size = sum(parameter.nbytes for parameter in model.parameters())
@@ -152,8 +162,8 @@ def finish(run: Trainer, config: RunConfig, data: RunData, outcome: dict[str, An
                 return refused
             model = cast(GPT, read_model(config, tokenizer, snapshot))
         context, seed = config.data.seq_len, config.run.seed
-        outcome["sample"] = write_sample(model, tokenizer, config.sample, context=context, seed=seed)
-        run.events.emit("sample", step=run.state.step, prompt=config.sample.prompt, text=outcome["sample"])
+        outcome["sample"] = write_sample(model, tokenizer, context=context, seed=seed)
+        run.events.emit("sample", step=run.state.step, prompt=SAMPLE_PROMPT, text=outcome["sample"])
     return refused
 
 
@@ -170,7 +180,7 @@ def _no_sample(size: int, run_dir: str) -> dict[str, str]:
 def export_run(
     model: nn.Module, config: RunConfig, tokenizer: Tokenizer | None, folder: Path | None = None, **how: Any
 ) -> Path:
-    """The Hugging Face folder of a run, by default ``<run.dir>/export``; ``how`` are more arguments of ``export``."""
+    """Export the model of a run, by default to ``<run.dir>/export``; ``how`` are more arguments of ``export``."""
     from_file = tokenizer is not None and config.data.tokenizer != BYTES
     return export(
         model,
@@ -183,15 +193,29 @@ def export_run(
 
 
 def write_sample(
-    model: GPT, tokenizer: Tokenizer, sample: SampleOptions, *, context: int, seed: int, temperature: float = 0.8
+    model: GPT,
+    tokenizer: Tokenizer,
+    *,
+    prompt: str = SAMPLE_PROMPT,
+    num_tokens: int = SAMPLE_TOKENS,
+    context: int,
+    seed: int,
+    temperature: float = 0.8,
 ) -> str:
-    """Text that begins with the prompt and goes on as the model likes, seeing at most ``context`` tokens back."""
+    """Generate text that continues the prompt.
+
+    Args:
+        num_tokens: Number of tokens after the prompt.
+        context: Number of last tokens that the model sees.
+        seed: Seed of the sampling.
+        temperature: 0 takes the most likely token.
+    """
     device = model.embedding.weight.device
-    prompt: list[int] = tokenizer.encode([sample.prompt])[0].ids.tolist() or [tokenizer.end_of_document]
+    start: list[int] = tokenizer.encode([prompt])[0].ids.tolist() or [tokenizer.end_of_document]
     training = model.training
     model.eval()
     tokens = model.generate(
-        torch.tensor([prompt], device=device), sample.tokens, temperature=temperature, context=context, seed=seed
+        torch.tensor([start], device=device), num_tokens, temperature=temperature, context=context, seed=seed
     )
     model.train(training)
     written: list[int] = cast(Any, tokens[0]).tolist()
@@ -199,7 +223,7 @@ def write_sample(
 
 
 def launch_facts() -> dict[str, Any]:
-    """What the launcher set for this process, and what torch made of it."""
+    """Settings of the launcher for this process, its threads and CPU affinity, and the versions of Python and torch."""
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return {
         **json.loads(os.environ.get("UNISONO_LAUNCH", "{}")),

@@ -1,7 +1,7 @@
-"""``unisono train``: the whole run, in as many processes as the plan and the machine want.
+"""``unisono train``: trains a model in one or more processes.
 
-Started plainly, this process only launches workers and watches them. Under torchrun, srun or mpirun, and in the workers, it is
-one rank of the job. With ``--debug`` it is the whole job in one process.
+Started directly, this process launches workers and supervises them. Under torchrun, srun or mpirun, and in the workers, it is
+one rank of the job. With ``--debug`` the whole job runs in this process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def command(
     if sync == "dist_async" and resolved.value.launch.num_replicas > servers:
         raise ConfigError(_no_room_for_replicas(servers))
     run_dir = Path(resolved.value.run.dir)
-    made = make_folder(run_dir)
+    new_folders = make_folder(run_dir)
     code = 1
     try:
         if debug:
@@ -75,13 +75,13 @@ def command(
             _leave(error)
         raise
     finally:
-        # the configuration is kept once the first step can be made: without it there is no run here
-        if code == USER_ERROR and made and job.rank == 0 and not (run_dir / RESOLVED).exists():
-            _unmake(made)
+        # the configuration file is written before the first step: without it there is no run in the folder
+        if code == USER_ERROR and new_folders and job.rank == 0 and not (run_dir / RESOLVED).exists():
+            _remove_folders(new_folders)
 
 
 def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json: bool) -> int:
-    """Start this same command line in every process of this host; the exit code of the whole."""
+    """Start this command line in every process of this host; return the exit code of the job."""
     from unisono.launch import launch_local
     from unisono.launch.job import run_job, with_servers
 
@@ -97,7 +97,7 @@ def _launch(resolved: Resolved[RunConfig], arguments: Sequence[str], *, as_json:
 
 
 def _leave(error: CommError) -> NoReturn:
-    """Says it and ends at once: at the interpreter's end gloo waits, a time-out long again, for what is left in its queue."""
+    """Print the error and exit immediately: a normal exit would wait another time-out for Gloo's pending operations."""
     from unisono.cli.main import show_error
 
     show_error(error)
@@ -120,14 +120,14 @@ def _sync(options: PlanOptions) -> str:
 
 
 def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
-    """Be one rank of the run; returns the exit code."""
+    """Run one rank and return its exit code."""
     from unisono.cli.rank import run_rank
 
     if job.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", job.interface)
     config = resolved.value
     if config.run.resume not in ("auto", "strict") and _restarted(job):
-        # where to start from was said once; a restart goes on from what the run has saved since
+        # a given start applies once; a restart continues from the run's own checkpoints
         LOG.info("restarted: run.resume %r becomes 'auto'", config.run.resume)
         resolved = replace(resolved, value=replace(config, run=replace(config.run, resume="auto")))
     outcome = run_rank(resolved, job, quiet=as_json)
@@ -137,14 +137,14 @@ def _work(resolved: Resolved[RunConfig], job: JobSpec, *, as_json: bool) -> int:
 
 
 def _restarted(job: JobSpec) -> bool:
-    """Whether a launcher started this process in place of one that crashed."""
+    """Whether a launcher started this process in place of a crashed one."""
     if job.source == "unisono":
         return bool(json.loads(os.environ.get("UNISONO_LAUNCH", "{}")).get("restarted"))
     return job.restart_count > 0
 
 
 def _eager(resolved: Resolved[RunConfig]) -> Resolved[RunConfig]:
-    """The same run without compiled code and background work; the configuration that is kept stays as it was."""
+    """The run without compilation and background work; the configuration file in the folder is unchanged."""
     config = resolved.value
     eager = replace(
         config,
@@ -165,31 +165,37 @@ def _debug_in_a_job(job: JobSpec) -> Problem:
 
 
 def make_folder(run_dir: Path) -> list[Path]:
-    """The run's folder, made and writable, or a ConfigError; returns the folders that were not there before, outermost
-    first."""
+    """Create the run's folder and check that it is writable.
+
+    Returns:
+        The folders that this process created, outermost first.
+
+    Raises:
+        ConfigError: The folder cannot be created or written.
+    """
     missing = [folder for folder in (run_dir, *run_dir.parents) if not os.path.lexists(folder)]
-    made = list(reversed(missing))
+    new_folders = list(reversed(missing))
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # ranks of several hosts make it at once, and in containers of their own all may be process 1
+        # ranks of several hosts create it at the same time, and in containers each may be process 1
         probe = run_dir / f".writable-{secrets.token_hex(8)}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        _unmake(made)
+        _remove_folders(new_folders)
         raise ConfigError(
             given=f"run.dir {str(run_dir)!r}: {error.strerror}",
             rule="a run keeps its configuration, events and checkpoints in a folder it can write to",
             consequence="nothing was started",
             nearest="run.dir in a folder of your own, such as runs/first",
         ) from None
-    return made
+    return new_folders
 
 
-def _unmake(made: Sequence[Path]) -> None:
-    """Take back the folders this process made: the last of them whole, those around it where nothing else is in them."""
-    for folder in reversed(made):
-        if folder == made[-1]:
+def _remove_folders(folders: Sequence[Path]) -> None:
+    """Delete the last folder with its content, and the folders around it if they are empty."""
+    for folder in reversed(folders):
+        if folder == folders[-1]:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):
             folder.rmdir()

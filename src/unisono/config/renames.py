@@ -7,20 +7,18 @@ holds are all read through here. The reader returns what it renamed, and ``annou
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from unisono.config.toml_file import NOTHING_STARTED, KeyPath
-from unisono.config.values import shown
 from unisono.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from unisono.config.sources import SourceEntry
-
-LOG = logging.getLogger("unisono")
+    from unisono.config.toml_file import KeyPath
 
 # old dotted key of an option or a section → new one; None: the option is gone, and a value given for it is ignored
 OPTIONS: Mapping[str, str | None] = {
@@ -40,6 +38,8 @@ OPTIONS: Mapping[str, str | None] = {
     "launch.threads": "launch.num_threads",
     "launch.servers": "launch.num_servers",
     "launch.replicas": "launch.num_replicas",
+    "launch.numa": None,
+    "sample": None,
 }
 # new dotted key → old value → new value
 OPTION_VALUES: Mapping[str, Mapping[str, str]] = {"data.packing": {"offsets": "sliding"}}
@@ -124,9 +124,17 @@ class OptionRenames:
 
 
 def announce(where: str, renamed: Iterable[str]) -> None:
-    """Print the migration line, if anything was renamed."""
-    if names := ", ".join(dict.fromkeys(renamed)):
-        LOG.warning("%s uses names of an earlier version, which were read as: %s", where, names)
+    """Print the migration line, if anything was renamed: once in a run, by rank 0 or by the launcher that started it."""
+    text = ", ".join(dict.fromkeys(renamed))
+    numbered = any(os.environ.get(name, "0") != "0" for name in _RANK_VARIABLES)
+    if not text or numbered or "UNISONO_RANK" in os.environ or (where, text) in _announced:
+        return
+    _announced.add((where, text))
+    logging.getLogger("unisono").warning("%s uses names of an earlier version, which were read as: %s", where, text)
+
+
+_announced: set[tuple[str, str]] = set()
+_RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "DMLC_WORKER_ID")
 
 
 def _rename(
@@ -215,7 +223,7 @@ def _renaming(
             if new is None:
                 continue
             if new.rpartition(".")[2] in keywords:
-                raise ConfigError(_given_twice(f"{type(self).__name__}({name}={shown(value)})", old, new))
+                raise ConfigError(_given_twice(f"{type(self).__name__}({name}={value!r})", old, new))
             keywords[new.rpartition(".")[2]] = value
         original(self, *args, **keywords)
 
@@ -223,11 +231,15 @@ def _renaming(
 
 
 def _both(entry: SourceEntry, present: SourceEntry, old: str, new: str, raw: Any) -> Problem:
+    from unisono.config.values import shown
+
     here, there = entry.origin(tuple(old.split("."))), present.origin(tuple(new.split(".")))
     return _given_twice(f"{here}: {old} = {shown(raw)} beside {new} ({there})", old, new)
 
 
 def _given_twice(given: str, old: str, new: str) -> Problem:
+    from unisono.config.toml_file import NOTHING_STARTED
+
     rule = f"{old} is the earlier name of {new}, and one source gives an option once"
     return Problem(given=given, rule=rule, consequence=NOTHING_STARTED, nearest=f"leave {old} out")
 

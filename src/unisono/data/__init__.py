@@ -1,4 +1,4 @@
-"""Records to samples to batches. Names are loaded on first use, so that ``unisono.data.options`` needs no torch."""
+"""Data sets, sample order and batches. Names are imported on first use, so options need no torch."""
 
 import lazy_loader
 

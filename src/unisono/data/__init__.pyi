@@ -9,8 +9,9 @@ from .dataset import from_map_style as from_map_style
 from .loading.loader import Loader as Loader
 from .loading.loader import StepBatch as StepBatch
 from .loading.loader import eval_batches as eval_batches
-from .loading.loader import rank_range as rank_range
+from .loading.micro_batch_specs import rank_range as rank_range
 from .loading.sample_cache import cached as cached
+from .loading.stream_loader import StreamLoader as StreamLoader
 from .options import DataOptions as DataOptions
 from .options import LoaderOptions as LoaderOptions
 from .order.permutation import Permutation as Permutation

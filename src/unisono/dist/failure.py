@@ -7,13 +7,13 @@ crash that repeats at one step. No torch.
 from __future__ import annotations
 
 import json
-import os
 import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from unisono.dist.jobspec import JobSpec
+from unisono.storage.files import write_atomically
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +49,7 @@ def record_failure(folder: Path, job: JobSpec, error: BaseException, *, step: in
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"failure-rank-{job.rank}.json"
-    partial = folder / f".failure-rank-{job.rank}.{os.getpid()}"
-    partial.write_text(json.dumps(asdict(failure), indent=1) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(asdict(failure), indent=1).encode() + b"\n")
     return path
 
 

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from unisono.errors import LaunchError, Problem
 
@@ -25,6 +25,32 @@ Role = Literal["worker", "server", "scheduler"]
 ROLES: tuple[Role, ...] = ("worker", "server", "scheduler")
 LOOPBACK = "127.0.0.1"
 
+# our variable -> field of JobSpec; all of them are always set
+_ALWAYS = {
+    "UNISONO_RUN_ID": "run_id",
+    "UNISONO_EPOCH": "restart_count",
+    "UNISONO_RANK": "rank",
+    "UNISONO_LOCAL_RANK": "local_rank",
+    "UNISONO_WORLD": "world_size",
+    "UNISONO_LOCAL_WORLD": "local_world",
+    "UNISONO_MASTER_ADDR": "master_addr",
+    "UNISONO_MASTER_PORT": "master_port",
+}
+_SOMETIMES = (
+    *("UNISONO_ROLE", "UNISONO_LISTEN_FD"),
+    *("UNISONO_SERVERS", "UNISONO_SERVER_ADDRESSES", "UNISONO_SERVER"),
+)
+OWN_VARIABLES = frozenset({*_ALWAYS, *_SOMETIMES})
+# torch's env:// variable -> field
+TORCH_VARIABLES = {
+    "RANK": "rank",
+    "LOCAL_RANK": "local_rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_WORLD_SIZE": "local_world",
+    "MASTER_ADDR": "master_addr",
+    "MASTER_PORT": "master_port",
+}
+
 # srun numbers its steps from 0; batch and interactive shells have no step id or one from here on, and count as one process
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
@@ -33,17 +59,18 @@ _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 class JobSpec:
     """The place of one process in its job.
 
-    - ``run_id``: the name of the run, equal on all its processes. - ``restart_count``: the attempt, from 0. It is
-    part of every key in the store, so a restarted group reads no old keys. - ``rank``, ``world_size``: among the
-    workers. A worker of a job with servers that joins later has a rank >= ``world_size``. - ``local_rank``,
-    ``local_world``: among the workers of this host. - ``master_addr``, ``master_port``: where rank 0 serves the
-    store; port 0 if nobody meets there. - ``source``: the launcher or allocation these numbers come from. -
-    ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free in
-    between. - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open
-    one. - ``role``: worker or server; scheduler is DMLC's process that keeps the store. - ``servers``: number of
-    parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown. - ``server_index``: the
-    index of this server; None for other roles or if its launcher numbers no servers. - ``interface``: the network
-    interface this process was told to use.
+    - ``run_id``: the name of the run, equal on all its processes.
+    - ``restart_count``: the attempt, from 0. It is part of every key in the store, so a restarted group reads no old keys.
+    - ``rank``, ``world_size``: among the workers. A worker that joins servers later has a rank >= ``world_size``.
+    - ``local_rank``, ``local_world``: among the workers of this host.
+    - ``master_addr``, ``master_port``: where rank 0 serves the store; port 0 if the workers do not meet.
+    - ``source``: the launcher or allocation these numbers come from.
+    - ``listen_fd``: a listening socket inherited from the launcher (rank 0 and servers), so the port is never free.
+    - ``shared_store``: a store (torchrun's) already listens at the master address, so rank 0 must not open one.
+    - ``role``: worker or server; scheduler is DMLC's process that keeps the store.
+    - ``servers``: the number of parameter servers. ``server_addresses``: their ``host:port`` by index; empty if unknown.
+    - ``server_index``: the index of this server; None for other roles or if its launcher numbers no servers.
+    - ``interface``: the network interface that the launcher set for this process.
     """
 
     run_id: str = "single"
@@ -70,17 +97,7 @@ class JobSpec:
 
     def environ(self) -> dict[str, str]:
         """The variables our launcher sets for this process; for a worker also torch's ``env://`` names."""
-        own = {
-            "UNISONO_ROLE": self.role,
-            "UNISONO_RUN_ID": self.run_id,
-            "UNISONO_EPOCH": str(self.restart_count),
-            "UNISONO_RANK": str(self.rank),
-            "UNISONO_LOCAL_RANK": str(self.local_rank),
-            "UNISONO_WORLD": str(self.world_size),
-            "UNISONO_LOCAL_WORLD": str(self.local_world),
-            "UNISONO_MASTER_ADDR": self.master_addr,
-            "UNISONO_MASTER_PORT": str(self.master_port),
-        }
+        own = {"UNISONO_ROLE": str(self.role)} | self._values(_ALWAYS)
         if self.listen_fd is not None:
             own["UNISONO_LISTEN_FD"] = str(self.listen_fd)
         if self.servers:
@@ -88,16 +105,10 @@ class JobSpec:
             own["UNISONO_SERVER_ADDRESSES"] = ",".join(self.server_addresses)
         if self.server_index is not None:
             own["UNISONO_SERVER"] = str(self.server_index)
-        if self.role != "worker":
-            return own
-        return own | {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        return own | self._values(TORCH_VARIABLES) if self.role == "worker" else own
+
+    def _values(self, fields: Mapping[str, str]) -> dict[str, str]:
+        return {variable: str(getattr(self, field)) for variable, field in fields.items()}
 
 
 def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
@@ -139,24 +150,20 @@ def idle_role(job: JobSpec, kind: str) -> str | None:
 
 
 def _own(environ: Mapping[str, str]) -> JobSpec | None:
-    names = ("RUN_ID", "EPOCH", "RANK", "LOCAL_RANK", "WORLD", "LOCAL_WORLD", "MASTER_ADDR", "MASTER_PORT")
-    if not _all_or_none(environ, "unisono", [f"UNISONO_{name}" for name in names], marker="UNISONO_RANK"):
+    if not _all_or_none(environ, "unisono", list(_ALWAYS), marker="UNISONO_RANK"):
         return None
+    place: dict[str, Any] = {
+        field: environ[variable] if field in ("run_id", "master_addr") else _whole(environ, variable)
+        for variable, field in _ALWAYS.items()
+    }
     return _checked(
         JobSpec(
+            **place,
+            source="unisono",
             role=_role(environ, "UNISONO_ROLE", "worker"),
             servers=_whole(environ, "UNISONO_SERVERS", 0),
             server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
             server_index=_maybe(environ, "UNISONO_SERVER"),
-            run_id=environ["UNISONO_RUN_ID"],
-            restart_count=_whole(environ, "UNISONO_EPOCH"),
-            rank=_whole(environ, "UNISONO_RANK"),
-            local_rank=_whole(environ, "UNISONO_LOCAL_RANK"),
-            world_size=_whole(environ, "UNISONO_WORLD"),
-            local_world=_whole(environ, "UNISONO_LOCAL_WORLD"),
-            master_addr=environ["UNISONO_MASTER_ADDR"],
-            master_port=_whole(environ, "UNISONO_MASTER_PORT"),
-            source="unisono",
             listen_fd=_maybe(environ, "UNISONO_LISTEN_FD"),
         )
     )
@@ -197,7 +204,7 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
     if role == "worker" and number is None:
         raise LaunchError(
             given="DMLC_ROLE='worker' and none of DMLC_RANK, DMLC_WORKER_ID, DMLC_TASK_ID",
-            rule="a worker's number is said before it starts; MXNet counts workers as they arrive, which is another order "
+            rule="a worker has its number before it starts; MXNet numbers workers as they arrive, in another order "
             "each time",
             consequence="this process does not know which share of the data is its own and was not started",
             nearest=f"DMLC_WORKER_ID=0 … {max(world - 1, 0)}, one for each worker, or `unisono launch`, which numbers them",

@@ -146,7 +146,7 @@ def _listen(job: JobSpec) -> socket.socket:
         )[0]
     except socket.gaierror as error:
         raise LaunchError(
-            given=f"the master address {job.master_addr!r} has no meaning on this host ({error.strerror})",
+            given=f"the master address {job.master_addr!r} does not resolve on this host ({error.strerror})",
             rule="rank 0 listens at the master address",
             consequence="the ranks cannot find each other, so nothing was started",
             nearest="set MASTER_ADDR to a name or address of the host rank 0 runs on",
@@ -161,8 +161,8 @@ def _listen(job: JobSpec) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
                 given=f"rank 0 was told to listen at {at}, and another process already does",
-                rule="the port of a job belongs to that job alone",
-                consequence="the ranks would meet in a foreign job, so nothing was started",
+                rule="a job has a port that nothing else uses",
+                consequence="the ranks would join another job, so nothing was started",
                 nearest=f"MASTER_PORT={_free_port(family, str(address[0]))} is free now",
             ) from error
         raise LaunchError(

@@ -65,7 +65,7 @@ def bert_tensors(model: BERT) -> list[ExportedTensor]:
 
 
 def bert_config(model: BERT) -> dict[str, Any]:
-    """Content of ``config.json``."""
+    """Content of ``config.json`` for ``BertForMaskedLM``."""
     return {
         "architectures": ["BertForMaskedLM"],
         **_FIXED,

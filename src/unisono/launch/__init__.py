@@ -1,4 +1,4 @@
-"""Starts processes on this host and answers for them. Imports no torch; ``launch`` itself is loaded when first asked for."""
+"""Starts and supervises the processes of a job, on this host or several. Imports no torch."""
 
 import lazy_loader
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from unisono.dist.jobspec import OWN_VARIABLES
 from unisono.errors import LaunchError, Problem
 
 _NAMES = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "GLIBC_TUNABLES"}
@@ -17,10 +18,7 @@ _CREDENTIAL = re.compile(
     r"AWS_.*|.*(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)|UNISONO_SECRET_.*", flags=re.IGNORECASE
 )
 # each process gets its own place in the job
-_PLACES = re.compile(
-    r"UNISONO_(RUN_ID|EPOCH|RANK|LOCAL_RANK|WORLD|LOCAL_WORLD|MASTER_ADDR|MASTER_PORT|LISTEN_FD|ROLE|SERVERS|SERVER|SERVER_ADDRESSES"
-    r"|LAUNCH|LOGS)"
-)
+_PLACES = OWN_VARIABLES | {"UNISONO_LAUNCH", "UNISONO_LOGS"}
 
 
 def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
@@ -28,9 +26,7 @@ def forwarded(environ: Mapping[str, str], extra: Mapping[str, str]) -> dict[str,
     chosen = {
         name: value
         for name, value in environ.items()
-        if (name in _NAMES or name.startswith(_PREFIXES))
-        and not _CREDENTIAL.fullmatch(name)
-        and not _PLACES.fullmatch(name)
+        if (name in _NAMES or name.startswith(_PREFIXES)) and not _CREDENTIAL.fullmatch(name) and name not in _PLACES
     }
     return chosen | dict(extra)
 

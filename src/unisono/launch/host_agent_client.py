@@ -300,7 +300,7 @@ class HostAgentClient:
         over = "" if self.host.here else " over ssh"
         return LaunchError(
             given=f"{self.host.name} has no agent of this launch{over}: {reason}",
-            rule="every host lets this user in unasked, and has this folder, this Python and unisono at the same paths",
+            rule="every host lets this user log in without a prompt, and has this folder, Python and unisono at the same paths",
             consequence="nothing is running",
             nearest=f"try by hand: {shlex.join([*agent_command(self.host)[:-1], f'{sys.executable} -m unisono --version'])}"
             if not self.host.here

@@ -48,7 +48,7 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
     try:
         lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(_wrong(path, f"cannot be read: {reason}", "a hosts file is text, one host a line")) from None
     hosts: list[Host] = []
     problems: list[Problem] = []
@@ -74,7 +74,7 @@ def read_hostfile(path: Path, *, port: int | None = None) -> list[Host]:
 
 
 def _host(words: list[str], port: int | None) -> Host:
-    """Raises ValueError(given, rule)."""
+    """Parse the words of one line. Raises ValueError(given, rule)."""
     name, separator, number = words[0].rpartition(":")
     if not separator or ":" in name or not number.isdigit():
         name, number = words[0], ""

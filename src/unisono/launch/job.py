@@ -160,7 +160,7 @@ def run_job(job: JobLayout, run_dir: Path) -> int:
 
 
 def describe_launch(job: JobLayout) -> dict[str, Any]:
-    """What ``run_job`` would start, as JSON types; starts nothing and contacts no host.
+    """Describe, in JSON types, the processes that ``run_job`` would start. Starts nothing and contacts no host.
 
     ``hosts`` has the command run here for each host, ``processes`` each process's argument vector and variables in
     start order. Ports are free ones of now; a launch chooses again. The secret is not shown: it is made when the job

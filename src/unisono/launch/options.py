@@ -19,9 +19,6 @@ class LaunchOptions:
     allocator: str = option(
         "tuned", "C allocator: 'tuned' keeps freed memory for the next step.", choices=("tuned", "system")
     )
-    numa: str = option(
-        "bind", "'bind' pins each of several processes to neighbouring cores of its own.", choices=("bind", "off")
-    )
     num_servers: int = option(1, "Parameter servers beside the processes (plan.sync=dist_async).", ge=1)
     num_replicas: int = option(
         1, "2 = each server keeps a copy of another's parameters; no acknowledged push is lost.", ge=1, le=2
@@ -59,5 +56,6 @@ def options_message(options: LaunchOptions) -> dict[str, Any]:
 
 def options_of_message(message: Mapping[str, Any]) -> LaunchOptions:
     """The inverse of ``options_message``."""
-    fields = {key: name for name, key in _MESSAGE_KEYS.items()}
-    return LaunchOptions(**{fields.get(key, key): value for key, value in message.items()})
+    names = {key: name for name, key in _MESSAGE_KEYS.items()}
+    given = {names.get(key, key): value for key, value in message.items() if key != "numa"}  # of earlier versions
+    return LaunchOptions(**given)

@@ -133,7 +133,7 @@ def assign_processes(hosts: Sequence[Host], processes: int | None, servers: int)
     if for_servers and not servers:
         raise LaunchError(
             given=f"hosts with role=server ({', '.join(hosts[number].name for number in for_servers)}) and no --servers",
-            rule="the number of servers is said with --servers",
+            rule="--servers gives the number of servers",
             consequence="those hosts would do nothing, so nothing was started",
             nearest=f"--servers {len(for_servers)}",
         )

@@ -1,4 +1,4 @@
-"""What this host offers a job (cores, CPU quota, accelerators), and how it is divided among the job's processes. No torch.
+"""The resources of this host (cores, CPU quota, accelerators) and their division among the processes of a job. No torch.
 
 The division is set explicitly and recorded: torchrun sets one thread and mpirun none, so a launcher that sets nothing
 makes the same job give other bits under another launcher. Variables the user has set stay as they are. Affinity masks
@@ -47,7 +47,7 @@ _BUSY_FRAC = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResourceShare:
-    """What each process of a launch gets of this host.
+    """The share of this host that each process of a launch gets.
 
     ``affinity`` has the logical CPUs of each process, or is None if processes are not pinned. ``cpu_quota`` is the
     control group's limit in CPUs. ``*_from`` says where a value comes from.
@@ -88,7 +88,7 @@ def divide_host(
     usable = len(cores) if quota is None else min(len(cores), max(1, math.ceil(quota)))
     threads, threads_from = _threads(options, environ, usable, processes)
     waiting, waiting_from = _waiting(environ, threads, host_busy_frac() if busy_frac is None else busy_frac)
-    affinity, numa = _affinity(options, processes)
+    affinity, numa = _affinity(processes)
     allocator = TUNED_ALLOCATOR if options.allocator == "tuned" else {}
     return ResourceShare(
         processes=processes,
@@ -124,9 +124,7 @@ def _waiting(environ: Mapping[str, str], threads: int, busy_frac: float) -> tupl
     return dict(_SHORT_SPIN), f"short: others use {100 * busy_frac:.0f} % of this host"
 
 
-def _affinity(options: LaunchOptions, processes: int) -> tuple[list[list[int]] | None, str]:
-    if options.numa == "off":
-        return None, "off"
+def _affinity(processes: int) -> tuple[list[list[int]] | None, str]:
     if processes == 1:
         return None, "not pinned: one process has the whole host"
     if not hasattr(os, "sched_setaffinity"):

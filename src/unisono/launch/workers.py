@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO, Protocol
 
 from unisono.dist import JobSpec
+from unisono.dist.jobspec import OWN_VARIABLES, TORCH_VARIABLES
 from unisono.errors import LaunchError, Problem
 from unisono.launch import reaper
 from unisono.launch.resources import ResourceShare
@@ -31,9 +32,9 @@ _PR_SET_PDEATHSIG = 1
 # variables of an outer launcher must not describe our workers
 _FOREIGN_GROUPS = ("TORCHELASTIC_", "DMLC_")
 _FOREIGN = {
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE"),
-    *("UNISONO_LISTEN_FD", "UNISONO_SERVERS", "UNISONO_SERVER_ADDRESSES", "UNISONO_SERVER", "UNISONO_SECRET_FD"),
+    *TORCH_VARIABLES,
+    *OWN_VARIABLES,
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "UNISONO_SECRET_FD"),
 }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
 import statistics
@@ -16,6 +15,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
+
+from unisono.storage.files import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -208,14 +209,7 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
 
 def _write_cache(cache: Path, key: str, result: dict[str, float]) -> None:
     """Add one entry; the file is replaced atomically."""
-    beside = cache.with_name(f".{cache.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)
         entries = _read_cache(cache) | {key: result}
-        try:
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(fd, "w") as file:
-                json.dump(entries, file, indent=1, sort_keys=True)
-            os.replace(beside, cache)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_atomically(cache, json.dumps(entries, indent=1, sort_keys=True).encode(), mode=0o600)

@@ -57,7 +57,7 @@ class BertOptions:
 
 
 class BertAttention(nn.Module):
-    """Bidirectional multi-head self-attention."""
+    """Multi-head self-attention over all tokens of a text."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class BertAttention(nn.Module):
 
 
 class BertFeedForward(nn.Module):
-    """Feed-forward layer ``down(gelu(up(x)))``."""
+    """Feed-forward layer of two matrices: ``down(gelu(up(x)))``."""
 
     def __init__(self, options: BertOptions) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class BERT(nn.Module):
     def check_length(self, tokens: int) -> None:
         """Raise ``DataError`` if ``tokens``, the length of a text, exceeds ``max_length``.
 
-        With ``plan.mesh.cp`` a rank's forward sees a part of each text, so ``parallel.context`` calls this with the whole length.
+        With ``plan.cp`` a rank's forward sees a part of each text, so ``parallel.context`` calls this with the whole length.
         """
         if tokens > self.options.max_length:
             raise DataError(

@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ from unisono.observe.run_summary import (
     summarise,
 )
 from unisono.observe.sanitize import printable
+from unisono.storage.files import write_atomically
 
 _POINTS: Final = 2000  # per curve
 _HAPPENINGS: Final = 500
@@ -96,15 +96,8 @@ def write_report(run_dir: Path) -> Path:
             nearest="give the folder of a run (run.dir), or start one: unisono train",
         )
     page = render(history, _other_ranks(run_dir))
-    target, beside = run_dir / "report.html", run_dir / f".report.html.{os.getpid()}"
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    target = run_dir / "report.html"
+    write_atomically(target, page.encode(), mode=0o600)
     return target
 
 

@@ -17,9 +17,9 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from unisono.config.renames import migrate_plan
+from unisono.config.renames import announce, migrate_plan
 from unisono.errors import PlanError, Problem, nearest_name
-from unisono.plan.options import Compile, PlanOptions, Recompute, Schedule, Sync, Zero
+from unisono.plan.options import Compile, Recompute, Schedule, Sync, Zero
 from unisono.plan.rules import DtypeRule, ParameterPlacement, Rule, match_modules
 from unisono.storage.files import write_atomically
 
@@ -27,6 +27,8 @@ _MAX_FILE_BYTES = 1 << 20
 VERSION = 3
 # default size of the gradients summed by one all-reduce
 BUCKET_BYTES = 4 * 2**20
+# the pin of a plan that was read from a strategy file as a whole
+FROM_FILE = "file"
 # default number of pipeline stages per rank
 STAGES_PER_RANK: Mapping[Schedule, int] = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zbv": 2}
 
@@ -251,9 +253,10 @@ class Plan:
     @staticmethod
     def load(path: Path) -> Plan:
         """Read a strategy file. Raises PlanError where it cannot be read or its fields do not fit (see ``from_json``)."""
-        data = read_strategy_file(path)
+        data = migrate_plan(read_strategy_file(path))
+        announce(str(path), data.renamed)
         try:
-            return Plan.from_json(data)
+            return Plan.from_json(data.values)
         except PlanError as error:
             raise PlanError(
                 *(replace(problem, given=f"{path}: {problem.given}") for problem in error.problems)
@@ -312,9 +315,9 @@ def read_strategy_file(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", data)
 
 
-def precision_reason(asked: Plan | PlanOptions, plan: Plan) -> str:
+def precision_reason(plan: Plan) -> str:
     """Why the plan computes in its precision, in a few words."""
-    if isinstance(asked, Plan) or asked.file or asked.precision != "auto":
+    if not {"precision", FROM_FILE}.isdisjoint(plan.pins):
         return f"{plan.precision.compute} as asked"
     if plan.precision.compute == "bf16":
         return "bf16 is native here"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from unisono.errors import PlanError
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import (
     BUCKET_BYTES,
+    FROM_FILE,
     BackendPlan,
     BatchPlan,
     FSDPPlan,
@@ -36,7 +37,7 @@ def load_plan(options: PlanOptions) -> Plan:
             consequence="it would be unclear which of the two counts",
             nearest="change the file, or leave it out and set options only",
         )
-    return Plan.load(Path(options.file).expanduser())
+    return replace(Plan.load(Path(options.file).expanduser()), pins=(FROM_FILE,))
 
 
 def derive_plan(options: PlanOptions, *, world_size: int, device: str, native_bf16: bool) -> Plan:
@@ -95,3 +96,15 @@ def derive_plan(options: PlanOptions, *, world_size: int, device: str, native_bf
     )
     validate_plan(plan, world_size)
     return plan
+
+
+def worker_plan(plan: Plan) -> Plan:
+    """The plan of one asynchronous worker, which computes one batch shard; other plans are returned as they are."""
+    if plan.sync.kind != "dist_async":
+        return plan
+    share = plan.batch.global_batch // plan.mesh.dp_replicate
+    return plan.updated(
+        mesh={"dp_replicate": 1},
+        batch={"global_batch": share},
+        sync={"kind": "local", "compression": "none", "staleness": None, "staleness_lr_decay": False},
+    )

@@ -487,7 +487,7 @@ def round_problems(local_steps: int, num_fragments: int, outer_delay_steps: int)
             consequence="two fragments would be averaged at one step, or none",
             nearest=f"num_fragments={max(1, min(num_fragments, local_steps))}, or local_steps={max(1, num_fragments)}",
         )
-    elif not 0 <= outer_delay_steps < max(local_steps, 1):
+    if not 0 <= outer_delay_steps < max(local_steps, 1):
         yield Problem(
             given=f"outer_delay_steps {outer_delay_steps} with local_steps {local_steps}",
             rule="an average is applied before the next one of its fragment starts: 0 <= outer_delay_steps < local_steps",

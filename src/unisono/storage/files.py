@@ -29,11 +29,15 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def new_file(path: Path) -> Generator[IO[Any]]:
-    """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``."""
+def new_file(path: Path, *, mode: int = 0o666) -> Generator[IO[Any]]:
+    """Open a binary file under a temporary name; when the block ends normally it is synced and renamed to ``path``.
+
+    ``mode`` are the permissions of the new file, before the umask.
+    """
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with temporary.open("xb") as file:
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, mode)
+        with open(fd, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -43,9 +47,9 @@ def new_file(path: Path) -> Generator[IO[Any]]:
     sync_folder(path.parent)
 
 
-def write_atomically(path: Path, *parts: Any) -> None:
+def write_atomically(path: Path, *parts: Any, mode: int = 0o666) -> None:
     """Write the parts (bytes-like) so that ``path`` holds either its old content or all of the new."""
-    with new_file(path) as file:
+    with new_file(path, mode=mode) as file:
         for part in parts:
             file.write(part)
 

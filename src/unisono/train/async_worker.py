@@ -37,18 +37,6 @@ _EVENT_EVERY_SHARDS = 100
 _BYTE_FIELDS = ("bytes_in", "bytes_out", "pull_bytes_in", "pull_bytes_out")
 
 
-def worker_plan(plan: Plan) -> Plan:
-    """The plan of one asynchronous worker, which computes one batch shard; other plans are returned as they are."""
-    if plan.sync.kind != "dist_async":
-        return plan
-    share = plan.batch.global_batch // plan.mesh.dp_replicate
-    return plan.updated(
-        mesh={"dp_replicate": 1},
-        batch={"global_batch": share},
-        sync={"kind": "local", "compression": "none", "staleness": None, "staleness_lr_decay": False},
-    )
-
-
 class RemoteOptimizer:
     """Used in place of an optimizer: ``step`` pushes gradients to the servers, which update, once per ``batch_shard``.
 
@@ -355,10 +343,10 @@ def require_random_access(loader: Loader | StreamLoader) -> Loader:
     """Return ``loader``. Raises ConfigError for a stream, whose batch shards cannot be read in any order."""
     if isinstance(loader, StreamLoader):
         raise ConfigError(
-            given=f"plan.sync.kind 'dist_async' with a stream ({type(loader).__name__})",
+            given=f"plan.sync 'dist_async' with a stream ({type(loader).__name__})",
             rule="shares of steps are dealt to whoever is free, so any sample can be read at any time",
             consequence="a worker could not read the share it was dealt",
-            nearest="a data set with a length, or plan.sync.kind='dist_sync'",
+            nearest="a data set with a length, or plan.sync='dist_sync'",
         )
     return loader
 

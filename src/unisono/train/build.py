@@ -24,10 +24,10 @@ from unisono.models.gpt import GPT
 from unisono.models.moe import inactive_parameters
 from unisono.models.options import ModelOptions
 from unisono.observe.events import EventLog
+from unisono.plan.plan import Plan
 from unisono.train.config import RunConfig
 from unisono.train.metrics import METRICS, Metric, find_metric
 from unisono.train.objectives import OBJECTIVES, Objective
-from unisono.train.setup import resolve_plan
 from unisono.train.trainer import Trainer
 
 TOKENS = "tokens"
@@ -36,7 +36,7 @@ TOKEN_METRICS = ("bits_per_byte", "accuracy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What a run reads: both data sets, and for text what tokenized it."""
+    """The data sets of a run, and for text the tokenized corpus."""
 
     train: Dataset
     held_out: Dataset
@@ -80,7 +80,7 @@ def build_data(config: RunConfig) -> RunData:
 
 
 def find_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """What the text of this configuration is tokenized by; None for data of the user's own. Reads no corpus."""
+    """The tokenizer of the configuration's text; None for the user's own data. Reads no corpus."""
     return load_tokenizer(config.data.tokenizer) if config.components.data == TOKENS else None
 
 
@@ -120,18 +120,21 @@ def model_options(config: RunConfig, tokenizer: Tokenizer | None) -> ModelOption
 def build_trainer(
     config: RunConfig,
     data: RunData,
+    plan: Plan,
     *,
     world: World,
     events: EventLog,
     provenance: Mapping[str, Any],
 ) -> Trainer:
-    """The trainer of this configuration; before it is entered nothing is started, and no model built that the plan spreads."""
-    _, plan = resolve_plan(config.plan, world.job)
+    """The trainer of this configuration and of the plan resolved from it.
+
+    Nothing is started before it is entered, and a model that the plan shards is built then.
+    """
     build = partial(build_model, config, data.tokenizer)
     return Trainer(
         build if plan.is_model_sharded else build(),
         data.train,
-        config.plan,
+        plan,
         objective=find_objective(config),
         optimizer=config.optim,
         schedule=config.schedule,
@@ -189,7 +192,7 @@ _GROUPS = {
 
 
 def _find_component(name: str, config: RunConfig, built_in: Mapping[str, Any]) -> Any:
-    return _resolve(_GROUPS[name], f"parts.{name}", getattr(config.components, name), built_in)
+    return _resolve(_GROUPS[name], f"components.{name}", getattr(config.components, name), built_in)
 
 
 def _resolve(group: str, key: str, part: Any, built_in: Mapping[str, Any]) -> Any:

@@ -1,9 +1,9 @@
-"""Now and then an event says what went over each of this rank's links, how fast, and how long its steps waited for it.
+"""Communication statistics: the bytes a rank exchanges with each peer, their rate, and how long its steps wait for them.
 
-A link of ``dist_async`` is the connection to one server, and its bytes are those of the socket and of the memory shared with it,
-headers too. ``dist_sync`` and ``dist_local`` have one link, all other ranks; its bytes are what this rank gave to sums and got of
-them, which a transport may turn into more: a ring sends 2 (n - 1) / n of it, shared memory exactly it. What torch itself
-sends for sharded or placed states is not counted, and such runs have no event.
+Under ``dist_async`` each server is a peer; its bytes are those of the socket and of memory shared with it, headers included.
+``dist_sync`` and ``dist_local`` have one peer, all other ranks; its bytes are this rank's inputs to sums and their results. A
+transport may send more: a ring sends 2 (n - 1) / n of them, shared memory exactly them. Traffic of FSDP2 and DTensor is not
+counted, and such runs have no event.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _EVENT_EVERY_STEPS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerTraffic:
-    """Bytes since the start, through sockets and memory alike, and ``facts`` for the event. ``peer``: a server's address, or how
-    sums travel."""
+    """Bytes exchanged with one peer since the start. ``peer`` is a server's address or the transport of sums; ``facts`` are added
+    to the event."""
 
     peer: str
     sent_bytes: int
@@ -31,23 +31,26 @@ class PeerTraffic:
 
 @runtime_checkable
 class ReportsTraffic(Protocol):
-    """What keeps this rank in step, and counts what that takes."""
+    """A gradient synchronisation that counts its traffic."""
 
     def peer_traffic(self) -> Sequence[PeerTraffic]:
-        """Always in the same order."""
+        """Traffic with each peer, always in the same order."""
         ...
 
 
 class CommStats:
-    """Emits ``links`` every hundred steps of this rank (units, under ``dist_async``), and at the end of its steps. Of each link
-    bytes and bytes per second since the event before: ``wall_s`` seconds, in which ``steps`` steps waited ``comm_exposed_s``."""
+    """Emits a ``links`` event every hundred steps of this rank (batch shards under ``dist_async``) and after its last one.
+
+    It has the bytes and bytes per second of each peer since the previous event, ``wall_s`` seconds ago; the ``steps`` since then
+    waited ``comm_exposed_s`` for communication.
+    """
 
     def __init__(self, events: EventLog, read: Callable[[], Sequence[PeerTraffic]]) -> None:
         self._events, self._read = events, read
         self._begin()
 
     def add(self, step: int, steps: int, exposed_s: float) -> None:
-        """So many more steps are finished, up to ``step``."""
+        """Count ``steps`` more finished steps, up to ``step``, which waited ``exposed_s``."""
         self._step = step
         self._steps += steps
         self._exposed_s += exposed_s
@@ -55,14 +58,14 @@ class CommStats:
             self.emit()
 
     def emit(self) -> None:
-        """Emit what there is to say of the steps since the last event, if there were any."""
+        """Emit the event of the steps since the previous one, if there are any."""
         if not self._steps:
             return
         wall_s, links = time.monotonic() - self._began_s, self._read()
-        told: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for link, before in zip(links, self._before, strict=True):
             sent, received = link.sent_bytes - before.sent_bytes, link.received_bytes - before.received_bytes
-            told.append(
+            rows.append(
                 {
                     "peer": link.peer,
                     "sent_bytes": sent,
@@ -73,7 +76,7 @@ class CommStats:
                 }
             )
         measured = {"steps": self._steps, "wall_s": wall_s, "comm_exposed_s": self._exposed_s}
-        self._events.emit("links", step=self._step, **measured, links=told)
+        self._events.emit("links", step=self._step, **measured, links=rows)
         self._begin()
 
     def _begin(self) -> None:

@@ -16,7 +16,7 @@ from unisono.models.options import ModelOptions
 from unisono.observe.options import ObserveOptions
 from unisono.optim.options import OptimOptions, ScheduleOptions, schedule_problems
 from unisono.plan.options import PlanOptions
-from unisono.train.options import RunOptions, SampleOptions, TrainOptions
+from unisono.train.options import RunOptions, TrainOptions
 
 Component = str | Callable[..., Any]
 
@@ -61,7 +61,6 @@ class RunConfig:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     observe: ObserveOptions = field(default_factory=ObserveOptions)
     launch: LaunchOptions = field(default_factory=LaunchOptions)
-    sample: SampleOptions = field(default_factory=SampleOptions)
 
     RENAMES: ClassVar = OptionRenames(keys=OPTIONS, values=OPTION_VALUES)
 

@@ -10,26 +10,26 @@ from torch import Tensor, nn
 
 
 class WeightAverage:
-    """average ← average + (1 − decay) · (weight − average), for those of ``parameters`` that are trained."""
+    """average ← average + (1 − decay) · (weight − average), for each of ``parameters`` that requires a gradient."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._decay = decay
         self._weights = {name: p for name, p in parameters.items() if p.requires_grad}
-        # kept in the gradients' dtype: a bf16 weight's would soon be too near to it to move
+        # in the gradients' dtype: a bf16 average soon differs from its weight by less than bf16 can add
         self._averages = {name: p.detach().to(p.grad_dtype or p.dtype, copy=True) for name, p in self._weights.items()}
 
     @torch.no_grad()
     def update(self, good: Tensor) -> None:
-        """Move towards the weights; where ``good`` (0-dim bool) is false every average stays bit-equal."""
+        """Move each average towards its weight; where ``good`` [] bool is false all stay bit-equal."""
         step = ((1.0 - self._decay) * good).float()
         for name, average in self._averages.items():
             average.lerp_(self._weights[name].detach().to(average.dtype), step.to(average.dtype))
 
     @contextmanager
     def swapped_in(self) -> Generator[None]:
-        """Inside, the model's parameters hold the averages."""
+        """Inside, the model has the averaged weights."""
         with torch.no_grad():
-            kept = {name: p.detach().clone() for name, p in self._weights.items()}
+            current = {name: p.detach().clone() for name, p in self._weights.items()}
             for name, p in self._weights.items():
                 p.copy_(self._averages[name])
         try:
@@ -37,7 +37,7 @@ class WeightAverage:
         finally:
             with torch.no_grad():
                 for name, p in self._weights.items():
-                    p.copy_(kept[name])
+                    p.copy_(current[name])
 
     def state(self) -> dict[str, Tensor]:
         """Named tensors of the mutable state."""

@@ -1,4 +1,4 @@
-"""How the ranks of a plan are kept in step: who sums gradients, and what is remembered from step to step."""
+"""Gradient synchronisation by plan.sync, and the state that it keeps from step to step."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _COARSE, _ADAPTIVE = ("1bit", "2bit"), ("adam", "adamw", "lamb")
 
 
 def check_sync_options(plan: Plan, options: TrainOptions) -> None:
-    """Raises ConfigError for what ranks that are apart cannot do."""
+    """Raise ConfigError for options that need equal parameters on all ranks in every step, where the plan lets them diverge."""
     if options.ema_decay and plan.sync.kind in ("dist_async", "dist_local"):
         raise ConfigError(
-            given=f"train.ema_decay {options.ema_decay} with plan.sync.kind {plan.sync.kind!r}",
+            given=f"train.ema_decay {options.ema_decay} with plan.sync {plan.sync.kind!r}",
             rule="a moving average is of weights that all ranks have in every step",
             consequence="each rank would have an average of its own",
-            nearest="train.ema_decay=0, or plan.sync.kind='dist_sync'",
+            nearest="train.ema_decay=0, or plan.sync='dist_sync'",
         )
 
 
 def open_store(plan: Plan, world: World) -> KVStore:
-    """The store of the plan's kind; of asynchronous workers each has one of its own, beside the servers."""
+    """Create the store of the plan's kind; an asynchronous worker has a local one, for its model's start."""
     if plan.sync.kind == "dist_async":
         return create_kvstore("local", world)
     if plan.sync.kind == "dist_local":
@@ -52,7 +52,7 @@ def open_store(plan: Plan, world: World) -> KVStore:
 
 
 def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: float) -> World:
-    """The ranks that keep step with this one: all of the job, or, asynchronously, none (docs/adr/0010)."""
+    """Join all ranks of the job; an asynchronous worker is a world of one (docs/adr/0010)."""
     return (
         World.alone(job)
         if plan.sync.kind == "dist_async"
@@ -61,7 +61,7 @@ def init_distributed(plan: Plan, job: JobSpec, device_type: str, timeout_s: floa
 
 
 def local_sgd_config(plan: Plan) -> LocalSGDConfig:
-    """When ``dist_local`` averages."""
+    """Settings of ``dist_local``: when and how ranks average their parameters."""
     return LocalSGDConfig(
         local_steps=plan.sync.local_steps,
         outer_lr=plan.sync.outer_lr,
@@ -75,84 +75,88 @@ def build_gradient_sync(
     plan: Plan,
     store: KVStore,
     model: nn.Module,
-    pieces: ShardedParameters,
-    grid: ParallelDims,
+    sharded: ShardedParameters,
+    dims: ParallelDims,
     *,
     optimizer: str,
     step: Callable[[], int],
     events: EventLog,
 ) -> tuple[GradientSync, SyncState | None]:
-    """What sums the gradients of ``pieces``, and what it has to remember. ``step()``: finished steps of the run."""
-    device = next(iter(pieces.parameters.values())).device
+    """Create what sums the gradients of ``sharded`` over data ranks, and the state it keeps, if any.
+
+    ``optimizer`` is its kind; ``step()`` returns the number of finished steps.
+    """
+    device = next(iter(sharded.parameters.values())).device
     if plan.uses_fsdp:
-        return FSDPGradients(model, pieces, grid), None
+        return FSDPGradients(model, sharded, dims), None
     if plan.tensor_parallel.placements:
-        return DTensorGradients(model, pieces, grid), None
-    codec = _choose_codec(plan, grid, device, optimizer, events)
+        return DTensorGradients(model, sharded, dims), None
+    codec = _choose_codec(plan, dims, device, optimizer, events)
     if plan.sync.kind == "dist_local":
-        found = None if codec == "none" else cast(Codec, find_codec(codec))  # the plan has no factors here
-        rounds = LocalSGDSync(plan, pieces.parameters, grid.world, step, found)
-        return rounds, rounds
-    group = grid.group("dp_replicate") if plan.is_model_sharded else None
+        # the plan allows no low-rank codec here
+        delta_codec = None if codec == "none" else cast(Codec, find_codec(codec))
+        local_sgd = LocalSGDSync(plan, sharded.parameters, dims.world, step, delta_codec)
+        return local_sgd, local_sgd
+    group = dims.group("dp_replicate") if plan.is_model_sharded else None
     if codec != "none":
         store.set_compression(codec)
-    travels = pieces.grad_reduce_dtypes if codec == "none" else None
-    sync = store.gradients(pieces.parameters, group, travels, plan.sync.bucket_bytes)
+    reduce_dtypes = sharded.grad_reduce_dtypes if codec == "none" else None
+    sync = store.gradients(sharded.parameters, group, reduce_dtypes, plan.sync.bucket_bytes)
     if not isinstance(sync, BucketedAllReduce):
         return sync, None
     events.emit("gradients", path=sync.path)
     return sync, CompressionState(sync, events) if codec != "none" else None
 
 
-def _choose_codec(plan: Plan, grid: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
-    """The codec of gradients, with ``auto`` measured here; what was chosen, and why, is an event."""
+def _choose_codec(plan: Plan, dims: ParallelDims, device: torch.device, optimizer: str, events: EventLog) -> str:
+    """Return the codec of gradients, measuring which one pays for ``auto``, and emit the choice with its reason."""
     chosen = plan.sync.compression
     if chosen == "none":
         return chosen
     why = compression_reason(chosen, optimizer)
     if chosen == "auto":
-        choice = auto_codec(grid.world, device, group=grid.group("dp_replicate") if plan.is_model_sharded else None)
+        choice = auto_codec(dims.world, device, group=dims.group("dp_replicate") if plan.is_model_sharded else None)
         chosen, why = choice.codec or "none", choice.reason
     events.emit("compression", asked=plan.sync.compression, codec=chosen, why=why)
     return chosen
 
 
 def compression_reason(codec: str, optimizer: str) -> str:
-    """What the event of a codec that was asked for says: that, or what is doubtful about it with this optimizer."""
+    """The reason given for a codec that the user chose; it warns of a coarse codec with an adaptive optimizer."""
     return COARSE_CODEC_WITH_ADAM if codec.startswith(_COARSE) and optimizer in _ADAPTIVE else "as asked"
 
 
 @dataclass(frozen=True, slots=True)
 class CompressionState:
-    """What a codec holds back of this rank's gradients."""
+    """The part of this rank's gradients that a codec has not sent yet (error feedback), and factors of low-rank codecs."""
 
     sync: BucketedAllReduce
     events: EventLog
     params_diverge: bool = False
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """A step that did not count leaves no trace. Now and then an event tells bytes and what is held back."""
+        """Keep the residuals of this step if it counted. Every hundred steps emit bytes and residual norms."""
         self.sync.commit(good)
         if is_due(_EVENT_EVERY_STEPS, step):
-            told = self.sync.stats()
+            stats = self.sync.stats()
             self.events.emit(
                 "compressed",
                 step=step,
-                bytes_in=sum(each["bytes_in"] for each in told.values()),
-                bytes_out=sum(each["bytes_out"] for each in told.values()),
-                residual_norms={name: each["residual"] for name, each in told.items()},
+                bytes_in=sum(key["bytes_in"] for key in stats.values()),
+                bytes_out=sum(key["bytes_out"] for key in stats.values()),
+                residual_norms={name: key["residual"] for name, key in stats.items()},
             )
 
     def global_state(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """See ``SyncState``: there is none."""
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Residuals and factors."""
+        """See ``SyncState``: residuals and factors."""
         return self.sync.state_dict()
 
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """With other ranks or from a run without a codec, what was held back starts at zero."""
+        """See ``SyncState``: residuals start at zero for a new rank, or after a run without a codec."""
         if tensors:
             self.sync.load_state_dict(tensors)
 
@@ -163,29 +167,29 @@ class CompressionState:
 
 @dataclass(frozen=True, slots=True)
 class _AllReduceTraffic:
-    """What ``sync`` counts, for the one link to all other ranks."""
+    """Traffic of ``sync`` with all other ranks, as one peer."""
 
     sync: BucketedAllReduce
 
     def peer_traffic(self) -> list[PeerTraffic]:
-        """See ``Counts``."""
+        """See ``ReportsTraffic``."""
         sync = self.sync
         return [PeerTraffic(peer=sync.path, sent_bytes=sync.sent_bytes, received_bytes=sync.received_bytes)]
 
 
-def build_comm_stats(events: EventLog, keeps: GradientSync | ReportsTraffic) -> CommStats | None:
-    """The events of what ``keeps`` this rank in step; None where torch sends the gradients, or nothing is sent."""
-    if isinstance(keeps, BucketedAllReduce):
-        if keeps.num_workers == 1:
+def build_comm_stats(events: EventLog, sync: GradientSync | ReportsTraffic) -> CommStats | None:
+    """The statistics of ``sync``; None where torch sends the gradients, or nothing is sent."""
+    if isinstance(sync, BucketedAllReduce):
+        if sync.num_workers == 1:
             return None
-        keeps = _AllReduceTraffic(keeps)
-    return CommStats(events, keeps.peer_traffic) if isinstance(keeps, ReportsTraffic) else None
+        sync = _AllReduceTraffic(sync)
+    return CommStats(events, sync.peer_traffic) if isinstance(sync, ReportsTraffic) else None
 
 
 class LocalSGDSync:
-    """``dist_local``: every rank makes steps of its own, and what they come to is averaged (see ``kvstore.periodic``).
+    """``dist_local``: every rank makes steps of its own, and parameters are averaged now and then (``kvstore.LocalSGD``).
 
-    Loss, norm and clip are then this rank's. Ranks agree to stop where a round of averages begins.
+    Loss, gradient norm and clipping are per rank. A rank that was asked to stop tells the others when they next average.
     """
 
     params_diverge = True
@@ -210,26 +214,26 @@ class LocalSGDSync:
         self.close = self._gradients.close
 
     def wait(self, totals: Tensor) -> None:
-        """This rank's own totals; the last one, requests to stop, summed over ranks where they meet, else 0."""
+        """Leave ``totals`` this rank's own, except requests to stop, the last: their sum where ranks average next, else 0."""
         self._gradients.wait(totals)
-        asked = totals[-1:].clone()
+        stop_requests = totals[-1:].clone()
         totals[-1] = 0
         if self._rounds.due_fragments(self._step()):
-            totals[-1:] = self._world.all_reduce(asked)
+            totals[-1:] = self._world.all_reduce(stop_requests)
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """Average what is due behind ``step``, also where this rank's own step did not count."""
+        """Average the fragments that are due after ``step``, also if this rank's own step did not count."""
         self._rounds.after_step(step - 1)
 
     def peer_traffic(self) -> list[PeerTraffic]:
-        """One, to all other ranks."""
+        """See ``ReportsTraffic``: all other ranks are one peer."""
         sent_bytes, received_bytes = self._rounds.sent_bytes, self._rounds.received_bytes
         return [
             PeerTraffic(peer=transport_name(self._world.group), sent_bytes=sent_bytes, received_bytes=received_bytes)
         ]
 
     def global_state(self) -> dict[str, Tensor]:
-        """What ranks agree on, in place of their own parameters, and the outer momentum."""
+        """See ``SyncState``: the averaged parameters, in place of this rank's, and the outer momentum."""
         outer = self._rounds.outer_state()
         names = self._parameters
         return {f"model/{name}": outer[name] for name in names} | {
@@ -237,12 +241,12 @@ class LocalSGDSync:
         }
 
     def rank_state(self) -> dict[str, Tensor]:
-        """Averages under way, and what a codec holds back."""
+        """See ``SyncState``: averages in flight, and residuals of a codec."""
         return self._rounds.in_flight_state()
 
     @torch.no_grad()
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
-        """Without what this rank had, it starts where all agree, with the optimizer state of whichever rank saved it."""
+        """See ``SyncState``: a new rank starts from the averaged parameters, with the optimizer state that one rank saved."""
         if tensors is not None:
             self._rounds.load_in_flight_state(tensors)
         else:
@@ -252,10 +256,10 @@ class LocalSGDSync:
 
     @contextmanager
     def consensus_parameters(self) -> Generator[None]:
-        """Inside, the model's parameters are those that all ranks agree on."""
+        """Inside, the model has the averaged parameters."""
         outer = self._rounds.outer_state()
         with torch.no_grad():
-            kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+            local = {name: p.detach().clone() for name, p in self._parameters.items()}
             for name, p in self._parameters.items():
                 p.copy_(outer[name])
         try:
@@ -263,4 +267,4 @@ class LocalSGDSync:
         finally:
             with torch.no_grad():
                 for name, p in self._parameters.items():
-                    p.copy_(kept[name])
+                    p.copy_(local[name])

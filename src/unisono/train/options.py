@@ -57,11 +57,3 @@ class TrainOptions:
         4096.0, "First loss scale under fp16; multiplies the loss summed over a step / global_batch.", gt=0.0
     )
     gradient_stats_every: int = option(0, "Steps between per-layer gradient statistics; 0 = never.", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleOptions:
-    """The text a language model writes when the run ends."""
-
-    prompt: str = option("def ", "What the sample begins with.")
-    tokens: int = option(200, "Tokens to write; 0 = no sample.", ge=0)

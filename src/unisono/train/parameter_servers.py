@@ -22,7 +22,7 @@ def server_addresses(job: JobSpec) -> list[tuple[str, int]]:
     """Host and port of each server of the job. Raises LaunchError where it has none."""
     if not job.server_addresses:
         raise LaunchError(
-            given=f"plan.sync.kind 'dist_async' in a job that {job.source} started without parameter servers",
+            given=f"plan.sync 'dist_async' in a job that {job.source} started without parameter servers",
             rule="asynchronous workers meet at servers",
             consequence="there is nobody to push gradients to, so nothing was started",
             nearest="unisono train (it starts launch.num_servers of them), or unisono launch --servers 1 -- unisono train",
@@ -84,7 +84,7 @@ def _tls_variable(launch: LaunchOptions) -> Generator[str]:
 
 def _unused_tls_error(plan: Plan, launch: LaunchOptions) -> ConfigError:
     return ConfigError(
-        given=f"launch.tls {launch.tls!r} with plan.sync.kind {plan.sync.kind!r}",
+        given=f"launch.tls {launch.tls!r} with plan.sync {plan.sync.kind!r}",
         rule="TLS is for what asynchronous workers and their servers say; Gloo and NCCL encrypt nothing",
         consequence="it would act on nothing, and nothing was started",
         nearest="plan.sync='dist_async', or a private network and no launch.tls",

@@ -17,7 +17,7 @@ from unisono.data.loading.batch_builder import BatchTransform, PairTransform, Tr
 from unisono.data.loading.loader import Loader
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.data.options import LoaderOptions, default_cache_dir
-from unisono.dist import JobSpec, World
+from unisono.dist import JobSpec, World, agree
 from unisono.errors import DataError, PlanError, Problem
 from unisono.measure.ceiling import PeakFlops, peak_flops
 from unisono.observe.events import EventLog, events_path, next_attempt
@@ -37,20 +37,19 @@ from unisono.plan.validate import validate_plan
 from unisono.train.step import input_selector
 
 
-def resolve_plan(options: PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
-    """The device of this rank and the plan of the job. Raises PlanError."""
-    given = load_plan(options) if options.file else None
-    device = find_device(given.mesh.device if given else options.device, job.local_rank)
-    if given is None:
-        return device, derive_plan(
-            options, world_size=job.world_size, device=device.type, native_bf16=computes_bf16(device)
-        )
-    validate_plan(given, job.world_size)
-    return device, given
+def resolve_plan(asked: Plan | PlanOptions, job: JobSpec) -> tuple[torch.device, Plan]:
+    """This rank's device, and the plan of the job: derived from options, or as it is given. Raises PlanError."""
+    given = load_plan(asked) if isinstance(asked, PlanOptions) and asked.file else asked
+    if isinstance(given, Plan):
+        validate_plan(given, job.world_size)
+        return find_device(given.mesh.device, job.local_rank), given
+    device = find_device(given.device, job.local_rank)
+    native_bf16 = computes_bf16(device)
+    return device, derive_plan(given, world_size=job.world_size, device=device.type, native_bf16=native_bf16)
 
 
 def open_events(run_dir: Path, world: World) -> EventLog:
-    """This rank's event log in the run's folder; all ranks agree on the number of the attempt. Raises ConfigError."""
+    """Open this rank's event log in the run's folder, with the same attempt number on all ranks. Raises ConfigError."""
     rank = world.job.rank  # also of a world of one: asynchronous workers have a log each
     path = events_path(run_dir, rank)
     attempt = max(world.gather_json(next_attempt(path)))
@@ -58,23 +57,22 @@ def open_events(run_dir: Path, world: World) -> EventLog:
 
 
 def infer_tp_rules(plan: Plan, model: nn.Module, first: Callable[[], Mapping[str, Tensor]], events: EventLog) -> Plan:
-    """The plan as it is where built-in rules fit the model, else with rules that are read from a micro-batch of the ``first``
-    step."""
+    """Return ``plan``, with rules inferred from a traced micro-batch where the built-in ones do not fit the model."""
     known = built_in_rules(dict(model.named_modules()))
     if known and not pairs_with_extra_parameters(known, model):
         return plan
     inputs = dict(first())
     if known and runs_with_shards(known, plan.mesh.tp, model, inputs):
         return plan
-    found = infer_rules(model, inputs)
-    rules = require_rules(found, type(model).__name__, plan.mesh.tp)
+    inferred = infer_rules(model, inputs)
+    rules = require_rules(inferred, type(model).__name__, plan.mesh.tp)
     plan = plan.updated(tensor_parallel={"rules": rules})
-    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(found.left))
+    events.emit("rules_inferred", rules=plan.decisions()["tensor_parallel.rules"], left=dict(inferred.left))
     return plan
 
 
 def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Plan, PipelinePartition]:
-    """Where the stages of a pipeline begin, seen on a micro-batch of the first step; the plan then has that as its splits."""
+    """Partition the model into pipeline stages by a traced micro-batch; the plan's splits are then those of the partition."""
     layout = partition_model(
         model,
         repeated_blocks(model),
@@ -87,27 +85,31 @@ def split_stages(plan: Plan, model: nn.Module, inputs: Mapping[str, Tensor]) -> 
 
 
 def resolve_for_model(
-    plan: Plan, model: nn.Module, grid: ParallelDims, batch: Callable[[], Mapping[str, Tensor]]
+    plan: Plan, model: nn.Module, dims: ParallelDims, batch: Callable[[], Mapping[str, Tensor]], events: EventLog
 ) -> tuple[Plan, PipelinePartition | None, ContextParallel | None]:
-    """The plan with the stages of a pipeline, and where ranks share sequences what cuts them, seen on a first micro-batch.
+    """The final plan, with the rules and stages that the model and a micro-batch of the first step show.
 
-    Raises PlanError with everything that keeps the plan from being applied to this model.
+    Also returns the partition of a pipeline, and what shards sequences. ``dims`` gets the plan of one worker. Raises
+    PlanError with everything that keeps the plan from being applied to this model, CommError where ranks infer other rules.
     """
     problems: list[Problem] = []
     layout = None
-    context = ContextParallel(grid, model) if plan.mesh.cp > 1 else None
+    inputs = input_selector(model)
+    if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.placements):
+        plan = dims.plan = infer_tp_rules(plan, model, lambda: inputs(batch()), events)
+        agree(dims.world, "inferred rules", plan.decisions())
+    context = ContextParallel(dims, model) if plan.mesh.cp > 1 else None
     if plan.mesh.pp > 1:
         with _collect_problems(problems):
-            plan, layout = split_stages(plan, model, input_selector(model)(batch()))
+            plan, layout = split_stages(plan, model, inputs(batch()))
+            dims.plan = plan
     if context is not None:
         with _collect_problems(problems):
             context.shard_batch(batch())  # what cannot be shared is said here, not in the first step
     if plan.recompute.modules:
         with _collect_problems(problems):
-            check_called(
-                find_recomputed_modules(plan, model, repeated_blocks(model)), model, input_selector(model)(batch())
-            )
-    problems += check_transforms(model, grid.plan)  # of asynchronous workers each is alone
+            check_called(find_recomputed_modules(plan, model, repeated_blocks(model)), model, inputs(batch()))
+    problems += check_transforms(model, dims.plan)  # of asynchronous workers each is alone
     if problems:
         raise PlanError(*dict.fromkeys(problems))
     return plan, layout, context
@@ -122,14 +124,14 @@ def _collect_problems(problems: list[Problem]) -> Generator[None]:
 
 
 def find_peak(device: torch.device, plan: Plan, world: World) -> PeakFlops:
-    """The device's peak. Measured by rank 0 alone while the others wait: several at once would share the cores."""
+    """Peak FLOP/s of the device, measured by rank 0 while the others wait: ranks of one host would share its cores."""
     cache = default_cache_dir(os.environ) / "calibration.json"
-    found = (
+    peak = (
         peak_flops(device, COMPUTE_DTYPES[plan.precision.compute], cache=cache, tf32=plan.backend.tf32)
         if world.rank == 0
         else None
     )
-    return PeakFlops(**world.broadcast_json(asdict(found) if found else None))
+    return PeakFlops(**world.broadcast_json(asdict(peak) if peak else None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

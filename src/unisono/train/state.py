@@ -1,7 +1,7 @@
-"""A run's whole mutable state in one object; nothing else survives a step.
+"""The whole mutable state of a run in one object; nothing else survives a step.
 
-Shared tensors are the same on every rank (the checkpoint spreads them over the ranks' shards); own tensors are this
-rank's generators, and what keeping in step leaves on it alone. What is neither (step, best score) is plain JSON.
+Global state is the same on every rank, or split over ranks; a checkpoint holds it once. Rank state belongs to one rank: its
+random generators, and what its gradient synchronisation keeps. Step and best score are plain JSON.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _RANK_PREFIXES, _OUTER_PREFIX = ("rng/", "sync/"), "outer/"
 
 
 class SyncState(Protocol):
-    """What a way of keeping ranks in step remembers from step to step."""
+    """State that a gradient synchronisation keeps from step to step."""
 
     @property
     def params_diverge(self) -> bool:
-        """Whether ranks have parameters and optimizer state of their own between two averages."""
+        """Whether each rank has its own parameters and optimizer state, which are averaged now and then."""
         ...
 
     def after_step(self, step: int, good: Tensor) -> None:
-        """Step ``step`` (from 1) has been made, and counted where ``good`` [] is true."""
+        """Called after step ``step`` (from 1); ``good`` [] bool: whether the guard accepted it."""
         ...
 
     def global_state(self) -> dict[str, Tensor]:
-        """What all ranks have alike, by path: the tensors themselves. ``model/...`` stands in place of the rank's parameters."""
+        """Live tensors replicated on all ranks, by checkpoint path; ``model/...`` replaces the rank's own parameters."""
         ...
 
     def rank_state(self) -> dict[str, Tensor]:
-        """What this rank alone has, by name."""
+        """Tensors of this rank alone, by name."""
         ...
 
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
@@ -61,7 +61,11 @@ class SyncState(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class TrainState:
-    """``step`` counts finished optimizer updates, ``weight_total`` [] float64 the tokens (or samples) behind them."""
+    """Model, optimizer, and everything else a step changes.
+
+    ``step`` counts finished optimizer steps, ``weight_total`` [] float64 the tokens (or samples) in them. ``sharded`` are this
+    rank's shards of the model's parameters.
+    """
 
     model: nn.Module
     sharded: ShardedParameters
@@ -83,7 +87,7 @@ class TrainState:
         return self.average.swapped_in() if self.average is not None else torch.no_grad()
 
     def global_state(self) -> dict[str, Tensor]:
-        """Everything the ranks share: parameters, buffers, optimizer, moving average, scaler, guard, token count.
+        """Parameters, buffers, optimizer state, moving average, loss scale, guard, and token count, by checkpoint path.
 
         A tensor is the same on every rank, or this rank's part of one that is split over them, which ``shards`` describes.
         """
@@ -95,7 +99,7 @@ class TrainState:
         return tensors | self._step_statistics()
 
     def _step_statistics(self) -> dict[str, Tensor]:
-        """What has been seen of losses and weights so far."""
+        """Statistics of losses and weights of the steps so far."""
         return self.loss_scale.state() | self.guard.state() | {"meter/weight_total": self.weight_total}
 
     def shards(self) -> dict[str, TensorShard]:
@@ -110,7 +114,7 @@ class TrainState:
         return shards if self.stage_tensors is None else self.stage_tensors.shards(shards)
 
     def local_state(self) -> dict[str, Tensor]:
-        """What this rank holds of the model, its optimizer and average."""
+        """This rank's parameters, buffers, optimizer state and moving average, by checkpoint path."""
         parameters = self.sharded.parameters
         # a parameter with several names is saved under its first one
         named = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
@@ -122,8 +126,8 @@ class TrainState:
         return tensors
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
-        """The generators of ``Grid.draw_rank`` ``rank`` as byte tensors: torch CPU, torch accelerator, Python, numpy's
-        global one."""
+        """State of this rank alone, by path under ``rank``, its ``ParallelDims.rng_rank``: the generators of torch, Python and
+        numpy as byte tensors, and that of ``sync_state``."""
         states = {"torch": torch.get_rng_state(), "python": _to_bytes(random.getstate())}
         name, keys, *rest = np.random.get_state(legacy=True)
         states["numpy"] = _to_bytes([name, np.asarray(keys).tolist(), *rest])
@@ -133,7 +137,7 @@ class TrainState:
         return {f"rng/rank-{rank:05d}/{kind}": state for kind, state in states.items()} | self._sync_rank_state(rank)
 
     def _sync_rank_state(self, rank: int) -> dict[str, Tensor]:
-        """What only this rank has, by path."""
+        """State of the gradient synchronisation on this rank, by path."""
         if self.sync_state is None:
             return {}
         tensors = self.sync_state.rank_state() | (self._diverged_state() if self.sync_state.params_diverge else {})
@@ -143,71 +147,71 @@ class TrainState:
         return self.local_state() | self._step_statistics()
 
     def meta(self) -> dict[str, Any]:
-        """What is not a tensor."""
+        """State that is no tensor."""
         return {
             "step": self.step,
             "best_loss": self.best_loss,
             "evaluations_without_gain": self.evaluations_without_gain,
         }
 
-    def restore(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> list[str]:
+    def restore(self, reader: CheckpointReader, *, rank: int, seed: int) -> list[str]:
         """Take everything over, bit by bit; returns what was not there to take. Raises CheckpointError when names, shapes or
         dtypes are another model's."""
         mine, shards = self.global_state(), self.shards()
-        saved = _check_names(snapshot, mine, shards)
-        missed = [f"{name} is not used" for name in sorted(saved - mine.keys())]
+        saved = _check_names(reader, mine, shards)
+        differences = [f"{name} is not used" for name in sorted(saved - mine.keys())]
         for name, here in sorted(mine.items()):
             if name not in saved:
-                missed.append(f"{name} is new")
+                differences.append(f"{name} is new")
                 continue
             if name not in shards:
-                snapshot.read_into(name, here)
+                reader.read_into(name, here)
                 continue
             for index, offset in shards[name].blocks():
                 if here[index].numel():
-                    snapshot.read_part(name, here[index], offset)
-        meta = snapshot.meta["state"]
+                    reader.read_part(name, here[index], offset)
+        meta = reader.meta["state"]
         self.step = int(meta["step"])
         self.best_loss = meta["best_loss"]
         self.evaluations_without_gain = int(meta["evaluations_without_gain"])
-        self._restore_generators(snapshot, rank=rank, seed=seed)
-        return missed + self._restore_sync_state(snapshot, rank)
+        self._restore_generators(reader, rank=rank, seed=seed)
+        return differences + self._restore_sync_state(reader, rank)
 
-    def _restore_sync_state(self, snapshot: CheckpointReader, rank: int) -> list[str]:
-        everyones = [name for name in snapshot.names() if name.startswith("sync/")]
+    def _restore_sync_state(self, reader: CheckpointReader, rank: int) -> list[str]:
+        rank_local = [name for name in reader.names() if name.startswith("sync/")]
         prefix = f"sync/rank-{rank:05d}/"
-        own = {name.removeprefix(prefix): name for name in everyones if name.startswith(prefix)}
+        own = {name.removeprefix(prefix): name for name in rank_local if name.startswith(prefix)}
         if self.sync_state is None:
-            return [f"{len(everyones)} tensors that single ranks had are not used"] if everyones else []
-        apart = self._diverged_state() if self.sync_state.params_diverge else {}
-        if not own or not apart.keys() <= own.keys():
+            return [f"{len(rank_local)} rank-local tensors are not used"] if rank_local else []
+        diverged = self._diverged_state() if self.sync_state.params_diverge else {}
+        if not own or not diverged.keys() <= own.keys():
             self.sync_state.load_rank_state(None)
-            return [f"nothing that rank {rank} alone had is there: it starts from what is shared"]
-        for path, tensor in apart.items():
-            snapshot.read_into(own[path], tensor)
+            return [f"no rank-local state for rank {rank}: using the global state"]
+        for path, tensor in diverged.items():
+            reader.read_into(own[path], tensor)
         self.sync_state.load_rank_state(
-            {name: snapshot.tensor(path) for name, path in own.items() if name not in apart}
+            {name: reader.tensor(path) for name, path in own.items() if name not in diverged}
         )
         return []
 
-    def _restore_generators(self, snapshot: CheckpointReader, *, rank: int, seed: int) -> None:
+    def _restore_generators(self, reader: CheckpointReader, *, rank: int, seed: int) -> None:
         prefix = f"rng/rank-{rank:05d}/"
-        if f"{prefix}torch" not in set(snapshot.names()):
+        if f"{prefix}torch" not in set(reader.names()):
             # More ranks than before: the new one's generators are as fresh as its past, but reproducible.
             seed_generators(seed, rank, self.step)
             return
-        torch.set_rng_state(snapshot.tensor(f"{prefix}torch"))
-        version, keys, gauss = _from_bytes(snapshot.tensor(f"{prefix}python"))
+        torch.set_rng_state(reader.tensor(f"{prefix}torch"))
+        version, keys, gauss = _from_bytes(reader.tensor(f"{prefix}python"))
         random.setstate((version, tuple(keys), gauss))
-        name, numbers, *rest = _from_bytes(snapshot.tensor(f"{prefix}numpy"))
+        name, numbers, *rest = _from_bytes(reader.tensor(f"{prefix}numpy"))
         np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), *rest))
         accelerator = _accelerator_rng()
-        if accelerator is not None and f"{prefix}accelerator" in set(snapshot.names()):
-            accelerator.set_rng_state(snapshot.tensor(f"{prefix}accelerator"))
+        if accelerator is not None and f"{prefix}accelerator" in set(reader.names()):
+            accelerator.set_rng_state(reader.tensor(f"{prefix}accelerator"))
 
 
 class StageTensors:
-    """The tensors of a pipeline, of which no rank holds all: what each stage has, by path."""
+    """Shape and dtype of the tensors of all pipeline stages, of which no rank holds all."""
 
     def __init__(self, state: TrainState, mesh: ParallelDims) -> None:
         """Gather the tables of all stages. A collective."""
@@ -251,9 +255,9 @@ def seed_generators(seed: int, rank: int, step: int = 0) -> None:
     np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))
 
 
-def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
+def _check_names(reader: CheckpointReader, mine: dict[str, Tensor], shards: Mapping[str, TensorShard]) -> set[str]:
     """The names of what all ranks share. Raises where names, shapes and dtypes are not the same, with the first differences."""
-    saved = {name for name in snapshot.names() if not name.startswith(_RANK_PREFIXES)}
+    saved = {name for name in reader.names() if not name.startswith(_RANK_PREFIXES)}
     differences = [
         f"{name} is only in {where}"
         for where, names in (("the checkpoint", saved - mine.keys()), ("this run", mine.keys() - saved))
@@ -261,14 +265,14 @@ def _check_names(snapshot: CheckpointReader, mine: dict[str, Tensor], shards: Ma
         if not name.startswith(_OUTER_PREFIX)
     ]
     for name in sorted(saved & mine.keys()):
-        there, own = snapshot.spec(name), mine[name]
+        there, own = reader.spec(name), mine[name]
         shape, dtype = shards[name].global_shape if name in shards else tuple(own.shape), own.dtype
         if (there.shape, there.dtype) != (shape, dtype):
             differences.append(f"{name} is {list(there.shape)} {there.dtype} there, {list(shape)} {dtype} here")
     if differences:
         shown = "; ".join(differences[:4]) + (f"; and {len(differences) - 4} more" if len(differences) > 4 else "")
         raise CheckpointError(
-            given=f"the checkpoint {snapshot.path} for this run: {shown}",
+            given=f"the checkpoint {reader.path} for this run: {shown}",
             rule="a resumed run has the model, optimizer and options the checkpoint was saved with",
             consequence="nothing was loaded and nothing was changed",
             nearest="use the configuration saved in the run's folder, or another run.dir for a new run",

@@ -40,7 +40,7 @@ from unisono.optim import OptimOptions, ScheduleOptions, build_optimizer, build_
 from unisono.optim.groups import parameter_roles
 from unisono.parallel.batch_norm import batch_norms
 from unisono.parallel.deferred_init import DeferredModel, allocate_shards, deferred_init, materialize
-from unisono.parallel.device import find_device, set_backend
+from unisono.parallel.device import set_backend
 from unisono.parallel.expert import expert_parameters
 from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_ledger
 from unisono.parallel.mesh import ParallelDims
@@ -52,9 +52,9 @@ from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import parallelize
 from unisono.plan.options import PlanOptions
 from unisono.plan.plan import Plan, precision_reason
-from unisono.plan.validate import validate_plan
+from unisono.plan.resolve import worker_plan
 from unisono.train.async_loop import AsyncLoop
-from unisono.train.async_worker import AsyncWorker, async_run_spec, require_random_access, worker_plan
+from unisono.train.async_worker import AsyncWorker, async_run_spec, require_random_access
 from unisono.train.comm_stats import ReportsTraffic
 from unisono.train.ema import WeightAverage
 from unisono.train.evaluate import Evaluator
@@ -76,7 +76,6 @@ from unisono.train.setup import (
     InputPipeline,
     build_loader,
     find_peak,
-    infer_tp_rules,
     open_events,
     resolve_for_model,
     resolve_plan,
@@ -186,11 +185,7 @@ class Trainer:
     def _open_world(self) -> None:
         """Set world, plan and device, open the event log, and listen for stop signals."""
         job = self._given_world.job if self._given_world else job_from_environ(os.environ)
-        if isinstance(self._asked_plan, Plan):
-            validate_plan(self._asked_plan, job.world_size)
-            self.plan, self.device = self._asked_plan, find_device(self._asked_plan.mesh.device, job.local_rank)
-        else:
-            self.device, self.plan = resolve_plan(self._asked_plan, job)
+        self.device, self.plan = resolve_plan(self._asked_plan, job)
         self.world = self._given_world or init_distributed(self.plan, job, self.device.type, COLLECTIVE_TIMEOUT_S)
         self.events = self._given_events or open_events(self.run_dir, self.world)
         self._stop = StopNotice() if threading.current_thread() is threading.main_thread() else None
@@ -218,8 +213,7 @@ class Trainer:
             self.model = deferred.model
         flops = self._asked_flops
         self._flops_per_token = flops(self.model) if callable(flops) else flops
-        self._worker_plan = worker_plan(self.plan)
-        self._dims = ParallelDims(self._worker_plan, self.world)
+        self._dims = ParallelDims(worker_plan(self.plan), self.world)
         self._roles = parameter_roles(self.model, self._optim.decay_exclude)
         self._inputs = input_selector(self.model)
         return deferred
@@ -238,20 +232,13 @@ class Trainer:
 
     def _resolve_plan(self) -> None:
         """Complete the plan with what only the model and a first micro-batch show."""
-        plan, dims = self.plan, self._dims
-        if plan.mesh.tp > 1 and not (plan.tensor_parallel.rules or plan.tensor_parallel.placements):
-            plan = dims.plan = infer_tp_rules(
-                plan, self.model, lambda: self._inputs(self._first_micro_batch()), self.events
-            )
-            agree(self.world, "inferred rules", plan.decisions())
-            self._worker_plan = plan
-        self.plan, self._partition, self._context = resolve_for_model(plan, self.model, dims, self._first_micro_batch)
-        if self._partition is not None:
-            self._worker_plan = self.plan
+        self.plan, self._partition, self._context = resolve_for_model(
+            self.plan, self.model, self._dims, self._first_micro_batch, self.events
+        )
 
     def _shard_model(self, deferred: DeferredModel | None) -> None:
         """Make of the model what the plan asks for; ``sharded`` are this rank's shards of its parameters."""
-        parallel = parallelize(self._worker_plan, self.model.train(), self._dims, self._context, self._partition)
+        parallel = parallelize(self._dims.plan, self.model.train(), self._dims, self._context, self._partition)
         model, self._shard_table, stages = parallel.model, parallel.table, parallel.stages
         if self.plan.tensor_parallel.placements:
             self.events.emit("placements", placed=parameter_placements(model))
@@ -265,7 +252,7 @@ class Trainer:
 
     def _build_state(self) -> None:
         """Create the optimizer, all other state of the run, and the gradient synchronisation that has a part of it."""
-        sharded, options, plan = self._sharded, self.options, self._worker_plan
+        sharded, options, plan = self._sharded, self.options, self._dims.plan
         self._optimizer = build_optimizer(
             self.model,
             self._optim,
@@ -306,7 +293,7 @@ class Trainer:
         """Compare what this rank holds with what the plan predicts."""
         table = self._shard_table
         ledger = build_ledger(
-            self._worker_plan,
+            self._dims.plan,
             table.spec,
             self.world.rank,
             state=state_names(self._optim),
@@ -380,7 +367,7 @@ class Trainer:
             plan=self.plan.to_json(),
             plan_text=self.plan.describe(),
             flops_convention=CONVENTION,
-            precision_why=precision_reason(self._asked_plan, self.plan),
+            precision_why=precision_reason(self.plan),
             device=str(self.device),
             parameters=self._sharded.num_parameters,
             held_bytes={
@@ -401,7 +388,7 @@ class Trainer:
 
     def _build_runner(self, traffic: GradientSync | ReportsTraffic) -> StepRunner:
         """One step of this run and everything that reports it; ``traffic`` counts what is sent for it."""
-        plan, options, model, schedule = self._worker_plan, self.options, self.model, self._asked_schedule
+        plan, options, model, schedule = self._dims.plan, self.options, self.model, self._asked_schedule
         passes = ForwardBackward(
             model=model,
             inputs=self._inputs,

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.convert.formats import Table, open_table, write_table
+from unisono.data.convert import Table, open_table, write_table
 from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
 from unisono.errors import DataError
 
@@ -313,7 +313,7 @@ def test_a_header_of_npy_takes_no_time(tmp_path: Path) -> None:
 BOMBS = """
 import json, resource, sys
 from pathlib import Path
-from unisono.data.convert.formats import open_table
+from unisono.data.convert import open_table
 from unisono.errors import DataError
 said = []
 for path in sys.argv[1:]:

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.data.convert.conversion import convert
-from unisono.data.convert.formats import Table, open_table, read_formats, write_table
+from unisono.data.convert import Table, open_table, read_formats, write_table
 from unisono.data.convert.formats.crc32c import crc32c, masked_crc32c
 from unisono.data.convert.formats.tf_example import read_example
+from unisono.data.convert.table_files import convert
 from unisono.errors import DataError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -161,7 +161,7 @@ def test_parquet_columns_of_one_name(tmp_path: Path) -> None:
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['pyarrow'] = None\nfrom pathlib import Path\n"
-        "from unisono.data.convert.formats import open_table\n"
+        "from unisono.data.convert import open_table\n"
         "from unisono.errors import ExtraError\n"
         "try: open_table(Path('a.parquet'))\nexcept ExtraError as error: print(error)"
     )

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from unisono.data.convert.conversion import convert
-from unisono.data.convert.formats import open_table
+from unisono.data.convert import open_table
+from unisono.data.convert.table_files import convert
 from unisono.data.mindrecord import MindRecordFile
 from unisono.data.recordio import RecordFile, unpack_header
 from unisono.errors import DataError

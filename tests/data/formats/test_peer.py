@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unisono.data.convert.formats import Table, write_table
+from unisono.data.convert import Table, write_table
 
 PYTHON = os.environ.get("UNISONO_WEBDATASET_PYTHON")
 pytestmark = [

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from unisono.data.convert.conversion import convert
-from unisono.data.convert.formats import Table, open_table, write_table
+from unisono.data.convert import Table, open_table, write_table
 from unisono.data.convert.formats.table import Row
+from unisono.data.convert.table_files import convert
 from unisono.data.recordio import RecordWriter
 from unisono.errors import DataError
 

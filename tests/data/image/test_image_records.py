@@ -65,7 +65,7 @@ def batches(data: Any, *, world: int = 1, pair: Any = None, **options: Any) -> l
         for rank in range(world):
             one = Loader(
                 data, seed=4, global_batch=5, rank=rank, world_size=world, transform=TRANSFORM, pair_transform=pair,
-                options=LoaderOptions(**{"workers": 0, **options}),
+                options=LoaderOptions(**{"num_workers": 0, **options}),
             )  # fmt: skip
             for batch in one.iterate(step, step + 1):
                 for part in batch.micro_batches:

@@ -61,8 +61,8 @@ def rows(batches: Any) -> list[dict[str, list[Any]]]:
 @pytest.mark.parametrize("last_batch", ["keep", "pad"])
 def test_every_kind_and_number_of_workers_makes_the_same_batches(kind: str, workers: int, last_batch: str) -> None:
     recipe = {"transform": samples.noise, "batch_transform": samples.doubled, "last_batch": last_batch}
-    alone = rows(loader(samples.Rows(29), workers=0, **recipe).iterate(0, 7))
-    with loader(samples.Rows(29), worker_kind=kind, workers=workers, prefetch_depth=4, **recipe) as one:
+    alone = rows(loader(samples.Rows(29), num_workers=0, **recipe).iterate(0, 7))
+    with loader(samples.Rows(29), worker_kind=kind, num_workers=workers, prefetch_depth=4, **recipe) as one:
         assert rows(one.iterate(0, 7)) == alone
         assert rows(one.iterate(3, 7)) == rows(loader(samples.Rows(29), num_workers=0, **recipe).iterate(3, 7))
     if last_batch == "pad":
@@ -444,7 +444,7 @@ def test_ranks_together_see_the_single_process_batch(
         found: list[list[tuple[Any, ...]]] = [[] for _ in range(5)]
         for rank in range(world):
             with loader(
-                samples.Rows(size), rank=rank, world_size=world, workers=workers, micro_batch=micro_batch, **common
+                samples.Rows(size), rank=rank, world_size=world, num_workers=workers, micro_batch=micro_batch, **common
             ) as one:
                 for batch in one.iterate(start, start + 5):
                     for part in rows([batch]):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.convert.formats import Table, open_table, write_table
+from unisono.data.convert import Table, open_table, write_table
 from unisono.data.convert.formats.table import encode_png
 from unisono.data.convert.pack import (
     ImageOptions,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.data.recordio.framing import MAGIC_BYTES
+from unisono.data.recordio.index import RaggedColumn
 from unisono.data.recordio.maintenance import rearrange, verify
-from unisono.data.recordio.side_columns import RaggedColumn
 from unisono.errors import DataError
 
 PIECES = st.sampled_from([MAGIC_BYTES, MAGIC_BYTES[:2], b"a", b"bcd", b"1234", bytes(4)])

@@ -81,9 +81,9 @@ def test_servers_and_whole_processes() -> None:
 LEAVES_WITHOUT_A_WORD = """
 import os
 from unisono.dist import JobSpec, World
-from unisono.kvstore.server.child_servers import servers_beside
+from unisono.kvstore.server.child_servers import child_servers
 
-with servers_beside(World(JobSpec()), 1) as (addresses, _):
+with child_servers(World(JobSpec()), 1) as (addresses, _):
     print(addresses[0][1], flush=True)
     os.kill(os.getpid(), 9)
 """
@@ -93,10 +93,10 @@ CANNOT_BEGIN = """
 import sys
 from unisono.dist import JobSpec, World
 from unisono.errors import LaunchError
-from unisono.kvstore.server.child_servers import servers_beside
+from unisono.kvstore.server.child_servers import child_servers
 
 try:
-    with servers_beside(World(JobSpec()), 1, restarts=3, more={"UNISONO_REPLICAS": "2"}):
+    with child_servers(World(JobSpec()), 1, restarts=3, more={"UNISONO_REPLICAS": "2"}):
         sys.exit("it began")
 except LaunchError as error:
     sys.exit(str(error))

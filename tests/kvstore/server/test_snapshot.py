@@ -82,7 +82,8 @@ import itertools, sys, torch
 from pathlib import Path
 from unisono.kvstore.server import snapshot
 for value in itertools.count(1):
-    snapshot.write(Path(sys.argv[1]), {"value": value}, {"0/value": torch.full((200_000,), float(value))}, after=value - 1)
+    tensors = {"0/value": torch.full((200_000,), float(value))}
+    snapshot.write_snapshot(Path(sys.argv[1]), {"value": value}, tensors, after=value - 1)
     print(value, flush=True)
 """
 

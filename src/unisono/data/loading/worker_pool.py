@@ -17,14 +17,14 @@ from typing import Generic, Literal, Protocol, TypeVar
 WorkerKind = Literal["thread", "process"]
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-RequestIn = TypeVar("RequestIn", contravariant=True)
+RequestT = TypeVar("RequestT", contravariant=True)
 ResultOut = TypeVar("ResultOut", covariant=True)
 
 
-class Worker(Protocol[RequestIn, ResultOut]):
+class Worker(Protocol[RequestT, ResultOut]):
     """Computes results for one thread of a pool, which creates it, calls it and closes it."""
 
-    def __call__(self, request: RequestIn, /) -> ResultOut: ...
+    def __call__(self, request: RequestT, /) -> ResultOut: ...
 
     def interrupt(self) -> None:
         """Called by another thread: make a call in progress raise, if the worker can."""

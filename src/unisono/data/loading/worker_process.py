@@ -158,7 +158,7 @@ def _unpickle_builder(raw: bytes) -> BatchBuilder:
     Unpickling runs code of the sender's choosing. Here the sender can only be the parent, which started this process: the other
     end of the socket pair was made by it and given to nobody, and it has no name or address.
     """
-    return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a pipe nobody else has
+    return pickle.loads(raw)  # noqa: S301 - raw comes from our own parent only, over a socket pair nobody else has
 
 
 def main(memory: int, descriptor: int) -> None:

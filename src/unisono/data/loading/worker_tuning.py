@@ -63,7 +63,7 @@ class WorkerTuner:
             for kind in kinds
             for n in ([options.num_workers] if options.num_workers > 0 else _counts(kind, self._limit))
         ]
-        self._untried = [each for each in self._untried if each != start]
+        self._untried = [setting for setting in self._untried if setting != start]
         self.setting = start
         self._best: tuple[WorkerSetting, float] | None = None
         self._begin_window(settling=0)
@@ -97,7 +97,7 @@ class WorkerTuner:
                 self._best = (self.setting, rate)
             else:  # more workers of the same kind will not help either
                 kind = self.setting.kind
-                self._untried = [each for each in self._untried if each.kind != kind]
+                self._untried = [setting for setting in self._untried if setting.kind != kind]
             if better and waiting < _MAX_WAIT_FRAC:
                 self._untried = []
         elif waiting < _MAX_WAIT_FRAC:
@@ -108,7 +108,7 @@ class WorkerTuner:
             and self.setting.kind != "process"
             and not self._reachable()
         ):
-            self._untried = [each for each in self._untried if each.kind != "process"]
+            self._untried = [setting for setting in self._untried if setting.kind != "process"]
         if self._untried:
             self._change(self._untried.pop(0))
         elif self.setting != self._best[0]:

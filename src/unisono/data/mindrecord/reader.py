@@ -47,14 +47,14 @@ class MindRecordFile:
             raise _unfit("no files", "name the files, or one of a set")
         first = _ShardReader(paths[0], key)
         if alone and (paths := _set_of(paths[0], first.head)) != [first.path]:
-            shards = [first if each == first.path else _ShardReader(each, key) for each in paths]
+            shards = [first if file == first.path else _ShardReader(file, key) for file in paths]
             for number, shard in enumerate(shards):
                 _same_set(shards[0], shard)
                 if shard.head.shard_id != number:
                     what = f"{shard.path}, which says it is file {shard.head.shard_id} of its set, as file {number}"
                     raise _unfit(what, "the names that the files were written with")
         else:
-            shards = [first, *(_ShardReader(each, key) for each in paths[1:])]
+            shards = [first, *(_ShardReader(file, key) for file in paths[1:])]
             for shard in shards:
                 _same_set(first, shard)
         self._shards = shards

@@ -73,7 +73,7 @@ class MindRecordWriter:
             raise DataError(*problems)
         digits = len(str(shards - 1))
         self.paths = [path.with_name(f"{path.name}{n:0{digits}}") for n in range(shards)] if shards > 1 else [path]
-        there = [each for name in self.paths for each in (name, index_path(name)) if each.exists()]
+        there = [file for name in self.paths for file in (name, index_path(name)) if file.exists()]
         if there and not overwrite:
             raise DataError(
                 given=f"{there[0]}, which exists",
@@ -98,7 +98,7 @@ class MindRecordWriter:
                     },
                 )
             ],
-            shard_addresses=[each.name for each in self.paths],
+            shard_addresses=[shard_path.name for shard_path in self.paths],
             shard_id=shards - 1,
             version=VERSION,
         )
@@ -109,9 +109,11 @@ class MindRecordWriter:
         self._shards: list[_ShardWriter] = []
         self._placing = False
         try:
-            for number, each in enumerate(self.paths):
-                temporary = each.with_name(f"{each.name}.{mark}")
-                self._shards.append(_ShardWriter(each, temporary, msgspec.structs.replace(head, shard_id=number), size))
+            for number, shard_path in enumerate(self.paths):
+                temporary = shard_path.with_name(f"{shard_path.name}.{mark}")
+                self._shards.append(
+                    _ShardWriter(shard_path, temporary, msgspec.structs.replace(head, shard_id=number), size)
+                )
         except BaseException:
             self._discard()
             raise

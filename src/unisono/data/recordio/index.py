@@ -7,7 +7,9 @@
     digest  u8  [records]  xxh3-64 of its payload
     split   u8             numbers of the records with more than one part
     key     i8  [records]  keys of ``name.idx``; absent if they are 0, 1, 2, …
-    side.*      [records]  anything else: labels, image sizes (``side_columns``)
+    side.*      [records]  side columns: any number, or short array, per record, such as labels and image sizes
+
+A side column of arrays has the concatenated arrays in ``side.NAME``, and their ends in ``ends.NAME`` u8 [records].
 
 ``name.idx`` is MXNet's text index; if it exists, it defines the records and their order. A missing sidecar is made by reading the
 file once. Its checksums are marked as computed later: they reveal damage since then, not before.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +29,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.recordio.framing import FramingDamage, RecordExtents, assemble_records, find_parts, join_parts
-from unisono.data.recordio.side_columns import ENDS_PREFIX, SIDE_PREFIX, SideColumn, decode_side_columns
 from unisono.data.sidecar import PayloadInfo, Sidecar, map_array, open_sidecar, view_of, write_sidecar
 from unisono.errors import DataError
 
@@ -35,6 +36,80 @@ KIND: Final = "recordio"
 WRITTEN, COMPUTED = "written", "computed later"
 ENDS_BYTES: Final = 4096
 _LOG: Final = logging.getLogger("unisono.data")
+SIDE_PREFIX: Final = "side."
+ENDS_PREFIX: Final = "ends."
+_DTYPES: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")
+
+
+class RaggedColumn:
+    """One array per record; ``column[i]`` is a read-only view. Indexing raises DataError for ends outside the column."""
+
+    def __init__(self, name: str, values: NDArray[Any], ends: NDArray[np.uint64]) -> None:
+        self._name, self._values, self._ends = name, values, ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, number: int) -> NDArray[Any]:
+        low, high = int(self._ends[number - 1]) if number else 0, int(self._ends[number])
+        if not 0 <= low <= high <= len(self._values):
+            raise DataError(
+                given=f"side column {self._name!r}: record {number} has values {low} to {high} of {len(self._values)}",
+                rule="the values of the records follow each other inside the column",
+                consequence="the sidecar is damaged, and this record's values cannot be told",
+                nearest="unisono data verify FILE; a sidecar made anew by reindex has no side columns",
+            )
+        return self._values[low:high]
+
+    def tolist(self) -> list[NDArray[Any]]:
+        """The arrays of all records."""
+        return [self[number] for number in range(len(self))]
+
+
+SideColumn = NDArray[Any] | RaggedColumn
+
+
+def encode_side_columns(side: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[Any]]:
+    """Sidecar columns of side values per record: int64 if all are integers, else float64, or arrays as they are."""
+    columns: dict[str, NDArray[Any]] = {}
+    for name, values in side.items():
+        if any(isinstance(value, np.ndarray) and value.ndim for value in values):
+            columns |= _stored_arrays(name, values)
+            continue
+        column = np.array(values, np.int64 if all(isinstance(value, int) for value in values) else np.float64)
+        if column.ndim != 1:
+            raise _refused(f"side values {name!r} of shape {list(column.shape[1:])}")
+        columns[SIDE_PREFIX + name] = column
+    return columns
+
+
+def decode_side_columns(columns: Mapping[str, NDArray[Any]]) -> dict[str, SideColumn]:
+    """The inverse of ``stored``."""
+    names = [name.removeprefix(SIDE_PREFIX) for name in columns if name.startswith(SIDE_PREFIX)]
+    return {
+        name: RaggedColumn(name, columns[SIDE_PREFIX + name], columns[ENDS_PREFIX + name])
+        if ENDS_PREFIX + name in columns
+        else columns[SIDE_PREFIX + name]
+        for name in names
+    }
+
+
+def _stored_arrays(name: str, values: Sequence[Any]) -> dict[str, NDArray[Any]]:
+    arrays = [np.asarray(value) for value in values]
+    kinds = {(array.dtype.newbyteorder("<").str, array.ndim) for array in arrays}
+    if len(kinds) != 1 or next(iter(kinds))[1] != 1 or next(iter(kinds))[0] not in _DTYPES:
+        raise _refused(f"side values {name!r} of {sorted(kinds)} (dtype, dimensions)")
+    ends = np.cumsum([len(array) for array in arrays], dtype=np.uint64)
+    return {SIDE_PREFIX + name: np.concatenate(arrays), ENDS_PREFIX + name: ends}
+
+
+def _refused(given: str) -> DataError:
+    return DataError(
+        given=given,
+        rule=f"a side value is a number, or for every record a 1-d array of one of {', '.join(_DTYPES)}",
+        consequence="the file was not written",
+        nearest="flatten it, or make it part of the payload",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

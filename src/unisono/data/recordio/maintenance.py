@@ -26,7 +26,10 @@ from unisono.data.recordio.framing import (
 )
 from unisono.data.recordio.index import (
     COMPUTED,
+    ENDS_PREFIX,
     KIND,
+    SIDE_PREFIX,
+    decode_side_columns,
     map_file,
     payload_of,
     read_columns,
@@ -35,7 +38,6 @@ from unisono.data.recordio.index import (
     write_index,
 )
 from unisono.data.recordio.reader import RecordFile
-from unisono.data.recordio.side_columns import ENDS_PREFIX, SIDE_PREFIX, decode_side_columns
 from unisono.data.recordio.writer import RecordWriter, SideValues, write_text_index
 from unisono.data.sidecar import Sidecar, digest_of, open_sidecar, view_of
 from unisono.errors import DataError

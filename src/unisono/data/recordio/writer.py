@@ -14,8 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unisono.data.recordio.framing import frame_payload
-from unisono.data.recordio.index import WRITTEN, map_file, text_index_path, write_index
-from unisono.data.recordio.side_columns import encode_side_columns
+from unisono.data.recordio.index import WRITTEN, encode_side_columns, map_file, text_index_path, write_index
 from unisono.data.sidecar import PayloadInfo
 from unisono.errors import DataError
 from unisono.storage.files import sync_folder, write_atomically

@@ -48,7 +48,8 @@ from unisono.data.tokens.packing import PackedWindows, PackingStats, pack_tokens
 from unisono.data.tokens.shards import TokenSet, TokenWriter, open_tokens, shard_path
 from unisono.data.tokens.tokenizer import BYTES, Tokenizer, load_tokenizer
 from unisono.errors import DataError
-from unisono.storage.files import sync_folder, write_atomically
+from unisono.storage.directory import commit_directory
+from unisono.storage.files import write_atomically
 
 _FORMAT = 1
 _SPLITS = ("train", "eval")
@@ -210,15 +211,13 @@ def _build(folder: Path, inputs: _Inputs, exclusive: bool) -> None:
         for split in _SPLITS:
             if not paths[split]:
                 raise empty_split_error(inputs.corpus, split)
-        _write_set(temporary, inputs, paths, skipped)
         try:
-            temporary.rename(folder)
+            commit_directory(temporary, folder, manifest=("set.json", _set_content(inputs, paths, skipped)))
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             # without locks another process may be first; its set is the same
             shutil.rmtree(temporary, ignore_errors=True)
-        sync_folder(folder.parent)
     except BaseException as error:
         # A DataError means that the corpus is at fault: the next call will have another.
         if not exclusive or isinstance(error, DataError) or not any(temporary.glob("*.bin")):
@@ -256,8 +255,8 @@ def _write_shards(folder: Path, inputs: _Inputs) -> tuple[dict[str, list[Path]],
     return {split: writer.paths for split, writer in writers.items()}, skipped
 
 
-def _write_set(folder: Path, inputs: _Inputs, paths: dict[str, list[Path]], skipped: list[tuple[str, str]]) -> None:
-    """Write ``set.json``."""
+def _set_content(inputs: _Inputs, paths: dict[str, list[Path]], skipped: list[tuple[str, str]]) -> bytes:
+    """The content of ``set.json``: its digest, a line feed, JSON."""
     train, evaluation = (open_tokens(paths[split]) for split in _SPLITS)
     report = CorpusReport(
         corpus=inputs.corpus.name,
@@ -274,7 +273,7 @@ def _write_set(folder: Path, inputs: _Inputs, paths: dict[str, list[Path]], skip
     shards = {split: [path.name for path in paths[split]] for split in _SPLITS}
     fingerprints = {"train": train.fingerprint, "eval": evaluation.fingerprint}
     content = msgspec.json.encode(_StoredSet(shards=shards, fingerprints=fingerprints, report=report))
-    write_atomically(folder / "set.json", xxhash.xxh3_128_hexdigest(content).encode(), b"\n", content)
+    return xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content
 
 
 def _finished_shards(folder: Path) -> dict[str, list[Path]]:

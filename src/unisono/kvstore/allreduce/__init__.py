@@ -1,1 +1,1 @@
-"""All-reduce of gradients: buckets, hierarchical reduction, shared memory."""
+"""All-reduce of gradients and values: in buckets, over the network, through shared memory."""

@@ -38,7 +38,7 @@ class _Bucket:
         self.names = [name for name, _ in members]
         first = members[0][1]
         self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=_dtype(first), device=first.device)
-        # what is sent: the gradients themselves, or a copy in another dtype
+        # the gradients themselves, or a copy in another dtype
         self._reduce_dtype, self.sent = reduce_dtype, self.flat
         self.views: dict[str, Tensor] = {}
         start = 0
@@ -116,7 +116,7 @@ class BucketedAllReduce:
         def ready(parameter: Tensor) -> None:
             grad = parameter.grad
             if grad is not None and grad.data_ptr() != view.data_ptr():
-                # Someone replaced the view (zero_grad(set_to_none=True), say): take the values over and put it back.
+                # the view was replaced, by zero_grad(set_to_none=True) for example: copy the values and restore it
                 view.copy_(grad)
                 parameter.grad = view
             if self._sending:

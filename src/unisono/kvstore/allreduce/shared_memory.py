@@ -29,7 +29,7 @@ from unisono.errors import CommError, ConfigError
 from unisono.kvstore.allreduce.network import CompletedWork
 
 SLOT_BYTES = 4 * 2**20
-_LINE = 64  # a cache line for what one worker tells: its turn, and the last two numbers it came with
+_LINE = 64  # a cache line per worker: its turn, and its last two numbers
 _COUNTERS = _LINE // 8
 _YIELDS = 200
 _SLEEP_S = 50e-6
@@ -142,7 +142,7 @@ class SharedMemoryAllReduce:
     def close(self) -> None:
         """Free the memory, which disappears with its last worker. Not a collective."""
         self._counters.release()
-        self._parts.clear()  # the mapping itself goes with the last tensor that looks into it
+        self._parts.clear()  # the mapping is freed with its last view
         self._typed.clear()
         del self._memory
 
@@ -157,7 +157,7 @@ def _open(world: World, peers: list[dict[str, Any]], size: int) -> mmap.mmap:
         raise _refused("a worker that is not on Linux and x86-64", "a sum over torch.distributed")
     if world.rank == 0:
         handle = os.memfd_create("unisono-sum", os.MFD_CLOEXEC)
-        os.posix_fallocate(handle, 0, size)  # the memory is there, or an error is
+        os.posix_fallocate(handle, 0, size)  # reserves the memory now, or fails now
         world.broadcast_json(handle)
     else:
         try:
@@ -205,13 +205,17 @@ class _Part:
 
 
 class PushStaging:
-    """The tensors staged in this worker's slot of ``memory``."""
+    """Pushes staged in this worker's slot of ``memory``: a push is copied there once, and nowhere else.
+
+    Tensors are laid out one after the other, large ones in parts. When the slot is full, or a caller waits, its content
+    is summed. The layout follows from the calls, so workers that make the same calls have the same layout.
+    """
 
     def __init__(self, memory: SharedMemoryAllReduce) -> None:
         self._memory = memory
         self._parts: list[_Part] = []
         self._used_bytes = 0
-        # by key the sum of a tensor that came in parts, kept: fresh memory costs more than the copy into it, page by page
+        # by key the sum of a tensor staged in parts, reused: fresh memory costs more than the copy into it, page by page
         self._wholes: dict[str, Tensor] = {}
 
     def put(self, key: str, value: Tensor, flush: Callable[[], None]) -> None:

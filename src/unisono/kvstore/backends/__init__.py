@@ -1,1 +1,1 @@
-"""Backends of the key-value store, one for each kind."""
+"""The kinds of stores: local, dist_sync (all-reduce), dist_local (local SGD), dist_async (parameter servers)."""

@@ -305,7 +305,7 @@ class AllReduceBackend:
             )
         coder = self._coder()
         if coder is not None and dense[0].is_floating_point():
-            # residuals of one buffer are kept or dropped before those of the next are read
+            # residuals of one buffer are committed before those of the next are read
             while self._batches:
                 self._apply(self._batches.popleft())
             sums = dict(zip([entry.key for entry in entries], dense, strict=True))

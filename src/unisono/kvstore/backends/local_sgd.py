@@ -32,24 +32,25 @@ from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_c
 from unisono.kvstore.keys import Future, PushValue, SparseRows
 from unisono.kvstore.value_store import ValueStore
 from unisono.optim.options import OptimOptions
+from unisono.plan.validate import round_problems
 
 _RESIDUAL = "compression/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSGDConfig:
-    """When and how copies are averaged. Raises ConfigError with all problems."""
+    """When and how ``dist_local`` averages copies. Raises ConfigError with all problems."""
 
     local_steps: int
-    """H: steps from one boundary of a parameter to its next."""
+    """H: steps between averages of a parameter."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     num_fragments: int = 1
     """Fragment f of F has its boundaries at steps (f + 1) H // F, and then every H."""
     outer_delay_steps: int = 0
-    """Steps between a boundary and the use of the sum."""
+    """Steps between a boundary and the application of its sum."""
     mix: float | None = None
-    """Share of a worker's own parameters in the mixture; unset: 0.5 with overlap, else 0."""
+    """Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0."""
 
     def __post_init__(self) -> None:
         own = self.outer_delay_steps == 0 and self.mix not in (None, 0)
@@ -60,16 +61,6 @@ class LocalSGDConfig:
                 f"outer_momentum = {self.outer_momentum}",
                 "outer_momentum is at least 0 and below 1",
                 not 0 <= self.outer_momentum < 1,
-            ),
-            (
-                f"num_fragments = {self.num_fragments} with local_steps = {self.local_steps}",
-                "each fragment has a boundary of its own within local_steps",
-                not 1 <= self.num_fragments <= max(self.local_steps, 1),
-            ),
-            (
-                f"outer_delay_steps = {self.outer_delay_steps} with local_steps = {self.local_steps}",
-                "a sum arrives before the next boundary of its fragment",
-                not 0 <= self.outer_delay_steps < max(self.local_steps, 1),
             ),
             (f"mix = {self.mix}", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
             (f"mix = {self.mix} without overlap", "own parameters are mixed in where a sum arrives later", own),
@@ -84,6 +75,7 @@ class LocalSGDConfig:
             for given, rule, bad in broken
             if bad
         ]
+        problems += round_problems(self.local_steps, self.num_fragments, self.outer_delay_steps)
         if problems:
             raise ConfigError(*problems)
 
@@ -149,7 +141,7 @@ class LocalSGD:
         ]
         self._pending: dict[int, list[Any]] = {}
         self.sent_bytes = self.received_bytes = 0
-        # one for each fragment, as several may be under way
+        # one per fragment, as several may be in flight
         self._exchanges = [
             compressed_sum(codec, {part.name: part.delta for part in parts}, world.group)
             for parts in self._fragments

@@ -52,7 +52,7 @@ class ParameterServerBackend:
         self._lr = math.nan
         self._specs: dict[str, Tensor] = {}  # shape and dtype by key, without memory
         self._last_push: dict[str, tuple[Future[None], int]] = {}  # push of a key, and its priority
-        self._unchecked: list[Future[None]] = []  # pushes of which it is not known what became of them
+        self._unchecked: list[Future[None]] = []  # pushes whose result nobody has seen
         self._meetings = itertools.count()
         self._clock = 0
         self._client: ServerClient | None = None
@@ -194,7 +194,7 @@ class ParameterServerBackend:
         """Set the codec before ``init``, which sends its name to the servers."""
         if self._client is not None:
             raise _refused(
-                f"compression {codec!r} after init", "servers are told at init how pushes are coded", "set_compression"
+                f"compression {codec!r} after init", "init sends the codec to the servers", "set_compression"
             )
         self._codec = None if codec is None else server_codec(codec)
 
@@ -211,7 +211,7 @@ class ParameterServerBackend:
         self._raise_errors()
         tensors = client.state()
         state = {name if name.startswith("optim/") else f"value/{name}": tensor for name, tensor in tensors.items()}
-        state = self._template().state_dict() | state  # servers have no optimizer state for what was never pushed
+        state = self._template().state_dict() | state  # servers have no optimizer state of keys without pushes
         return dict(sorted(state.items())) | {
             f"{_RESIDUAL}{name}": tensor for name, tensor in client.residuals().items()
         }
@@ -229,7 +229,7 @@ class ParameterServerBackend:
         template.load_state_dict(whole)
         client.load_residuals(residuals)
         self.barrier()
-        # all load the same: no worker is needed for it
+        # all workers load the same state
         client.load_state({name.removeprefix("value/"): tensor for name, tensor in whole.items()})
         self.barrier()
 
@@ -286,7 +286,7 @@ class ParameterServerBackend:
             refused = sent.wait().refused
             self._unchecked = [
                 push for push in self._unchecked if push is not future
-            ]  # whoever waits is told: once is enough
+            ]  # the waiting caller gets the error, once
             if refused:
                 raise CommError(
                     given=f"a push of {', '.join(map(repr, keys[:5]))} with a NaN or an infinity",

@@ -43,7 +43,7 @@ from unisono.launch.secret import SECRET_BYTES
 
 HEARTBEAT_S = 2.0
 _FIRST = 1 << 30
-_WAIT_S = 5.0  # of one claim: who waits longer asks again, which also finds out that the server has gone
+_WAIT_S = 5.0  # of one claim; asking again also detects a lost server
 _GOODBYE_S = 1.0
 
 
@@ -349,7 +349,7 @@ class ServerClient:
         """Disconnect: items that this worker claimed and did not finish go to other workers at once."""
         self._closing.set()
         self._heart.join()
-        # a server that does not answer holds nobody up: there the lease ends by itself
+        # at a server that does not answer the lease ends by itself
         with suppress(CommError, TimeoutError):
             for answer in [connection.request(Frame(Op.BYE)) for connection in self._connections]:
                 answer.result(_GOODBYE_S)

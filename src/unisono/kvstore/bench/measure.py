@@ -54,7 +54,7 @@ class _Side:
     ready: Callable[[], object] = lambda: None  # before each round, not timed
     settle: Callable[[], object] = lambda: (
         None
-    )  # after the last: all pushes are applied, and ``out`` holds what came of them
+    )  # after the last round: apply all pushes and pull the result into ``out``
 
 
 def join_and_measure(job: JobSpec, settings: BenchSettings) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from unisono.kvstore.compression.error_feedback import ErrorFeedback
 from unisono.kvstore.compression.registry import find_codec
 from unisono.kvstore.compression.sums import PowerSGD
 
-# these leave training as it is by all reports; coarser ones are the user's decision, not a measurement's
+# by all reports these do not change convergence; coarser codecs are the user's decision
 CANDIDATES = ("bf16", "int8")
 
 _LEAST_GAIN = 0.1

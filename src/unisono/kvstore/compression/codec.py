@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.errors import CommError
 
-# element counts travel as u32
+# codes store element counts as u32
 MAX_ELEMENTS = 2**32 - 1
 
 

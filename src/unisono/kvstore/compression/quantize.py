@@ -1,11 +1,7 @@
-"""One and two bits per element, packed as in MXNet (first element in a byte's highest bits, whole 32-bit words).
+"""Codecs with fewer bits per element: half precision, 8 bits, 2 bits, 1 bit.
 
-Two bits: ``11`` is +t, ``10`` is -t, ``00`` is zero. At most one t per step and element is sent, the rest stays in the
-residual, which grows without bound where gradients stay above t: watch ``ErrorFeedback.stats``, or choose t relative to
-the tensor's rms. One bit, ours: sign times mean absolute value (EF-signSGD, Karimireddy et al. 2019, arXiv:1901.09847).
-One bit, MXNet's: +1 above t, else -1.
-
-Code: level f32, number of elements u32, then the words. A NaN level marks a non-finite tensor.
+1 and 2 bits are packed as in MXNet: first element in a byte's highest bits, whole 32-bit words. Their code: level f32,
+number of elements u32, then the words. A NaN level marks a non-finite tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +32,12 @@ _GATHER_BITS = 0x8040201008040201 - 2**64
 
 @dataclass(frozen=True, slots=True)
 class TwoBit:
-    """Threshold ``factor``, or ``factor`` times the tensor's rms. Source: MXNet's gradient compression, ``2bit``."""
+    """MXNet's ``2bit``: ``11`` is +t, ``10`` is -t, ``00`` is zero. The threshold t is ``factor``, or ``factor`` times
+    the tensor's rms.
+
+    At most one t per step and element is sent, the rest stays in the residual, which grows without bound where
+    gradients stay above t: watch ``ErrorFeedback.stats``, or choose t relative to the rms.
+    """
 
     name: str
     factor: float
@@ -70,8 +71,8 @@ class TwoBit:
 
 @dataclass(frozen=True, slots=True)
 class OneBit:
-    """One sign per element. ``threshold`` None: scaled by the mean absolute value; else MXNet's ``1bit``, levels +1 and
-    -1."""
+    """One sign per element. ``threshold`` None: scaled by the mean absolute value (EF-signSGD, Karimireddy et al. 2019,
+    arXiv:1901.09847); else MXNet's ``1bit``: +1 above the threshold, else -1."""
 
     name: str
     threshold: float | None = None
@@ -114,7 +115,7 @@ def _or_nan(level: Tensor) -> Tensor:
 
 
 def _fixed(level: float, value: Tensor) -> Tensor:
-    # the sum is finite if all are: a quarter of the time of asking each
+    # the sum is finite if all are: a quarter of the time of checking each element
     return torch.where(value.sum().isfinite(), level, torch.nan).float()
 
 
@@ -178,7 +179,10 @@ def _looked_up(
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Rounds to ``summable`` after division by ``divisor``."""
+    """Rounds to ``summable``, float16 or bfloat16, after division by ``divisor``; the all-reduce adds the codes.
+
+    float16 overflows at 65504, so a sum over n workers adds n-th parts (``over``); bfloat16 has float32's range.
+    """
 
     name: str
     summable: torch.dtype
@@ -206,8 +210,12 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """Stochastic rounding as in QSGD (Alistarh et al. 2017, arXiv:1610.02132), with the block's maximum instead of its
-    norm."""
+    """One byte per element: blocks of 1024 with one scale each, stochastically rounded, so that the rounding error has
+    mean 0.
+
+    As in QSGD (Alistarh et al. 2017, arXiv:1610.02132), with the block's maximum instead of its norm. Code: a float32
+    scale per block (largest absolute value / 127), then an int8 per element. A NaN scale marks a non-finite block.
+    """
 
     name: str = "int8"
     summable: None = None

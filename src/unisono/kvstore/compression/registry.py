@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "unisono.codecs"
 # a share above this sends more bytes than int8 does
 _MAX_SHARE = 1 / 8
 
-# what to tell users of 1 or 2 bits with an optimizer that divides by a second moment
+# the warning for 1 or 2 bits with an optimizer that divides by a second moment
 COARSE_CODEC_WITH_ADAM = (
     "1-bit and 2-bit gradients with Adam, AdamW or LAMB: error feedback keeps the sum of gradients right, but the second moment "
     "is made of squares of what was sent, and is wrong by orders of magnitude (Tang et al. 2021, arXiv:2102.02888). "

@@ -185,7 +185,14 @@ def _joined(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class PowerSGD:
-    """Not a ``Codec``: its second message depends on the sum of the first, so only groups that all-reduce can use it."""
+    """PowerSGD (Vogels et al. 2019, arXiv:1905.13727): per step one power iteration towards the best low-rank
+    approximation.
+
+    P = sum of M Q, orthonormalised; Q = sum of M' P; the sum of all M is about P Q'. Both sums are plain all-reduces,
+    and Q starts the next step's iteration. The orthonormal columns come from a Householder QR, which exists for any P:
+    the paper's Gram-Schmidt needs an epsilon for a zero gradient and leaves Q at zero for ever. This is not a
+    ``Codec``: the second message depends on the sum of the first, so only groups that all-reduce can use it.
+    """
 
     name: str
     rank: int

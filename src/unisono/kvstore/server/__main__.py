@@ -20,7 +20,7 @@ from unisono.kvstore.wire.frame_server import Admission, FrameServer, listen
 from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import TLSContexts, read_tls
 
-_OTHER_FILES = 64  # beside connections: snapshots, logs, libraries
+_OTHER_FILES = 64  # in addition to connections: snapshots, logs, libraries
 
 
 def main(listening: Callable[[], None] = lambda: None) -> int:
@@ -116,7 +116,7 @@ def serve(
 def leave(reason: str) -> None:
     """End this process, whose state is out of date, with a line in the log only."""
     say(f"this server was replaced and leaves: {reason}")
-    threading.Timer(0.2, os._exit, [0]).start()  # the one who told gets its refusal first
+    threading.Timer(0.2, os._exit, [0]).start()  # after the peer got its refusal
 
 
 def say(text: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DRAIN = "UNISONO_DRAIN"  # set: on SIGTERM a server stays until its last worker has left
 
 _MODULE = "unisono.kvstore.server.child_servers"
-_WORD = "UNISONO_WORD_FD"  # a pipe on which a server tells its worker that it listens
+_WORD = "UNISONO_WORD_FD"  # a pipe on which a server reports that it listens
 
 
 @contextmanager
@@ -149,7 +149,7 @@ class _Child:
             code = self._process.wait()
             with self._lock:
                 if self._is_leaving or code in (0, USER_ERROR, FATAL) or self._restart_count == self._restarts:
-                    self._listener.close()  # nobody waits there for an answer
+                    self._listener.close()  # so that connecting fails at once
                     if not self._settled.is_set():
                         self._ended = code
                         self._settled.set()
@@ -173,7 +173,7 @@ class _Child:
             stdout=subprocess.DEVNULL,
             pass_fds=[listener, secret, word],
             text=True,
-            start_new_session=True,  # a signal to the worker's group is for the worker, which needs its server to stop in order
+            start_new_session=True,  # a signal to the worker's group must not stop its server, which the worker needs to finish
         )
         os.close(secret)
         os.close(word)
@@ -184,7 +184,7 @@ def _address(world: World) -> str:
     """This host's address as the job's other hosts see it."""
     if world.job.is_local:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent: the kernel only chooses a route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: the kernel only chooses a route
         probe.connect((world.job.master_addr, 9))
         return str(probe.getsockname()[0])
 

@@ -22,17 +22,17 @@ from unisono.kvstore.server.chunk_store import ChunkGradient
 from unisono.kvstore.server.placement import CHUNK_BYTES, Chunk
 from unisono.kvstore.wire.frame import DTYPES, Frame, Op, payload_views
 
-BATCH_SHARD = 1  # flag of a push: seq is the unit of work it belongs to, else the worker's own count
-WRITE = 2  # flag of ROWS and STATE: what is sent replaces or updates, else it is asked for
+BATCH_SHARD = 1  # flag of a push: seq is its batch shard, else the worker's own count
+WRITE = 2  # flag of ROWS and STATE: the payload replaces or updates; else it is a request
 REFUSED = 4  # flag of an ACK or DATA: the push held a NaN or an infinity and changed nothing
-WITH_BASES = 8  # flag of PULL, PUSHPULL and DATA: it names, for each entry, a base, which ``shadows`` explains
+WITH_BASES = 8  # flag of PULL, PUSHPULL and DATA: a base for each entry, see ``pull_compression``
 
 CODED = 1  # the number, in a frame, of the one codec that a run agreed on
 
-# bytes of an encoded chunk, its elements and dtype -> the gradient [elements]; ValueError for what does not fit
+# bytes of an encoded chunk, its elements and dtype -> the gradient [elements]; raises ValueError for a bad code
 Decoder = Callable[[memoryview, int, torch.dtype], Tensor]
 
-# of shared memory for one frame: chunks, the table of their numbers and sizes, and what is said of a push
+# shared memory for one frame: chunks, their table of numbers and sizes, and the push header
 SLOT_BYTES = CHUNK_BYTES + (64 << 10)
 
 _ENTRY_BYTES = _BASE_BYTES = 8

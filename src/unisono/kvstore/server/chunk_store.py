@@ -32,7 +32,7 @@ from unisono.kvstore.server.chunk_optimizer import (
 from unisono.kvstore.server.placement import Chunk
 from unisono.kvstore.server.range_set import RangeSet
 
-# what is on its way is bounded by credits, far below this
+# credits bound the pushes in flight far below this
 _MOST_GAPS = 1 << 16
 
 

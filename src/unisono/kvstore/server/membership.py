@@ -1,4 +1,4 @@
-"""Connected peers and their restart counts, and barriers."""
+"""The members of a run: connected peers and their restart counts, barriers, and the leases and clocks of workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from unisono.errors import CommError, Problem
+from unisono.errors import CommError
 from unisono.kvstore.wire.auth import Peer
 
 
@@ -50,12 +50,7 @@ class PeerTable:
     def _check(self, peer: Peer) -> None:
         newest = self._newest.get(peer.index, 0)
         if peer.worker_restart_count < newest:
-            raise CommError(
-                given=f"{peer.role} {peer.index} in its incarnation {peer.worker_restart_count}",
-                rule=f"a {peer.role} has one incarnation at a time, and {newest} has taken over",
-                consequence="nothing of the older one is applied",
-                nearest="let the older process end",
-            )
+            raise _replaced(peer.role, peer.index, peer.worker_restart_count, newest)
 
 
 class NumberedBarriers:
@@ -68,7 +63,7 @@ class NumberedBarriers:
     def __init__(self, live: Callable[[], Set[int]]) -> None:
         self._live = live
         self._change = threading.Condition()
-        self._at: dict[int, int] = {}  # by worker: the highest it has arrived at
+        self._at: dict[int, int] = {}  # by worker: its highest barrier
         self._passed = -1
         self._closed = False
 
@@ -111,13 +106,21 @@ GRACE_S = 2.0
 
 @dataclass(kw_only=True, slots=True)
 class _Member:
-    incarnation: int
+    restart_count: int
     clock: int
     until_s: float
 
 
 class Clocks:
-    """The workers of a run. ``on_end(worker)`` is called, without a lock, when a lease ended or its worker left."""
+    """Leases and clocks of the workers of a run, with bounded staleness (stale synchronous parallel, Ho et al. 2013).
+
+    A worker that has finished clock c goes on when every live worker has finished clock c - s. ``staleness = 0`` is
+    synchronous, None unbounded. This absorbs jitter, not a worker that is always slow.
+
+    A worker is live while its lease runs: 6 s from its last heartbeat or request, or 2 s from the loss of its last
+    connection. A worker without a lease does not block the others; it may join again, at the slowest clock.
+    ``on_end(worker)`` is called, without a lock, when a lease ended or its worker left.
+    """
 
     def __init__(
         self,
@@ -130,39 +133,39 @@ class Clocks:
         self._members: dict[int, _Member] = {}
         self._change = threading.Condition()
         self._closed = False
-        self._start = 0  # the clock of the first to join
+        self._start = 0  # the clock of the first worker to join
 
-    def join(self, worker: int, incarnation: int) -> int:
+    def join(self, worker: int, restart_count: int) -> int:
         """Start or restart a worker's lease; returns its clock, that of the slowest. CommError for an older restart
         count."""
         with self._change:
             member = self._members.get(worker)
-            if member is not None and incarnation < member.incarnation:
-                raise CommError(_fenced(worker, incarnation, member.incarnation))
-            if member is None or incarnation > member.incarnation:
+            if member is not None and restart_count < member.restart_count:
+                raise _replaced("worker", worker, restart_count, member.restart_count)
+            if member is None or restart_count > member.restart_count:
                 begun_again = member is not None
                 if begun_again:
                     self._remove(worker)
-                self._members[worker] = _Member(incarnation=incarnation, clock=self.slowest_clock, until_s=0.0)
+                self._members[worker] = _Member(restart_count=restart_count, clock=self.slowest_clock, until_s=0.0)
                 self._change.notify_all()
             else:
                 begun_again = False
             self._members[worker].until_s = self._now() + LEASE_S
             clock = self._members[worker].clock
-        if begun_again:  # what its earlier self held goes back
+        if begun_again:  # the items of its earlier process go back
             self._on_end(worker)
         return clock
 
-    def seen(self, worker: int, incarnation: int) -> None:
+    def seen(self, worker: int, restart_count: int) -> None:
         """Renew the lease. Raises CommError if it has ended: the worker must join again."""
         with self._change:
-            self._alive(worker, incarnation).until_s = self._now() + LEASE_S
+            self._alive(worker, restart_count).until_s = self._now() + LEASE_S
 
-    def connection_closed(self, worker: int, incarnation: int) -> None:
+    def connection_closed(self, worker: int, restart_count: int) -> None:
         """The worker's last connection was lost: shorten its lease to 2 s."""
         with self._change:
             member = self._members.get(worker)
-            if member is not None and member.incarnation == incarnation:
+            if member is not None and member.restart_count == restart_count:
                 member.until_s = min(member.until_s, self._now() + GRACE_S)
 
     def extend_leases(self, seconds: float) -> None:
@@ -171,11 +174,11 @@ class Clocks:
             for member in self._members.values():
                 member.until_s += seconds
 
-    def leave(self, worker: int, incarnation: int) -> None:
+    def leave(self, worker: int, restart_count: int) -> None:
         """End the lease of a worker that is done; idempotent."""
         with self._change:
             member = self._members.get(worker)
-            if member is None or member.incarnation != incarnation:
+            if member is None or member.restart_count != restart_count:
                 return
             self._remove(worker)
         self._on_end(worker)
@@ -190,7 +193,7 @@ class Clocks:
             self._on_end(worker)
         return over
 
-    def tick(self, worker: int, incarnation: int, clock: int) -> int:
+    def tick(self, worker: int, restart_count: int, clock: int) -> int:
         """Record that the worker has finished ``clock``; returns the slowest clock once it is at least ``clock -
         staleness``.
 
@@ -198,11 +201,11 @@ class Clocks:
         process takes over or the server stops.
         """
         with self._change:
-            self._alive(worker, incarnation)
+            self._alive(worker, restart_count)
             while True:
                 if worker in self._members:
-                    member = self._alive(worker, incarnation)
-                    if member.clock < clock:  # new, or it was away and joined again at the slowest
+                    member = self._alive(worker, restart_count)
+                    if member.clock < clock:  # a new clock, or the worker joined again at the slowest
                         member.clock = clock
                         self._change.notify_all()
                 if self._staleness is None or not self._members or self.slowest_clock >= clock - self._staleness:
@@ -247,7 +250,7 @@ class Clocks:
                 nearest="connect again: the launcher starts the server from its last snapshot",
             )
 
-    def _alive(self, worker: int, incarnation: int) -> _Member:
+    def _alive(self, worker: int, restart_count: int) -> _Member:
         self._running()
         member = self._members.get(worker)
         if member is None:
@@ -257,15 +260,15 @@ class Clocks:
                 consequence="the others no longer wait for it, and its units of work were dealt to them",
                 nearest="say hello again: it joins at the clock of the slowest",
             )
-        if member.incarnation != incarnation:
-            raise CommError(_fenced(worker, incarnation, member.incarnation))
+        if member.restart_count != restart_count:
+            raise _replaced("worker", worker, restart_count, member.restart_count)
         return member
 
 
-def _fenced(worker: int, older: int, newer: int) -> Problem:
-    return Problem(
-        given=f"worker {worker} in its incarnation {older}",
-        rule=f"a worker has one incarnation at a time, and {newer} has taken over",
+def _replaced(role: str, index: int, older: int, newer: int) -> CommError:
+    return CommError(
+        given=f"{role} {index} in its incarnation {older}",
+        rule=f"a {role} has one incarnation at a time, and {newer} has taken over",
         consequence="nothing of the older one is applied",
         nearest="let the older process end",
     )

@@ -53,9 +53,9 @@ from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, read_json
 
-_CHECK_S = 0.25  # how often leases are looked at
-_STALL_S = 1.0  # between two looks: then it was this process that stood still
-_LONGEST_WAIT_S = 60.0  # of one CLAIM; who wants to wait longer asks again
+_CHECK_S = 0.25  # interval between checks of leases
+_STALL_S = 1.0  # a longer gap between checks means that this process stood still
+_LONGEST_WAIT_S = 60.0  # of one CLAIM; a client that waits longer asks again
 _NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
 
@@ -65,14 +65,12 @@ class _Run:
 
     run_spec: RunSpec
     placement: ChunkPlacement
-    stores: Mapping[
-        str, ChunkStore
-    ]  # by the role of who asks: the server's own chunks for workers, the replica for servers
+    stores: Mapping[str, ChunkStore]  # by the peer's role: the server's own chunks for workers, the replica for servers
     clocks: Clocks
     work_queue: WorkQueue
     barriers: NumberedBarriers
-    decoders: Mapping[int, Decoder]  # by the number of a codec in frames
-    pull_encoder: PullEncoder | None  # of workers that pull coded; None where the run's codec is not for values
+    decoders: Mapping[int, Decoder]  # by a codec's number in frames
+    pull_encoder: PullEncoder | None  # None where the run's codec cannot compress values
 
 
 class ParameterServer:
@@ -122,7 +120,7 @@ class ParameterServer:
         self._maintenance = threading.Thread(target=self._maintain, name="unisono-server-keeper", daemon=True)
         self._maintenance.start()
 
-    # --- what the wire calls
+    # --- called by the wire
 
     def hello(self, peer: Peer, facts: dict[str, Any]) -> dict[str, Any]:
         """Admit a peer whose run spec equals the others'; returns the dictionary below, in which ``seq`` is the first
@@ -164,7 +162,7 @@ class ParameterServer:
         run = self._require_run()
         self._peers[peer.role].check(peer)
         if peer.role == "worker" and frame.op in _NEEDS_LEASE:
-            run.clocks.join(peer.index, peer.worker_restart_count)  # one that was taken for dead is back
+            run.clocks.join(peer.index, peer.worker_restart_count)  # a worker whose lease had ended is back
         with self._lock:
             self._counts[frame.op.name.lower()] += 1
             self._counts["bytes_in"] += sum(part.nbytes for part in payload_views(frame))
@@ -199,7 +197,7 @@ class ParameterServer:
             self._counts["bytes_out"] += sum(part.nbytes for part in payload_views(answer))
         return replace(answer, seq=frame.seq)
 
-    # --- what whoever runs it calls
+    # --- called by the process
 
     def adopt_replica_state(self, image: bytes) -> None:
         """Load chunks that a replica kept for this server (the answer to STATE), before workers connect."""
@@ -358,7 +356,7 @@ class ParameterServer:
         content = read_json(frame)
         with self._lock:
             claiming = self._claiming[peer.index]
-        with claiming:  # the first may still wait, on a connection that is lost
+        with claiming:  # the first request may still wait, on a lost connection
             earlier = self._claims.get(peer.index)
             if earlier is not None and earlier[:2] == (peer.worker_restart_count, frame.seq):
                 return earlier[2]
@@ -368,7 +366,7 @@ class ParameterServer:
                 try:
                     run.clocks.seen(peer.index, peer.worker_restart_count)
                 except CommError:
-                    # it died while it waited; its newer self, if there is one, holds nothing before this returns
+                    # it died while it waited; its newer process, if any, holds no item before this returns
                     run.work_queue.give_back(peer.index)
                     raise
                 self._claims[peer.index] = peer.worker_restart_count, frame.seq, work

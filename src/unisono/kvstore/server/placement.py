@@ -20,7 +20,7 @@ import torch
 from unisono.errors import ConfigError, nearest_name
 
 CHUNK_BYTES = 4 << 20
-BLOCK_ELEMENTS = 1024  # what codecs quantise together
+BLOCK_ELEMENTS = 1024  # a block of the codecs
 # a frame counts the bytes of an entry in 32 bits; how many entries a server takes is in wire.frame.Limits
 _MOST_CHUNK_BYTES = (1 << 32) - 1
 _MOST_ENTRIES = 4096

@@ -109,8 +109,8 @@ def run_until_stopped(
             pass
         while settings.drain and server.num_live_workers:
             time.sleep(_DRAIN_LOOK_S)
-        server.close()  # who waits is let go
-        serving.close()  # from here on nothing more is acknowledged
+        server.close()  # wakes waiting requests
+        serving.close()  # nothing is acknowledged after this
         if settings.snapshots is not None and server.run_spec is not None:
             server.save()
 

@@ -65,7 +65,7 @@ class _ServerCopy:
     """``value`` is the worker's after answer ``number``, whose ``code`` was of the difference after answer ``before``
     (0: it was exact). ``turn`` counts codes since the last exact answer."""
 
-    value: Tensor  # [elements], in the dtype of sums
+    value: Tensor  # [elements], in the accumulation dtype
     number: int
     version: int
     before: int = 0
@@ -135,10 +135,10 @@ class PullEncoder:
         value, turn = _wide(requests.value), copy.turn + 1
         code = self._codec.encode(value - copy.value, _seed(worker, requests.chunk, turn))
         reached = copy.value + self._codec.decode(code, value.numel(), value.dtype, trusted=True)
-        # what is too large for its dtype as well, at the worker
+        # also exact where the value would overflow its dtype at the worker
         if not is_finite(reached.to(requests.value.dtype)):
             return None
-        # a codec may find all of a difference too small: it would never get through
+        # a codec may transmit nothing of a small difference: it would never arrive
         if torch.equal(reached, copy.value) and not torch.equal(reached, value):
             return None
         return _ServerCopy(
@@ -163,7 +163,7 @@ class _WorkerCopy:
     value: Tensor | None = None
     number: int = 0
     free: bool = False
-    nbytes: int = 0  # of what came last
+    nbytes: int = 0  # of the last answer
 
 
 class PullDecoder:

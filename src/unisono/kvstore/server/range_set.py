@@ -38,7 +38,7 @@ class RangeSet:
             raise ValueError(f"numbers start at 0, not {number}")
         if number in self:
             return False
-        at = bisect_right(self._starts, number)  # the first span behind it
+        at = bisect_right(self._starts, number)  # the first span after it
         joins_left = at > 0 and self._ends[at - 1] == number
         joins_right = at < len(self._starts) and self._starts[at] == number + 1
         if joins_left and joins_right:

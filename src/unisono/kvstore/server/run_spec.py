@@ -17,7 +17,7 @@ from unisono.errors import CommError
 from unisono.kvstore.server.placement import CHUNK_BYTES, ChunkPlacement, place_chunks
 from unisono.kvstore.wire.frame import DTYPES
 
-# a placement lists every chunk and server: what a hello can make a server list is bounded before it does
+# bounds on the placement that a hello can make a server compute
 _MOST_BYTES = 1 << 44
 _MOST_CHUNKS = 1 << 22
 _MOST_SERVERS = 1 << 16
@@ -132,7 +132,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _dtype(name: Any) -> torch.dtype:
     if name not in DTYPES:
-        raise ValueError(f"{name!r} is no dtype that travels")
+        raise ValueError(f"{name!r} is not a dtype that frames carry")
     return getattr(torch, name)
 
 

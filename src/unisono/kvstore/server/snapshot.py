@@ -10,7 +10,6 @@ which is reported, and the previous one is used.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -26,13 +25,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unisono.errors import CommError
-from unisono.storage.files import sync_folder, write_atomically
+from unisono.storage.directory import (
+    QUARANTINE,
+    commit_directory,
+    numbered_directories,
+    numbered_name,
+    quarantine_directory,
+    remove_directory,
+)
+from unisono.storage.files import file_digest
 
 KEEP = 2
 _FACTS, _TENSORS = "state.json", "state.safetensors"
-_NAME = re.compile(r"snapshot-(\d{8,18})", re.ASCII)
-_LEFTOVER = re.compile(r"snapshot-\d{8,18}\.tmp", re.ASCII)
-_READ_BYTES = 1 << 20
+_PREFIX = "snapshot"
+_LEFTOVER = re.compile(r"snapshot-\d{8,18}\.(tmp|trash.*)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +63,19 @@ def write_snapshot(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str,
     for entry in folder.iterdir():
         if _LEFTOVER.fullmatch(entry.name):
             entry.unlink() if entry.is_symlink() else shutil.rmtree(entry)
-    number = after + 1
-    final = folder / f"snapshot-{number:08d}"
+    final = folder / numbered_name(_PREFIX, after + 1)
     temporary = final.with_suffix(".tmp")
     temporary.mkdir(mode=0o700)
     (temporary / _TENSORS).touch(mode=0o600)
     save_file(dict(tensors), temporary / _TENSORS)
     with (temporary / _TENSORS).open("rb") as file:
         os.fsync(file.fileno())
-    body = json.dumps({"facts": facts, "tensors": _digest(temporary / _TENSORS)})
+    body = json.dumps({"facts": facts, "tensors": file_digest(temporary / _TENSORS)})
     sealed = {"body": body, "digest": xxhash.xxh3_128_hexdigest(body.encode())}
-    write_atomically(temporary / _FACTS, json.dumps(sealed).encode())
-    (temporary / _FACTS).chmod(0o600)
-    temporary.rename(final)
-    sync_folder(folder)
-    for old in _numbers(folder)[:-KEEP]:
-        shutil.rmtree(folder / f"snapshot-{old:08d}")
-    return number
+    commit_directory(temporary, final, manifest=(_FACTS, json.dumps(sealed).encode()))
+    for old in list(_committed(folder).values())[:-KEEP]:
+        remove_directory(old)
+    return after + 1
 
 
 def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
@@ -82,13 +84,12 @@ def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
     Raises CommError where all snapshots are damaged: starting without state would lose the run.
     """
     set_aside: list[str] = []
-    for number in reversed(_numbers(folder)):
-        path = folder / f"snapshot-{number:08d}"
+    for number, path in reversed(_committed(folder).items()):
         try:
             facts, tensors = _read(path)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
             reason = f"{path.name}: {error}"
-            _quarantine(path, reason)
+            quarantine_directory(path, reason)
             set_aside.append(reason)
         else:
             return ServerSnapshot(number=number, facts=facts, tensors=tensors, set_aside=set_aside)
@@ -98,13 +99,13 @@ def read_newest_snapshot(folder: Path) -> ServerSnapshot | None:
         given=f"none of the {len(set_aside)} snapshots in {folder} holds: {'; '.join(set_aside)}",
         rule="a server that starts again takes its newest snapshot whose files are as they were written",
         consequence="it has not started, and nothing was begun over the old run",
-        nearest=f"look into {folder / 'quarantine'}; to go on from a checkpoint, choose an empty folder",
+        nearest=f"look into {folder / QUARANTINE}; to go on from a checkpoint, choose an empty folder",
     )
 
 
 def latest_snapshot_number(folder: Path) -> int:
     """The number of the newest committed snapshot; 0 for none."""
-    return max(_numbers(folder), default=0)
+    return max(_committed(folder), default=0)
 
 
 def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
@@ -116,12 +117,9 @@ def newer_snapshot_error(folder: Path, newer: int, known: int) -> CommError:
     )
 
 
-def _numbers(folder: Path) -> list[int]:
-    """The numbers of the committed snapshots, ascending. Links and other names are ignored."""
-    if not folder.is_dir():
-        return []
-    matches = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir() if not path.is_symlink()]
-    return sorted(int(match[1]) for path, match in matches if match and path.is_dir())
+def _committed(folder: Path) -> dict[int, Path]:
+    """The committed snapshots by ascending number. Links and other names in the folder are ignored."""
+    return numbered_directories(folder.resolve(), _PREFIX)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -129,27 +127,6 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if xxhash.xxh3_128_hexdigest(sealed["body"].encode()) != sealed["digest"]:
         raise ValueError(f"{_FACTS} has another digest than when it was written")
     body = json.loads(sealed["body"])
-    if _digest(path / _TENSORS) != body["tensors"]:
+    if file_digest(path / _TENSORS) != body["tensors"]:
         raise ValueError(f"{_TENSORS} has another digest than when it was written")
     return body["facts"], load_file(path / _TENSORS)
-
-
-def _digest(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _quarantine(path: Path, reason: str) -> None:
-    folder = path.parent / "quarantine"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    target, number = folder / path.name, 0
-    while os.path.lexists(target):
-        number += 1
-        target = folder / f"{path.name}.{number}"
-    path.rename(target)
-    with contextlib.suppress(OSError):  # the reason is reported too; a full disk must not stop the restart
-        write_atomically(target / "reason.txt", reason.encode() + b"\n")
-    sync_folder(path.parent)

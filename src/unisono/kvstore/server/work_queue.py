@@ -55,14 +55,14 @@ class WorkQueue:
     ) -> None:
         self.num_batch_shards, self._every, self._per_step, self._staleness = units, every, per_step, staleness
         self._now = now
-        self.goal = units  # where work ends; before that if a stop was asked for
+        self.goal = units  # the end of the run; earlier after ``stop``
         self._end_kind: WorkKind = "end"
-        self.total_weight = 0.0  # of the units that are done, as their workers told it
+        self.total_weight = 0.0  # of the finished batch shards, as their workers reported it
         self._is_begun = False
         self._saved = 0  # the last point at which a save was made, or the run began
         self._done = RangeSet()
-        self._next = 0  # never dealt so far
-        self._returned: list[int] = []  # dealt, and given back; a heap
+        self._next = 0  # lowest never claimed
+        self._returned: list[int] = []  # claimed, and returned; a heap
         self._claimed_by: dict[WorkItem, int] = {}
         self._closed = False
         self._changed = threading.Condition()
@@ -162,7 +162,7 @@ class WorkQueue:
             return WorkItem(self._end_kind if self.goal < self.num_batch_shards else "end", self.goal)
         if not self._is_begun:
             return BEGIN if BEGIN not in self._claimed_by and leads() else WAIT
-        while self._next in self._done:  # done without having been dealt: by a worker that knew us before a restart
+        while self._next in self._done:  # done by a worker that claimed it before a restart
             self._next += 1
         next_save = self._next_save()
         unit = self._returned[0] if self._returned else self._next

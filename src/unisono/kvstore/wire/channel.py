@@ -33,7 +33,7 @@ from unisono.kvstore.wire.frame import (
 )
 from unisono.kvstore.wire.shared_slots import SharedSlots, copy_from_slot, copy_into_slot
 
-# a piece is digested while it is still in the cache
+# digested while still in the cache
 _PIECE_BYTES = 1 << 20
 _BUFFERS_PER_CALL = 512
 
@@ -56,7 +56,7 @@ class Channel:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # buffer sizes stay the kernel's: one set by hand is capped low on most machines, and ends its own tuning
-        # a host that vanished is noticed by the kernel; one that hangs, by whoever waits for an answer
+        # a host that vanished is noticed by the kernel; one that hangs, by the caller that waits for an answer
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_KEEPIDLE"):
             for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):

@@ -40,7 +40,7 @@ from unisono.kvstore.wire.tls import TLSContexts, permanent_tls_error
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CHECK_S = 0.5
-# beside the entries of a DATA payload, eight bytes each
+# besides the entries of a DATA payload, eight bytes each
 _PREFIX_BYTES = 16
 
 
@@ -58,9 +58,9 @@ class _Request:
     frame: Frame
     into: list[memoryview]
     future: Future[Frame]
-    # what came instead of something that fits ``into``
+    # size of an answer that did not fit ``into``
     misfit: int | None = None
-    # where it lies, of the memory of the connection it was sent on last
+    # its slot of the connection it was sent on last
     slot: Slot | None = None
 
 
@@ -152,7 +152,7 @@ class Connection:
             )
         parts = [into] if isinstance(into, memoryview) else list(into or ())
         request = _Request(frame, [part.cast("B") for part in parts], Future())
-        # it cannot be taken back: the server may have it already
+        # it cannot be cancelled: the server may have it already
         request.future.set_running_or_notify_cancel()
         with self._changed:
             if self._failed:
@@ -234,7 +234,7 @@ class Connection:
             self._free_slots = list(channel.shared_slots.slots)
         except BaseException as error:
             sock.close()
-            # the server's alert about this side's certificate comes in place of its hello
+            # the server sends an alert about this side's certificate instead of its hello
             if refused := permanent_tls_error(
                 error if isinstance(error, ssl.SSLError) else error.__cause__, self._me.address
             ):
@@ -243,7 +243,7 @@ class Connection:
         return channel
 
     def _reply(self, channel: Channel) -> Frame:
-        # a server that takes long over it shows signs of life
+        # a slow server sends heartbeats
         while (reply := channel.receive(wait_s=self._silence_s)) and reply.op is Op.HEARTBEAT:
             pass
         if reply is None:
@@ -373,7 +373,7 @@ class Connection:
             return None
         before = announced.nbytes - sum(part.nbytes for part in request.into)
         fits = 0 <= before <= 8 * announced.frame.entries + _PREFIX_BYTES
-        # said anew by every answer: the digest may show that this one is damaged, and then another comes
+        # set again by every answer: this one may prove damaged and be sent again
         request.misfit = None if fits else announced.nbytes
         return [memoryview(bytearray(before)), *request.into] if fits else None
 
@@ -381,7 +381,7 @@ class Connection:
         with self._changed:
             request = self._in_flight.pop(reply.ticket, None)
             if request is None:
-                # a sign of life has no ticket; anything else answers what was answered already
+                # a heartbeat has no ticket; any other reply is a duplicate
                 self._num_stray_replies += reply.ticket != 0
                 return
             if request.slot is not None:

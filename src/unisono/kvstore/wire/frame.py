@@ -35,7 +35,7 @@ from unisono.errors import (
 HEADER_BYTES = 64
 MAGIC = 0x4F53_4E55
 VERSION = 1
-# the index is what travels; new ones go to the end
+# frames carry the index; append new ones
 DTYPES = (
     "float32",
     "float64",
@@ -131,7 +131,7 @@ class Limits:
     max_payload_bytes: int = 64 << 20
     max_entries: int = 8192
     message_s: float = 20.0
-    min_bytes_per_s: int = 64 << 10  # bytes per second
+    min_bytes_per_s: int = 64 << 10
     stall_s: float = 10.0
     handshake_s: float = 5.0
 
@@ -140,7 +140,7 @@ class Limits:
         return self.message_s + nbytes / self.min_bytes_per_s
 
 
-# between peers that have proved themselves: a key that stays whole is one chunk
+# for authenticated peers: a key that is not cut is one chunk
 PEER_LIMITS = Limits(max_payload_bytes=1 << 30)
 
 
@@ -170,25 +170,10 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
     nbytes = sum(part.nbytes for part in parts)
     if nbytes > _LARGEST_U32:
         raise _refused("payload", f"{nbytes} bytes", f"a frame carries at most {_LARGEST_U32} bytes", "send chunks")
-    header = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        frame.op,
-        frame.codec,
-        frame.dtype,
-        frame.flags,
-        frame.slot.number if frame.slot is not None else 0,
-        frame.entries,
-        frame.server_restart_count,
-        frame.job,
-        frame.worker,
-        frame.worker_restart_count,
-        frame.seq,
-        frame.clock,
-        nbytes,
-        frame.ticket,
-        0,
-    )[: -_DIGEST.size]
+    slot = frame.slot.number if frame.slot is not None else 0
+    kind = frame.op, frame.codec, frame.dtype, frame.flags, slot, frame.entries
+    sender = frame.server_restart_count, frame.job, frame.worker, frame.worker_restart_count, frame.seq, frame.clock
+    header = _HEADER.pack(MAGIC, VERSION, *kind, *sender, nbytes, frame.ticket, 0)[: -_DIGEST.size]
     digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(header))
     if frame.slot is None:
         for part in parts:
@@ -198,25 +183,8 @@ def pack(frame: Frame, parts: Sequence[memoryview]) -> bytes:
 
 def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeader:
     """Parse 64 bytes. Raises CommError naming the first field that is out of bounds."""
-    (
-        magic,
-        version,
-        op,
-        codec,
-        dtype,
-        flags,
-        slot,
-        entries,
-        epoch,
-        job,
-        worker,
-        incarnation,
-        seq,
-        clock,
-        nbytes,
-        ticket,
-        digest,
-    ) = _HEADER.unpack(header)
+    magic, version, op, codec, dtype, flags, slot, entries, *rest = _HEADER.unpack(header)
+    server_restart_count, job, worker, worker_restart_count, seq, clock, nbytes, ticket, digest = rest
     if magic != MAGIC:
         raise _refused("magic", f"{magic:#010x}", f"a frame begins with {MAGIC:#010x}", "see what else uses this port")
     if version != VERSION:
@@ -235,7 +203,8 @@ def unpack(header: bytes | bytearray | memoryview, limits: Limits) -> FrameHeade
     if nbytes > limits.max_payload_bytes:
         rule = f"at most {limits.max_payload_bytes} bytes are taken"
         raise _refused("payload", f"{nbytes} bytes", rule, "send smaller chunks")
-    frame = Frame(Op(op), codec, dtype, flags, entries, epoch, job, worker, incarnation, seq, clock, ticket=ticket)
+    sender = server_restart_count, job, worker, worker_restart_count
+    frame = Frame(Op(op), codec, dtype, flags, entries, *sender, seq, clock, ticket=ticket)
     return FrameHeader(frame, slot, nbytes, digest, xxhash.xxh3_64_intdigest(memoryview(header)[: -_DIGEST.size]))
 
 

@@ -181,7 +181,7 @@ class FrameServer:
             self._note_restart_count(seen)
             self._serve_requests(channel, peer)
         except (CommError, OSError):
-            # this peer is lost, which its own side notices; there is nobody here to tell
+            # the peer is lost, and its own side notices
             return
         finally:
             with self._lock:

@@ -55,7 +55,7 @@ def load_tls(folder: Path) -> TLSContexts:
     try:
         contexts = TLSContexts(_context(folder, ssl.PROTOCOL_TLS_SERVER), _context(folder, ssl.PROTOCOL_TLS_CLIENT))
         trial = _context(folder, ssl.PROTOCOL_TLS_CLIENT)
-        trial.check_hostname = False  # which of its names somebody will use is not known here
+        trial.check_hostname = False  # the name that peers will use is not known here
         _shake_hands(trial, contexts.server)
     except (OSError, ValueError) as error:
         check = f"openssl verify -CAfile {folder / _AUTHORITY} {folder / _CERTIFICATE}"
@@ -97,7 +97,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
     """Handshake in memory. Raises ssl.SSLError where either side refuses the other."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
-    for end in ends * 2:  # hello, hello and certificate, certificate, the last look at it
+    for end in ends * 2:  # hello, hello and certificate, certificate, its check
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
 

@@ -70,12 +70,12 @@ def _dims(source: ByteSource, count: int) -> tuple[int, ...]:
         what = f"it begins with {head[:4].hex()}, where unsigned bytes of {count} dims begin with 000008{count:02x}"
         raise damaged_error(source.path, 0, what)
     dims = struct.unpack(f">{count}I", head[4:])
-    each = 1
+    item_bytes = 1
     for dim in dims[1:]:
-        each *= dim
-    if not 0 < each <= MAX_RECORD_BYTES:
+        item_bytes *= dim
+    if not 0 < item_bytes <= MAX_RECORD_BYTES:
         raise damaged_error(source.path, 4, f"dims {list(dims)}, where a picture has 1 to {MAX_RECORD_BYTES:,} bytes")
-    if source.size is not None and source.size != source.offset + dims[0] * each:
-        what = f"dims {list(dims)} are {dims[0] * each:,} bytes, and {source.size - source.offset:,} follow"
+    if source.size is not None and source.size != source.offset + dims[0] * item_bytes:
+        what = f"dims {list(dims)} are {dims[0] * item_bytes:,} bytes, and {source.size - source.offset:,} follow"
         raise damaged_error(source.path, 4, what)
     return dims

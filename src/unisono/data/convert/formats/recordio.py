@@ -23,7 +23,7 @@ from unisono.data.convert.formats.table import (
 )
 from unisono.data.mindrecord import FieldType
 from unisono.data.recordio import ImageHeader, RecordFile, RecordWriter, pack_header
-from unisono.data.recordio.side_columns import RaggedColumn, SideColumn
+from unisono.data.recordio.index import RaggedColumn, SideColumn
 
 _ARRAYS: Final = ("|u1", "<u2", "<u4", "<u8", "<i8", "<f4", "<f8")  # the dtypes of a sidecar
 

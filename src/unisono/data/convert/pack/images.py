@@ -25,7 +25,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unisono.data.convert.formats import open_table
 from unisono.data.convert.formats.table import encode_image_column, shorten, unwritable_error
 from unisono.data.convert.pack.image_encoding import ImageOptions
 from unisono.data.convert.pack.image_listing import (
@@ -55,6 +54,7 @@ from unisono.data.convert.pack.worker import (
     make_records,
     worker_count,
 )
+from unisono.data.convert.table_files import open_table
 from unisono.data.recordio import ImageHeader, RecordWriter, pack_header
 from unisono.errors import missing_extra
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from unisono.data.image import contact_sheet, decode, probe
 from unisono.data.recordio import RecordFile, unpack_header
-from unisono.data.recordio.side_columns import RaggedColumn
+from unisono.data.recordio.index import RaggedColumn
 from unisono.data.tokens.shards import open_tokens
 from unisono.errors import DataError
 
@@ -57,17 +57,17 @@ def record_stats(file: Path) -> RecordStats:
         spreads = {"document tokens": _spread(sizes)} if sizes.size else {}
         return RecordStats(records=sizes.size, bytes=shard.tokens.nbytes, spreads=spreads, labels={}, sampled=0)
     records = _records(file)
-    found: dict[str, NDArray[Any]] = {"payload bytes": records.lengths}
+    columns: dict[str, NDArray[Any]] = {"payload bytes": records.lengths}
     sampled = 0
     if {"label", "width", "height"} <= records.side.keys():
         label = records.side["label"]
-        found["label"] = np.concatenate(label.tolist()) if isinstance(label, RaggedColumn) else label
-        found |= {"width px": np.asarray(records.side["width"]), "height px": np.asarray(records.side["height"])}
+        columns["label"] = np.concatenate(label.tolist()) if isinstance(label, RaggedColumn) else label
+        columns |= {"width px": np.asarray(records.side["width"]), "height px": np.asarray(records.side["height"])}
     elif (seen := _sampled(records)) is not None:
         sampled = len(seen["width px"])
-        found |= seen
-    spreads = {name: _spread(values) for name, values in found.items() if len(values)}
-    values, counts = np.unique(found.get("label", np.empty(0)), return_counts=True)
+        columns |= seen
+    spreads = {name: _spread(values) for name, values in columns.items() if len(values)}
+    values, counts = np.unique(columns.get("label", np.empty(0)), return_counts=True)
     labels = dict(zip(values.tolist(), counts.tolist(), strict=True)) if len(values) <= _CLASSES else {}
     return RecordStats(records=len(records), bytes=file.stat().st_size, spreads=spreads, labels=labels, sampled=sampled)
 
@@ -83,8 +83,8 @@ def record_sheet(file: Path) -> bytes:
     for number in _spaced(len(records), _SHEET):
         header, image = unpack_header(records.read(number))
         images.append(decode(image))
-        told = np.atleast_1d(np.asarray(header.label)).tolist()
-        labels.append(f"{number}: {', '.join(f'{label:g}' for label in told)}")
+        values = np.atleast_1d(np.asarray(header.label)).tolist()
+        labels.append(f"{number}: {', '.join(f'{label:g}' for label in values)}")
     return contact_sheet(images, labels)
 
 

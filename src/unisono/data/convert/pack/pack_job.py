@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 import msgspec
 import xxhash
 
-from unisono.data.convert.formats.detection import files_of
 from unisono.data.convert.formats.table import unwritable_error
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.resumable_shards import (
@@ -26,6 +25,7 @@ from unisono.data.convert.pack.resumable_shards import (
     bad_inputs_error,
     open_partial_target,
 )
+from unisono.data.convert.table_files import files_of
 from unisono.storage.files import write_atomically
 
 UNSPLIT: Final = "all"  # the series of inputs without a split

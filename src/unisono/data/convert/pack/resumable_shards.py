@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.errors import DataError
-from unisono.storage.files import sync_folder, write_atomically
+from unisono.storage.files import file_digest, sync_folder, write_atomically
 
 _PROGRESS_S = 5.0
 _SHOWN = 20
-_CHUNK = 1 << 20
 _LOG = logging.getLogger("unisono")
 
 
@@ -255,15 +253,6 @@ def bad_inputs_error(bad: Sequence[BadInput]) -> DataError:
         consequence="the target was not written; finished shards, if any, are kept for a next run",
         nearest="mend or remove them; or --on-error skip packs the rest and lists them in the report",
     )
-
-
-def file_digest(path: Path) -> str:
-    """xxh3-128 of a file's bytes, as hex."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _write_json(path: Path, value: Any) -> None:

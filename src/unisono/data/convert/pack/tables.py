@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from unisono.data.convert.formats import Row, Table, open_table, write_table
 from unisono.data.convert.formats.table import unreadable_error, unwritable_error
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.pack_job import (
@@ -29,9 +28,11 @@ from unisono.data.convert.pack.pack_job import (
     run_pack_job,
 )
 from unisono.data.convert.pack.record_schema import RecordSchema, rows_of
-from unisono.data.convert.pack.resumable_shards import InputSource, PackedInput, ShardSeries, file_digest
+from unisono.data.convert.pack.resumable_shards import InputSource, PackedInput, ShardSeries
 from unisono.data.convert.pack.worker import find_function, function_maker, given_parts, make_records, worker_count
+from unisono.data.convert.table_files import Row, Table, open_table, write_table
 from unisono.errors import DataError
+from unisono.storage.files import file_digest
 
 _TARGETS = (".rec", ".mindrecord", ".jsonl", ".parquet", ".tar", ".csv")
 
@@ -108,7 +109,7 @@ def pack_function(
     lines = None if items is None else [line for line in _item_lines(items) if line]
     file = getattr(sys.modules[function.__module__], "__file__", None)
     identity = {
-        "function": [name, file_digest(Path(file)) if file else None],
+        "function": [name, file_digest(Path(file).resolve()) if file else None],
         "items": lines,
         "schema": schema.text,
         "shard_bytes": pack.shard_bytes,

@@ -8,8 +8,6 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from unisono.data.convert.formats import open_table, read_formats
-from unisono.data.convert.formats.detection import format_of
 from unisono.data.convert.formats.table import shorten, unreadable_error, unwritable_error
 from unisono.data.convert.pack.image_listing import BadInput
 from unisono.data.convert.pack.pack_job import (
@@ -24,6 +22,7 @@ from unisono.data.convert.pack.pack_job import (
 )
 from unisono.data.convert.pack.resumable_shards import PackedInput, ShardSeries
 from unisono.data.convert.pack.worker import worker_count
+from unisono.data.convert.table_files import format_of, open_table, read_formats
 from unisono.data.tokens.corpus import Corpus, UndecodableError, find_corpus, read_text
 from unisono.data.tokens.encoding import Document, encode_documents
 from unisono.data.tokens.shards import TokenWriter

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unisono.data.convert.conversion import convert
+from unisono.data.convert.table_files import convert
 from unisono.data.mindrecord import MindRecordFile, MindRecordWriter
 from unisono.data.recordio import RecordFile, RecordWriter
 from unisono.errors import DataError

@@ -1,0 +1,205 @@
+"""Read, write and convert tables of rows; a file's name determines its format.
+
+    .rec               read, write   one bytes field is the payload, numbers and arrays are side columns, an int ``key`` the key
+    .mindrecord        read, write   numbers (int32, int64, float32, float64), strings, bytes, arrays
+    .jsonl             read, write   anything; bytes as {"base64": "…"}, arrays as lists
+    .parquet           read, write   anything; needs pyarrow
+    .tar               read, write   webdataset's samples; .tar.gz only read
+    .csv               read, write   ints, floats, strings; bytes as base64 in the given columns
+    .tfrecord(s)       read          features of tf.Example, else raw records
+    …-idx3-ubyte(.gz)  read          MNIST's images and the labels beside them
+    .bin               read          CIFAR-10 and CIFAR-100, binary version
+
+A row of MNIST or CIFAR has its ``image`` as a uint8 array. It becomes PNG in .mindrecord and in .rec, there after MXNet's image
+header with the labels, as in im2rec. Formats import their packages on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+from unisono.data.convert.formats.idx import NAME as IDX_NAME
+from unisono.data.convert.formats.table import Row, Table, select_columns, unreadable_error, unwritable_error
+
+_WRITTEN: Final = {
+    ".rec": "recordio",
+    ".mindrecord": "mindrecord",
+    ".jsonl": "jsonl",
+    ".parquet": "parquet",
+    ".tar": "tar",
+    ".csv": "csv",
+}
+_READ: Final = _WRITTEN | {
+    ".tar.gz": "tar",
+    ".tfrecord": "tfrecord",
+    ".tfrecords": "tfrecord",
+    "idx": "idx",
+    ".bin": "cifar",
+}
+_OF: Final = re.compile(r"(.*)-([0-9]{5,9})-of-([0-9]{5,9})(.*)")
+_MAX_SHARDS: Final = 100_000
+_CIFAR10: Final = re.compile(r"data_batch_[1-5]\.bin")
+_MINDRECORD: Final = re.compile(r".*\.mindrecord[0-9]{0,4}")
+
+
+def read_formats() -> tuple[str, ...]:
+    """The suffixes that ``open_table`` reads; ``idx`` stands for MNIST's names."""
+    return tuple(_READ)
+
+
+def open_table(
+    path: Path,
+    *,
+    columns: Sequence[str] | None = None,
+    base64: Collection[str] = (),
+    arrays: Collection[str] = (),
+) -> Table:
+    """Open a file, or all files of the set ``name-00000-of-00005…`` that it belongs to. Rows are read lazily.
+
+    ``columns``: only these fields, in this order. ``base64``: columns of a CSV file that are bytes. ``arrays``: features of
+    ``tf.Example`` that are arrays even with one value. Raises DataError for an unknown suffix, an option without effect on the
+    format, a missing file of a set or files with different fields, and for damage while rows are read.
+    """
+    suffix = format_of(path)
+    if suffix not in _READ:
+        raise _no_format(path, suffix, _READ)
+    name = _READ[suffix]
+    module: Any = importlib.import_module(f"unisono.data.convert.formats.{name}")
+    options: dict[str, Any] = {}
+    if base64:
+        options["binary"] = _for_csv(path, name, base64)
+    if arrays:
+        if name != "tfrecord":
+            raise unreadable_error(
+                f"arrays {sorted(arrays)} of {path}", "only tf.Example leaves that open", "leave it out"
+            )
+        options["arrays"] = arrays
+    if columns is not None and name == "parquet":
+        options["columns"] = columns
+    files = files_of(path)
+    table: Table = module.read(files[0], **options)
+    if len(files) > 1:
+        table = replace(table, rows=chain(table.rows, _others(module, files, options, table)))
+    return table if columns is None else select_columns(table, columns)
+
+
+def write_table(path: Path, table: Table, *, base64: Collection[str] = ()) -> int:
+    """Write all rows to ``path``, completely or not at all, replacing an existing file; returns the number of rows.
+
+    ``base64``: fields of bytes that a CSV file holds as base64. Raises DataError for a suffix that cannot be written and,
+    naming row and field, for values that the format cannot hold.
+    """
+    suffix = format_of(path)
+    if suffix not in _WRITTEN:
+        raise _no_format(path, suffix, _WRITTEN)
+    if is_shard(path) or (suffix == ".mindrecord" and path.suffix != suffix):
+        raise unwritable_error(
+            f"{path}, a name of one of several files", "rows are written to one file", "a name without a number"
+        )
+    name = _WRITTEN[suffix]
+    module: Any = importlib.import_module(f"unisono.data.convert.formats.{name}")
+    options: dict[str, Any] = {"binary": _for_csv(path, name, base64)} if base64 else {}
+    return module.write(path, table, **options)
+
+
+def _others(module: Any, files: list[Path], options: dict[str, Any], first: Table) -> Iterator[Row]:
+    for file in files[1:]:
+        table: Table = module.read(file, **options)
+        # an empty file may not know its schema, but has no rows that could differ
+        if None not in (table.schema, first.schema) and table.schema != first.schema:
+            raise unreadable_error(
+                f"{file}, whose fields are not those of {files[0]}",
+                "the files of a set have the same fields of the same types",
+                "each by itself, under a name without a number",
+            )
+        yield from table.rows
+
+
+def _for_csv(path: Path, name: str, fields: Collection[str]) -> Collection[str]:
+    if name != "csv":
+        raise unreadable_error(f"base64 for {sorted(fields)} in {path}", "only CSV has bytes as base64", "leave it out")
+    return fields
+
+
+def _no_format(path: Path, suffix: str, formats: dict[str, str]) -> Exception:
+    known = ", ".join(formats)
+    verb = "read" if formats is _READ else "written"
+    return unwritable_error(
+        f"{path}, whose suffix is {suffix!r}", f"the suffix names the format, {verb} are {known}", f"one of {known}"
+    )
+
+
+def convert(
+    source: Path,
+    target: Path,
+    *,
+    overwrite: bool = False,
+    columns: Sequence[str] | None = None,
+    base64: Collection[str] = (),
+    arrays: Collection[str] = (),
+) -> int:
+    """Write all rows of ``source`` to ``target``, completely or not at all; returns the number of rows.
+
+    One file of a set stands for the set. ``columns``: only these fields. ``base64``: fields of bytes, which CSV holds as
+    base64. ``arrays``: features of TFRecord that are arrays even with one value. Images of MNIST and CIFAR become PNG in .rec
+    (after MXNet's image header with the labels) and .mindrecord, and uint8 arrays elsewhere. Raises DataError for an unknown
+    suffix, a target that exists, a damaged source, and a row that the target's format cannot hold.
+    """
+    if target.exists() and not overwrite:
+        raise unwritable_error(
+            f"{target}, which exists", "a file is written once, under a new name", "another name, or --overwrite"
+        )
+    from_csv, to_csv = (format_of(path) == ".csv" for path in (source, target))
+    table = open_table(source, columns=columns, base64=base64 if from_csv or not to_csv else (), arrays=arrays)
+    return write_table(target, table, base64=base64 if to_csv else ())
+
+
+def format_of(path: Path) -> str:
+    """The suffix that names the format; ``idx`` for MNIST's files, which have none."""
+    match = _OF.fullmatch(path.name)
+    name = path.name if match is None else match[1] + match[4]
+    if IDX_NAME.fullmatch(name):
+        return "idx"
+    if _MINDRECORD.fullmatch(name):
+        return ".mindrecord"
+    if name.endswith(".tar.gz"):
+        return ".tar.gz"
+    return Path(name).suffix
+
+
+def is_shard(path: Path) -> bool:
+    """Whether the name is that of one of several files."""
+    return _OF.fullmatch(path.name) is not None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of the set that ``path`` belongs to, in order; else ``path`` itself. Raises DataError if one is missing.
+
+    Sets are ``name-00000-of-00005…``, counted from 0, and CIFAR-10's five ``data_batch_N.bin``. MindRecord handles its own sets.
+    """
+    match = _OF.fullmatch(path.name)
+    if match is not None:
+        stem, number, total, rest = match.groups()
+        if not 0 <= int(number) < int(total) <= _MAX_SHARDS:
+            raise unreadable_error(
+                f"{path}", f"shards are counted from 0, up to {_MAX_SHARDS:,} of them", "another name for a single file"
+            )
+        files = [path.with_name(f"{stem}-{shard:0{len(number)}}-of-{total}{rest}") for shard in range(int(total))]
+    elif _CIFAR10.fullmatch(path.name):
+        files = [path.with_name(f"data_batch_{batch}.bin") for batch in range(1, 6)]
+    else:
+        return [path]
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        raise unreadable_error(
+            f"{path}, one of {len(files)} files, of which {len(missing)} are missing: first {missing[0].name}",
+            "naming one file of a set takes all of it, in order",
+            "the missing files, or a copy of this one under a name without a number",
+        )
+    return files

@@ -1,0 +1,16 @@
+from .options import PlanOptions as PlanOptions
+from .plan import Plan as Plan
+from .resolve import derive_plan as derive_plan
+from .resolve import load_plan as load_plan
+from .rules import ColwiseRowwise as ColwiseRowwise
+from .rules import DtypeRule as DtypeRule
+from .rules import EmbeddingRule as EmbeddingRule
+from .rules import ExpertRule as ExpertRule
+from .rules import OutputRule as OutputRule
+from .rules import ParameterPlacement as ParameterPlacement
+from .rules import SequenceRule as SequenceRule
+from .tensor_layout import Layout as Layout
+from .tensor_layout import TensorLayout as TensorLayout
+from .tp_inference import InferredRules as InferredRules
+from .tp_inference import infer_rules as infer_rules
+from .validate import validate_plan as validate_plan

@@ -1,0 +1,14 @@
+from .directory import commit_directory as commit_directory
+from .directory import has_marker as has_marker
+from .directory import number_of as number_of
+from .directory import numbered_directories as numbered_directories
+from .directory import numbered_name as numbered_name
+from .directory import quarantine_directory as quarantine_directory
+from .directory import remove_directory as remove_directory
+from .directory import subdirectories as subdirectories
+from .files import create_file as create_file
+from .files import file_digest as file_digest
+from .files import new_file as new_file
+from .files import os_reason as os_reason
+from .files import sync_folder as sync_folder
+from .files import write_atomically as write_atomically
