@@ -128,7 +128,11 @@ def _cut_pair(
     sharder.shard(last, "weight", weight_dims(last)[1])
     for layer in map(module.get_submodule, pair.layers):
         _tell_sizes(layer)
-    _tell_counts(module, pair, sharder.num_ranks)
+    for name, size in pair.local_sizes(module, sharder.num_ranks).items():
+        path, _, attribute = name.rpartition(".")
+        owner = attrgetter(path)(module) if path else module
+        if isinstance(owner, nn.Module):  # a configuration belongs to the whole model
+            setattr(owner, attribute, size)
     for first in map(module.get_submodule, pair.input_modules):
         _sum_between(first, sharder, [module.get_submodule(name) for name in pair.layers])
         map_input(
@@ -144,20 +148,6 @@ def _tell_sizes(layer: Any) -> None:
         layer.out_features, layer.in_features = out, into
     else:
         layer.nf, layer.nx = out, into
-
-
-def _tell_counts(module: nn.Module, pair: ColwiseRowwise, count: int) -> None:
-    """Give the module the numbers of its part: heads, key/value heads, and what is derived from them."""
-    local: dict[str, int] = {}
-    for name in pair.local_attrs:
-        local[name] = max(1, int(attrgetter(name)(module)) // count)
-    if pair.kv_group_size_attr:
-        local[pair.kv_group_size_attr] = local[pair.num_heads_attr] // local[pair.num_kv_heads_attr]
-    for name, number in local.items():
-        path, _, attribute = name.rpartition(".")
-        owner = attrgetter(path)(module) if path else module
-        if isinstance(owner, nn.Module):  # a configuration belongs to the whole model
-            setattr(owner, attribute, number)
 
 
 def _sum_between(first: nn.Module, sharder: ParameterSharder, layers: list[nn.Module]) -> None:
