@@ -64,13 +64,6 @@ class ColwiseRowwise(
         """Names of the attributes that are divided by the number of ranks."""
         return tuple(name for name in (self.num_heads_attr, self.num_kv_heads_attr, *self.size_attrs) if name)
 
-    def local_sizes(self, module: object, num_ranks: int) -> dict[str, int]:
-        """Values of the attributes of ``module``, by name, on one of ``num_ranks`` ranks."""
-        local = {name: max(1, int(attrgetter(name)(module)) // num_ranks) for name in self.local_attrs}
-        if self.kv_group_size_attr:
-            local[self.kv_group_size_attr] = local[self.num_heads_attr] // local[self.num_kv_heads_attr]
-        return local
-
     @property
     def input_modules(self) -> tuple[str, ...]:
         """Names of the submodules whose inputs the column-wise layers read."""
@@ -243,6 +236,14 @@ def built_in_rules(names: Collection[str]) -> tuple[Rule, ...]:
 def module_patterns(rule: Rule) -> tuple[str, ...]:
     """The patterns of modules in a rule."""
     return rule.modules if isinstance(rule, SequenceRule) else (rule.module,)
+
+
+def local_sizes(rule: ColwiseRowwise, module: object, num_ranks: int) -> dict[str, int]:
+    """Values of the attributes that ``rule`` names in ``module``, by name, on one of ``num_ranks`` ranks."""
+    local = {name: max(1, int(attrgetter(name)(module)) // num_ranks) for name in rule.local_attrs}
+    if rule.kv_group_size_attr:
+        local[rule.kv_group_size_attr] = local[rule.num_heads_attr] // local[rule.num_kv_heads_attr]
+    return local
 
 
 def _names_layers(rule: ColwiseRowwise | ExpertRule, names: Collection[str]) -> bool:

@@ -21,7 +21,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from unisono.plan.rules import ColwiseRowwise, Rule, match_modules
+from unisono.plan.rules import ColwiseRowwise, Rule, local_sizes, match_modules
 from unisono.plan.trace import Trace, TracedOp, trace
 
 _MOST_TRIES = 64
@@ -302,7 +302,7 @@ def _as_one_of(count: int, few: int, pair: ColwiseRowwise, module: nn.Module) ->
         last: Any = module.get_submodule(pair.rowwise)
         narrow(last, "weight", 1, count)
         change(last, "in_features", last.in_features // count)
-        for name, value in pair.local_sizes(module, count).items():
+        for name, value in local_sizes(pair, module, count).items():
             path, _, attribute = name.rpartition(".")
             if path != "config":
                 change(attrgetter(path)(module) if path else module, attribute, value)
