@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,17 @@ from click.testing import CliRunner
 from nursery import Nursery
 
 from unisono.cli.main import cli
+from unisono.config import renames
+from unisono.plan.plan import Plan
+from unisono.train.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# folders of a user's run or job, which the repository does not have
+OF_A_RUN = ("runs", "checkpoints", "export")
+# names of earlier options that pages also use for something else
+ALSO_OTHER_WORDS = {"gradients", "sample", "servers", "weights"}
 
 
 def python_blocks() -> list[tuple[str, str]]:
@@ -64,6 +74,70 @@ def test_commands_exist_with_their_options(command: str) -> None:
 
 def test_readme_is_short_enough() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+def missing_files(text: str, folders: tuple[Path, ...]) -> list[str]:
+    """The paths of repository files in ``text`` that exist below none of ``folders``."""
+    paths = re.findall(r"(?<![\w/.-])((?:[\w-]+/)+[\w.-]*\.(?:py|md|toml|sh|json|txt))(?![\w/])", text)
+    return [path for path in paths if not any((folder / path).exists() for folder in folders)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    text = re.sub(r"```python\n.*?```", "", page.read_text(), flags=re.S)
+    folders = (ROOT, ROOT / "src/unisono", page.parent)
+    missing = [path for path in missing_files(text, folders) if path.split("/")[0] not in OF_A_RUN]
+    assert missing == []
+
+
+def test_a_missing_file_is_found() -> None:
+    text = "see `train/step.py`, tests/train/test_gone.py and https://example.org/a/b.py"
+    assert missing_files(text, (ROOT, ROOT / "src/unisono")) == ["tests/train/test_gone.py"]
+
+
+def earlier_names() -> set[str]:
+    """Last components of option keys and plan fields of earlier versions that no option and no plan field has today."""
+    old = {key.rpartition(".")[2] for key in (*renames.OPTIONS, *renames.PLAN_FIELDS)}
+    return old - names_of_fields(RunConfig) - names_of_fields(Plan) - ALSO_OTHER_WORDS
+
+
+def names_of_fields(cls: type) -> set[str]:
+    types = typing.get_type_hints(cls)
+    names = {field.name for field in dataclasses.fields(cls)}
+    return names.union(*(names_of_fields(types[n]) for n in names if dataclasses.is_dataclass(types[n])))
+
+
+def earlier_names_in(text: str) -> list[str]:
+    names = "|".join(sorted(earlier_names()))
+    return [match[0] for match in re.finditer(rf"`(?:\w+\.)*(?:{names})`|(?<![\w.-])(?:\w+\.)*(?:{names})=", text)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_todays_option_names(page: Path) -> None:
+    assert earlier_names_in(page.read_text()) == []
+
+
+def test_an_earlier_option_name_is_found() -> None:
+    text = (
+        "`damping`, `plan.fragments`, --set loader.workers=2; `num_fragments`, `overlap` and --set loader.num_workers=2"
+    )
+    assert earlier_names_in(text) == ["`damping`", "`plan.fragments`", "loader.workers="]
+
+
+def place_names(text: str) -> list[tuple[str, str]]:
+    """What a page says is in a file: "`NAME` in `folder/file.py`", "`folder/file.py` (`NAME`, …)"."""
+    places = re.findall(r"`(\w+)` in `([\w/]+\.py)`", text)
+    for file, inside in re.findall(r"`([\w/]+\.py)` \(((?:`\w+`[, a-z]*)+)\)", text):
+        places += [(name, file) for name in re.findall(r"`(\w+)`", inside)]
+    return places
+
+
+def test_architecture_names_what_is_in_the_files() -> None:
+    places = place_names((ROOT / "docs/architecture.md").read_text())
+    assert len(places) >= 10
+    for name, file in places:
+        path = next(folder / file for folder in (ROOT, ROOT / "src/unisono") if (folder / file).exists())
+        assert re.search(rf"\b{name}\b", path.read_text()), f"no {name} in {file}"
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -323,11 +323,13 @@ def page() -> str:
     lines = [
         "# What runs with what",
         "",
-        "Written from the cases of the equality matrix (`python tests/support/matrix.py`); a test keeps this page and the cases",
-        "the same, and `make test-full` runs every line. A line says: on that many processes (Gloo, one thread each, tiny",
-        f"models), {STEPS} steps with",
-        "accumulation, clipping, samples of different length and tied embeddings have the losses of one process within 1e-5 and",
-        "its gradient norms within 1e-4, and the first step's gradients in float64 agree within 1e-5 per tensor.",
+        "Each row of the first table is a plan that is tested against one process, with tiny models and one thread per",
+        f"process, over Gloo. {STEPS} steps with accumulation, clipping, samples of different length and tied embeddings have",
+        "the losses of one process within 1e-5 and its gradient norms within 1e-4. The gradients of the first step, in float64,",
+        "agree within 1e-5 per tensor.",
+        "",
+        "`python tests/support/matrix.py` writes this page from the test cases, and a test compares the two. `make test-full`",
+        "runs every row.",
         "",
         "| model | processes | axes | other settings |",
         "|---|---|---|---|",
@@ -336,7 +338,7 @@ def page() -> str:
         axes = " x ".join(f"{axis} {size}" for axis, size in case.axes.items())
         settings = ", ".join(f"{name}={value}" for name, value in case.settings.items())
         lines.append(f"| {case.model} | {case.ranks} | {axes} | {settings} |")
-    lines += ["", "Refused, whatever the model:", "", "| settings | processes | reason |", "|---|---|---|"]
+    lines += ["", "These plans are refused for every model:", "", "| settings | processes | reason |", "|---|---|---|"]
     for settings, ranks, _ in REFUSED:
         shown = ", ".join(f"{name}={value}" for name, value in settings.items())
         lines.append(f"| {shown} | {ranks} | {_reason(settings, ranks)} |")

@@ -30,7 +30,7 @@ def objective(outputs, batch):  # -> (sum of losses, sum of weights) of a micro-
 
 
 def config():
-    return RunConfig(parts=Components(model=lambda run: Bigram(257, 257), objective=objective))
+    return RunConfig(components=Components(model=lambda run: Bigram(257, 257), objective=objective))
 '''
 
 

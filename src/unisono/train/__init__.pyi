@@ -13,7 +13,6 @@ from .objectives import masked_token as masked_token
 from .objectives import mean_squared_error as mean_squared_error
 from .objectives import next_token as next_token
 from .options import RunOptions as RunOptions
-from .options import SampleOptions as SampleOptions
 from .options import TrainOptions as TrainOptions
 from .step import Step as Step
 from .trainer import Result as Result
