@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks on the grid."""
         return prod(self.device_matrix)
 
     def __call__(self, *dims: DimAliases) -> TensorLayout:

@@ -58,28 +58,7 @@ def partition_model(
     """
     names = {id(module): name for name, module in model.named_modules()}
     paths = tuple(names[id(block)] for block in blocks)
-    if not paths:
-        raise PlanError(
-            given=f"plan.pp for {type(model).__name__}, which has no repeated blocks",
-            rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
-            consequence="there is no place to cut",
-            nearest="plan.pp=1 with plan.dp_shard to spread the state",
-        )
-    if layers_per_stage and (sum(layers_per_stage) != len(paths) or len(layers_per_stage) != pieces):
-        raise PlanError(
-            given=f"layers_per_stage {list(layers_per_stage)} for {type(model).__name__} with {len(paths)} blocks "
-            f"in {pieces} stages",
-            rule="layers_per_stage has the number of blocks of each stage",
-            consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
-            nearest="numbers that add up, or none (stages are balanced by cost)",
-        )
-    if block_costs and len(block_costs) != len(paths) + 2:
-        raise PlanError(
-            given=f"{len(block_costs)} block_costs for {type(model).__name__} with {len(paths)} blocks",
-            rule="one cost for what comes before the blocks, one for each block, one for what follows them",
-            consequence="it would be unclear what each of them is the cost of",
-            nearest=f"{len(paths) + 2} numbers, or none (they are counted)",
-        )
+    _check_numbers(type(model).__name__, len(paths), pieces, layers_per_stage, block_costs)
     seen = trace(model, inputs)
     calls = {path: [call for call in seen.calls if call.module == path] for path in paths}
     problems = _chain_problems(paths, calls)
@@ -103,6 +82,32 @@ def partition_model(
         stages_of_parameter=stages_of_parameter,
         num_block_outputs=len(ordered[0].outputs) * ordered[0].returns_tuple,
     )
+
+
+def _check_numbers(
+    model: str, num_blocks: int, pieces: int, layers_per_stage: tuple[int, ...], block_costs: Sequence[float]
+) -> None:
+    if not num_blocks:
+        raise PlanError(
+            given=f"plan.pp for {model}, which has no repeated blocks",
+            rule="a pipeline cuts a model between the members of a ModuleList or Sequential of like modules",
+            consequence="there is no place to cut",
+            nearest="plan.pp=1 with plan.dp_shard to spread the state",
+        )
+    if layers_per_stage and (sum(layers_per_stage) != num_blocks or len(layers_per_stage) != pieces):
+        raise PlanError(
+            given=f"layers_per_stage {list(layers_per_stage)} for {model} with {num_blocks} blocks in {pieces} stages",
+            rule="layers_per_stage has the number of blocks of each stage",
+            consequence=f"{sum(layers_per_stage)} blocks would be on a stage",
+            nearest="numbers that add up, or none (stages are balanced by cost)",
+        )
+    if block_costs and len(block_costs) != num_blocks + 2:
+        raise PlanError(
+            given=f"{len(block_costs)} block_costs for {model} with {num_blocks} blocks",
+            rule="one cost for what comes before the blocks, one for each block, one for what follows them",
+            consequence="it would be unclear what each of them is the cost of",
+            nearest=f"{num_blocks + 2} numbers, or none (they are counted)",
+        )
 
 
 def _sections(seen: Trace, ordered: Sequence[TracedCall]) -> list[tuple[int, int]]:
