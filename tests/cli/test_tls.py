@@ -20,7 +20,7 @@ from unisono.observe.events import events_path, read_events
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with openssl")
 
-ASYNCHRONOUS = {"plan.sync": "dist_async", "train.eval_every": 0}
+ASYNCHRONOUS = {"plan.sync": "dist_async", "train.eval_every_steps": 0}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_launch_under_tls_and_a_worker_of_another_authority(desk: Desk, folder
     launch = ["launch", "-n", "1", "--servers", "1", "--tls", str(folder), f"--dir={tmp_path / 'launch'}", "--"]
     done = desk.process(*launch, sys.executable, "-m", "unisono", *run)
     assert done.code == 0, done.err
-    assert "epoch 0, listens at 127.0.0.1:" in done.out + done.err
+    assert "restart 0, listens at 127.0.0.1:" in done.out + done.err
     assert (done.out + done.err).count(" under TLS") == 1
     weight(tmp_path / "run", 4)
     other = Authority(tmp_path / "others").host("n1")
@@ -115,8 +115,8 @@ def test_a_server_beside_a_worker_comes_back(desk: Desk, folder: Path, tmp_path:
     assert torchrun.returncode == 0, said
     for server in (0, 1):
         assert f"server {server} ended with -9 and is started again (1 of 3)" in said
-        assert f"server {server} of 2, epoch 1, listens at 127.0.0.1:" in said
-    alone = desk.train(tmp_path / "alone", f"--set=train.steps={steps}", "--set=train.eval_every=0")
+        assert f"server {server} of 2, restart 1, listens at 127.0.0.1:" in said
+    alone = desk.train(tmp_path / "alone", f"--set=train.steps={steps}", "--set=train.eval_every_steps=0")
     assert alone.code == 0, alone.err
     assert weight(run_dir, steps) == weight(tmp_path / "alone", steps)
     wait_until(lambda: not [each for each in psutil.process_iter() if is_beside(each)], "no server is left behind")

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from unisono.dist.gloo_shutdown import wait_for_gloo_threads
+from unisono.dist.world import wait_for_gloo_threads
 
 _PR_SET_NAME = 15
 

@@ -132,10 +132,12 @@ def refusals(world) -> None:
     store.set_compression("none")
     for more in ({"shared_memory": True}, {"hierarchical": True}):
         other = create_kvstore("dist_sync", world, **more)
-        with pytest.raises(ConfigError, match="compression 'int8' beside sums through shared memory or host by host"):
+        with pytest.raises(
+            ConfigError, match="compression 'int8' together with sums through shared memory or host by host"
+        ):
             other.set_compression("int8")
         other.close()
-    with pytest.raises(ConfigError, match="parameters travel flat and have no factors"):
+    with pytest.raises(ConfigError, match="parameters are sent flat and have no factors"):
         create_kvstore("dist_local", world, local_sgd=LocalSGDConfig(local_steps=2)).set_compression("powersgd:2")
 
 

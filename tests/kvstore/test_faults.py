@@ -73,7 +73,7 @@ def test_a_worker_cut_off_is_not_waited_for_and_goes_on_when_it_is_back(nursery:
         for proxy in (first, second):
             proxy.half_open.clear()
         cut_off.finish()
-        assert "worker 0 gave no sign of life" in servers.log(0)
+        assert "worker 0 sent no heartbeat" in servers.log(0)
         assert found(servers, num_batch_shards=12) == sums(range(12))
 
 
@@ -366,7 +366,7 @@ def test_a_wall_clock_that_jumps_by_a_day_changes_nothing(nursery: Nursery, tmp_
         for each in workers:
             each.finish(20)
             assert each.said("reconnects") == [0]
-        assert "no sign of life" not in servers.log(0)
+        assert "sent no heartbeat" not in servers.log(0)
         assert found(servers, num_batch_shards=30) == sums(range(30))
 
 

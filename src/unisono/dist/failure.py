@@ -20,7 +20,7 @@ from unisono.storage.files import write_atomically
 class Failure:
     """How a rank failed.
 
-    och`` is the attempt. ``step`` is None before the first step. ``at_monotonic_s`` orders one host's failures.
+    ``epoch`` is the attempt. ``step`` is None before the first step. ``at_monotonic_s`` orders one host's failures.
     """
 
     rank: int

@@ -36,10 +36,7 @@ _ALWAYS = {
     "UNISONO_MASTER_ADDR": "master_addr",
     "UNISONO_MASTER_PORT": "master_port",
 }
-_SOMETIMES = (
-    *("UNISONO_ROLE", "UNISONO_LISTEN_FD"),
-    *("UNISONO_SERVERS", "UNISONO_SERVER_ADDRESSES", "UNISONO_SERVER"),
-)
+_SOMETIMES = {"UNISONO_ROLE", "UNISONO_LISTEN_FD", "UNISONO_SERVERS", "UNISONO_SERVER_ADDRESSES", "UNISONO_SERVER"}
 OWN_VARIABLES = frozenset({*_ALWAYS, *_SOMETIMES})
 # torch's env:// variable -> field
 TORCH_VARIABLES = {
@@ -50,6 +47,8 @@ TORCH_VARIABLES = {
     "MASTER_ADDR": "master_addr",
     "MASTER_PORT": "master_port",
 }
+
+_NOT_STARTED = "this process does not know its place in the job and was not started"
 
 # srun numbers its steps from 0; batch and interactive shells have no step id or one from here on, and count as one process
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -116,22 +115,21 @@ def job_from_environ(environ: Mapping[str, str]) -> JobSpec:
 
     Raises LaunchError if sources contradict each other, or if variables of a source are missing or malformed.
     """
-    launchers = [job for read in (_own, _torchrun, _dmlc) if (job := read(environ)) is not None]
-    allocations = [job for read in (_slurm, _openmpi) if (job := read(environ)) is not None]
+    launchers = [_checked(job) for read in (_own, _torchrun, _dmlc) if (job := read(environ)) is not None]
+    allocations = [_checked(job) for read in (_slurm, _openmpi) if (job := read(environ)) is not None]
+    if not launchers:
+        # mpirun starts its daemons as a SLURM step: of the two, Open MPI numbers the processes
+        return allocations[-1] if allocations else JobSpec()
+    job = launchers[0]
     for other in launchers[1:]:
-        if other.role != launchers[0].role:
-            raise LaunchError(_contradiction(launchers[0], other, "both say what this process is for"))
-        if (other.rank, other.world_size) != (launchers[0].rank, launchers[0].world_size):
-            raise LaunchError(_contradiction(launchers[0], other, "both number this process"))
-    if launchers:
-        for outer in allocations:
-            if launchers[0].world_size % outer.world_size:
-                raise LaunchError(
-                    _contradiction(launchers[0], outer, "a world must be a multiple of the tasks it is started in")
-                )
-        return launchers[0]
-    # mpirun starts its daemons as a SLURM step: of the two, Open MPI numbers the processes
-    return allocations[-1] if allocations else JobSpec()
+        if other.role != job.role:
+            raise _contradiction(job, other, "both say what this process is for")
+        if (other.rank, other.world_size) != (job.rank, job.world_size):
+            raise _contradiction(job, other, "both number this process")
+    for outer in allocations:
+        if job.world_size % outer.world_size:
+            raise _contradiction(job, outer, "a world must be a multiple of the tasks it is started in")
+    return job
 
 
 def idle_role(job: JobSpec, kind: str) -> str | None:
@@ -156,16 +154,14 @@ def _own(environ: Mapping[str, str]) -> JobSpec | None:
         field: environ[variable] if field in ("run_id", "master_addr") else _whole(environ, variable)
         for variable, field in _ALWAYS.items()
     }
-    return _checked(
-        JobSpec(
-            **place,
-            source="unisono",
-            role=_role(environ, "UNISONO_ROLE", "worker"),
-            servers=_whole(environ, "UNISONO_SERVERS", 0),
-            server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
-            server_index=_maybe(environ, "UNISONO_SERVER"),
-            listen_fd=_maybe(environ, "UNISONO_LISTEN_FD"),
-        )
+    return JobSpec(
+        **place,
+        source="unisono",
+        role=_role(environ, "UNISONO_ROLE", "worker"),
+        servers=_whole(environ, "UNISONO_SERVERS", 0),
+        server_addresses=tuple(filter(None, environ.get("UNISONO_SERVER_ADDRESSES", "").split(","))),
+        server_index=_maybe(environ, "UNISONO_SERVER"),
+        listen_fd=_maybe(environ, "UNISONO_LISTEN_FD"),
     )
 
 
@@ -176,19 +172,17 @@ def _torchrun(environ: Mapping[str, str]) -> JobSpec | None:
         return None
     _all_or_none(environ, "torchrun", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"], identity[0])
     world = _whole(environ, "WORLD_SIZE")
-    return _checked(
-        JobSpec(
-            run_id=environ.get("TORCHELASTIC_RUN_ID", "torchrun"),
-            restart_count=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            rank=_whole(environ, "RANK"),
-            local_rank=_whole(environ, "LOCAL_RANK"),
-            world_size=world,
-            local_world=_whole(environ, "LOCAL_WORLD_SIZE", world if _is_loopback(environ["MASTER_ADDR"]) else 1),
-            master_addr=environ["MASTER_ADDR"],
-            master_port=_whole(environ, "MASTER_PORT"),
-            source="torchrun",
-            shared_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+    return JobSpec(
+        run_id=environ.get("TORCHELASTIC_RUN_ID", "torchrun"),
+        restart_count=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        rank=_whole(environ, "RANK"),
+        local_rank=_whole(environ, "LOCAL_RANK"),
+        world_size=world,
+        local_world=_whole(environ, "LOCAL_WORLD_SIZE", world if _is_loopback(environ["MASTER_ADDR"]) else 1),
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_whole(environ, "MASTER_PORT"),
+        source="torchrun",
+        shared_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
@@ -211,21 +205,19 @@ def _dmlc(environ: Mapping[str, str]) -> JobSpec | None:
         )
     rank = _whole(environ, number) if role == "worker" and number else 0
     on_one_host = _is_loopback(environ["DMLC_PS_ROOT_URI"])
-    return _checked(
-        JobSpec(
-            run_id="dmlc",
-            role=role,
-            servers=_whole(environ, "DMLC_NUM_SERVER", 0),
-            server_index=_dmlc_server(environ, world) if role == "server" else None,
-            interface=environ.get("DMLC_INTERFACE"),
-            rank=rank,
-            local_rank=rank if on_one_host else 0,
-            world_size=world,
-            local_world=world if on_one_host else 1,
-            master_addr=environ["DMLC_PS_ROOT_URI"],
-            master_port=_whole(environ, "DMLC_PS_ROOT_PORT"),
-            source="dmlc",
-        )
+    return JobSpec(
+        run_id="dmlc",
+        role=role,
+        servers=_whole(environ, "DMLC_NUM_SERVER", 0),
+        server_index=_dmlc_server(environ, world) if role == "server" else None,
+        interface=environ.get("DMLC_INTERFACE"),
+        rank=rank,
+        local_rank=rank if on_one_host else 0,
+        world_size=world,
+        local_world=world if on_one_host else 1,
+        master_addr=environ["DMLC_PS_ROOT_URI"],
+        master_port=_whole(environ, "DMLC_PS_ROOT_PORT"),
+        source="dmlc",
     )
 
 
@@ -250,18 +242,16 @@ def _slurm(environ: Mapping[str, str]) -> JobSpec | None:
     node = _whole(environ, "SLURM_NODEID", 0)
     local_world = per_node[node] if node < len(per_node) else world
     job_id = environ["SLURM_JOB_ID"]
-    return _checked(
-        JobSpec(
-            run_id=f"slurm-{job_id}.{step}",
-            restart_count=_whole(environ, "SLURM_RESTART_COUNT", 0),
-            rank=_whole(environ, "SLURM_PROCID"),
-            local_rank=_whole(environ, "SLURM_LOCALID"),
-            world_size=world,
-            local_world=local_world,
-            master_addr=_master_addr(environ, "slurm", LOOPBACK if local_world == world else first_slurm_host(nodes)),
-            master_port=_master_port(environ, f"slurm-{job_id}"),
-            source="slurm",
-        )
+    return JobSpec(
+        run_id=f"slurm-{job_id}.{step}",
+        restart_count=_whole(environ, "SLURM_RESTART_COUNT", 0),
+        rank=_whole(environ, "SLURM_PROCID"),
+        local_rank=_whole(environ, "SLURM_LOCALID"),
+        world_size=world,
+        local_world=local_world,
+        master_addr=_master_addr(environ, "slurm", LOOPBACK if local_world == world else first_slurm_host(nodes)),
+        master_port=_master_port(environ, f"slurm-{job_id}"),
+        source="slurm",
     )
 
 
@@ -272,17 +262,15 @@ def _openmpi(environ: Mapping[str, str]) -> JobSpec | None:
     rank, world, local_rank, local_world = (_whole(environ, name) for name in names)
     # one name per mpirun, the same on all its ranks: Open MPI 5 (PMIx), then Open MPI 4
     run_id = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "openmpi"
-    return _checked(
-        JobSpec(
-            run_id=run_id,
-            rank=rank,
-            local_rank=local_rank,
-            world_size=world,
-            local_world=local_world,
-            master_addr=_master_addr(environ, "openmpi", LOOPBACK if local_world == world else None),
-            master_port=_master_port(environ, run_id),
-            source="openmpi",
-        )
+    return JobSpec(
+        run_id=run_id,
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world,
+        local_world=local_world,
+        master_addr=_master_addr(environ, "openmpi", LOOPBACK if local_world == world else None),
+        master_port=_master_port(environ, run_id),
+        source="openmpi",
     )
 
 
@@ -294,12 +282,7 @@ def _whole(environ: Mapping[str, str], name: str, default: int | None = None) ->
     if text is None and default is not None:
         return default
     if text is None or not re.fullmatch(r"[0-9]{1,18}", text.strip()):
-        raise LaunchError(
-            given=f"{name}={text!r}",
-            rule="it is a whole number, 0 or more",
-            consequence="this process does not know its place in the job and was not started",
-            nearest=f"unset {name}, or let the launcher set it",
-        )
+        raise _invalid(name, text, "it is a whole number, 0 or more")
     return int(text)
 
 
@@ -312,12 +295,12 @@ def _role(environ: Mapping[str, str], name: str, default: str | None = None) -> 
     for role in ROLES:
         if role == given:
             return role
-    raise LaunchError(
-        given=f"{name}={given!r}",
-        rule=f"a process is one of {', '.join(ROLES)}",
-        consequence="this process does not know what it is for and was not started",
-        nearest=f"unset {name}, or let the launcher set it",
-    )
+    raise _invalid(name, given, f"a process is one of {', '.join(ROLES)}")
+
+
+def _invalid(name: str, value: str | None, rule: str) -> LaunchError:
+    nearest = f"unset {name}, or let the launcher set it"
+    return LaunchError(given=f"{name}={value!r}", rule=rule, consequence=_NOT_STARTED, nearest=nearest)
 
 
 def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], marker: str) -> bool:
@@ -330,7 +313,7 @@ def _all_or_none(environ: Mapping[str, str], source: str, names: list[str], mark
         raise LaunchError(
             given=f"{source} set {present} but not {', '.join(missing)}",
             rule=f"{source} sets all of {', '.join(names)}, or none",
-            consequence="this process does not know its place in the job and was not started",
+            consequence=_NOT_STARTED,
             nearest=f"set {', '.join(missing)}, or unset {marker} to run as one process",
         )
     return True
@@ -357,7 +340,7 @@ def _checked(job: JobSpec) -> JobSpec:
         Problem(
             given=f"{job.source} gives {given}",
             rule=rule,
-            consequence="this process does not know its place in the job and was not started",
+            consequence=_NOT_STARTED,
             nearest="let the launcher set these variables, and export none of them by hand",
         )
         for given, rule in violations()
@@ -367,8 +350,8 @@ def _checked(job: JobSpec) -> JobSpec:
     return job
 
 
-def _contradiction(a: JobSpec, b: JobSpec, rule: str) -> Problem:
-    return Problem(
+def _contradiction(a: JobSpec, b: JobSpec, rule: str) -> LaunchError:
+    return LaunchError(
         given=f"{a.source} says {_place(a)}, {b.source} says {_place(b)}",
         rule=rule,
         consequence="guessing would start several runs in one folder, so nothing was started",

@@ -12,11 +12,14 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from torch.distributed import Store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 # a killed process closes its sockets a moment before it leaves the process table
 _SETTLE_S = 1.0
@@ -26,7 +29,7 @@ _ROLL_CALL_S = 3.0
 def identity() -> dict[str, Any]:
     """Host, pid and creation time, with which another rank of this host can look this process up."""
     process = psutil.Process()
-    return {"host": _host(), "pid": process.pid, "created": process.create_time()}
+    return {"host": host_id(), "pid": process.pid, "created": process.create_time()}
 
 
 def missing_ranks(peers: Sequence[Mapping[str, Any]], rank: int, *, settle: bool) -> list[str]:
@@ -39,7 +42,7 @@ def missing_ranks(peers: Sequence[Mapping[str, Any]], rank: int, *, settle: bool
         missing = [
             f"rank {other} (pid {peer['pid']}) {state}"
             for other, peer in enumerate(peers)
-            if other != rank and peer["host"] == _host() and (state := _state(peer))
+            if other != rank and peer["host"] == host_id() and (state := _state(peer))
         ]
         if missing or time.monotonic() >= deadline:
             return missing
@@ -55,15 +58,16 @@ def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]
     answers: dict[int, str] = {}
 
     def ask() -> None:
-        store.set(f"waiting/{rank}", waiting_in)
-        deadline = time.monotonic() + _ROLL_CALL_S
-        while time.monotonic() < deadline and len(answers) < world:
-            for other in range(world):
-                if other not in answers and store.check([f"waiting/{other}"]):
-                    answers[other] = store.get(f"waiting/{other}").decode()
-            time.sleep(0.02)
+        with suppress(RuntimeError):  # the store has ended with its host
+            store.set(f"waiting/{rank}", waiting_in)
+            deadline = time.monotonic() + _ROLL_CALL_S
+            while time.monotonic() < deadline and len(answers) < world:
+                for other in range(world):
+                    if other not in answers and store.check([f"waiting/{other}"]):
+                        answers[other] = store.get(f"waiting/{other}").decode()
+                time.sleep(0.02)
 
-    asker = threading.Thread(target=_quietly, args=(ask,), name="unisono-roll-call", daemon=True)
+    asker = threading.Thread(target=ask, name="unisono-roll-call", daemon=True)
     asker.start()
     asker.join(_ROLL_CALL_S + 1)
     if rank not in answers:
@@ -71,14 +75,6 @@ def roll_call(store: Store, rank: int, world: int, waiting_in: str) -> list[str]
     elsewhere = [f"rank {other} waits in {op}" for other, op in sorted(answers.items()) if op != waiting_in]
     absent = [f"rank {other} waits in no collective" for other in range(world) if other not in answers]
     return elsewhere + absent
-
-
-def _quietly(action: Any) -> None:
-    try:
-        action()
-    except RuntimeError:
-        # the store has ended with its host
-        return
 
 
 def _state(peer: Mapping[str, Any]) -> str:
@@ -94,7 +90,7 @@ def _state(peer: Mapping[str, Any]) -> str:
     return "is stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
 
 
-def _host() -> str:
+def host_id() -> str:
     """An id of this host and its pid namespace: containers with one host name must not look up each other's pids."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")

@@ -108,7 +108,7 @@ def _no_action(number: int, frame: FrameType | None) -> None:
 def _interrupt_now() -> None:
     """Raise SIGINT with its default action.
 
-    gnal.signal`` works only on the main thread, which may be blocked for good.
+    ``signal.signal`` works only on the main thread, which may be blocked for good.
     """
     ctypes.pythonapi.PyOS_setsig(signal.SIGINT.value, ctypes.c_void_p(0))  # 0 is SIG_DFL
     os.kill(os.getpid(), signal.SIGINT)

@@ -21,13 +21,13 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from unisono.dist.gloo_shutdown import wait_for_gloo_threads
 from unisono.dist.jobspec import JobSpec
 from unisono.dist.rendezvous import fresh_prefix, open_store
 from unisono.dist.roll_call import identity, missing_ranks, roll_call
@@ -339,3 +339,28 @@ def _without(mine: dict[str, Any], theirs: Any) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"
+
+
+def wait_for_gloo_threads(longest_s: float = 5.0) -> None:
+    """Return when no Gloo thread is running, or after ``longest_s`` seconds. Returns immediately without /proc.
+
+    A Gloo thread reports a collective as done before it releases its tensors. If it is preempted in between and
+    continues while the interpreter shuts down, the process aborts ("terminate called without an active exception";
+    torch pull request 179291).
+    """
+    until = time.monotonic() + longest_s
+    idle = 0  # looks in a row, because a thread may be between two states
+    while idle < 2 and time.monotonic() < until:
+        idle = 0 if _gloo_runs() else idle + 1
+        time.sleep(0.001)  # releases the GIL, which such a thread may be waiting for
+
+
+def _gloo_runs() -> bool:
+    for task in Path("/proc/self/task").glob("*/stat"):
+        try:
+            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        if name.startswith("pt_gloo_runloop") and rest.split()[0] == "R":
+            return True
+    return False

@@ -20,6 +20,11 @@ from unisono.errors import ConfigError, nearest_name
 T = TypeVar("T")
 
 
+def nothing_sent(given: str, rule: str, nearest: str) -> ConfigError:
+    """The error of a call that was refused before anything was sent."""
+    return ConfigError(given=given, rule=rule, consequence="nothing was sent", nearest=nearest)
+
+
 class SparseRows(NamedTuple):
     """Rows of a tensor that is zero in all other rows."""
 
@@ -77,12 +82,8 @@ class KeyTable:
     def lookup(self, key: str) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of ``key``. Raises ConfigError for a key that was never initialised."""
         if key not in self.specs:
-            raise ConfigError(
-                given=f"key {key!r}",
-                rule="a key is initialised before it is pushed or pulled",
-                consequence="nothing was sent",
-                nearest=nearest_name(key, self.specs) if self.specs else f"init({key!r}, value) on every worker first",
-            )
+            nearest = nearest_name(key, self.specs) if self.specs else f"init({key!r}, value) on every worker first"
+            raise nothing_sent(f"key {key!r}", "a key is initialised before it is pushed or pulled", nearest)
         return self.specs[key]
 
     def check_value(self, key: str, value: PushValue) -> None:
@@ -98,9 +99,7 @@ class KeyTable:
             want = f"rows of {key!r} have shape [ids, {', '.join(map(str, shape[1:]))}] and dtype {dtype}"
             value = value.values
         if not same or value.dtype != dtype:
-            raise ConfigError(
-                given=given, rule=want, consequence="nothing was sent", nearest="the gradient as autograd leaves it"
-            )
+            raise nothing_sent(given, want, "the gradient as autograd leaves it")
 
 
 def as_sparse_rows(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) -> SparseRows:
@@ -112,17 +111,19 @@ def as_sparse_rows(key: str, value: tuple[Tensor, Tensor], shape: torch.Size) ->
         problem = f"row ids from {int(ids.min())} to {int(ids.max())}"
     else:
         return SparseRows(ids.long(), value[1])
-    raise ConfigError(
-        given=f"{problem} for key {key!r}",
-        rule=f"row ids are a vector of whole numbers from 0 to {shape[0] - 1 if shape else -1}",
-        consequence="nothing was sent",
-        nearest="torch.tensor([0, 2]) for the first and the third row",
-    )
+    rule = f"row ids are a vector of whole numbers from 0 to {shape[0] - 1 if shape else -1}"
+    raise nothing_sent(f"{problem} for key {key!r}", rule, "torch.tensor([0, 2]) for the first and the third row")
 
 
 def to_dense(rows: SparseRows, shape: torch.Size) -> Tensor:
     """The dense tensor; rows that occur twice are added in their order."""
     return rows.values.new_zeros(shape).index_add_(0, rows.ids.to(rows.values.device), rows.values)
+
+
+def sum_rows(ids: Tensor, rows: Tensor) -> SparseRows:
+    """The rows sorted by id and distinct; rows with one id are added in their order. ``ids`` [n] int64, ``rows`` [n, ...]."""
+    distinct, places = ids.unique(return_inverse=True)
+    return SparseRows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
 
 
 def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
@@ -133,24 +134,16 @@ def key_value_pairs(key: object, value: object) -> list[tuple[str, Any]]:
     elif isinstance(key, Sequence) and not isinstance(key, str):
         names, values = list(cast("Sequence[object]", key)), cast("list[Any]", value)
         if not isinstance(value, list | tuple) or len(values) != len(names):
-            count = len(values) if isinstance(value, list | tuple) else "one value"
-            raise ConfigError(
-                given=f"{len(names)} keys with {count if isinstance(count, str) else f'{count} values'}",
-                rule="every key has one entry in the list of values",
-                consequence="nothing was sent",
-                nearest="a mapping from key to value",
-            )
+            count = f"{len(values)} values" if isinstance(value, list | tuple) else "one value"
+            rule = "every key has one entry in the list of values"
+            raise nothing_sent(f"{len(names)} keys with {count}", rule, "a mapping from key to value")
         pairs = list(zip(names, values, strict=True))
     else:
         pairs = [(key, value)]
     for name, _ in pairs:
         if not isinstance(name, str):
-            raise ConfigError(
-                given=f"key {name!r} of type {type(name).__name__}",
-                rule="keys are strings, the same on all workers",
-                consequence="nothing was sent",
-                nearest=f"{str(name)!r}",
-            )
+            given = f"key {name!r} of type {type(name).__name__}"
+            raise nothing_sent(given, "keys are strings, the same on all workers", f"{str(name)!r}")
     return cast("list[tuple[str, Any]]", pairs)
 
 

@@ -43,6 +43,7 @@ from unisono.kvstore.keys import (
     describe_tensors,
     hash_tensors,
     key_value_pairs,
+    nothing_sent,
     to_dense,
 )
 from unisono.kvstore.value_store import optimizer_options
@@ -156,7 +157,7 @@ class KVStore:
 
     @property
     def rank(self) -> int:
-        """This worker's rank."""
+        """The rank of this worker among ``num_workers``."""
         return self.world.rank
 
     @property
@@ -189,12 +190,9 @@ class KVStore:
         share only the servers.
         """
         if self.kind == "dist_async":
-            raise ConfigError(
-                given="broadcast on a store of kind 'dist_async'",
-                rule="its workers have nothing but the keys on the servers in common",
-                consequence="nothing was sent",
-                nearest="init, which writes the servers' values into every worker's tensors",
-            )
+            given = "broadcast on a store of kind 'dist_async'"
+            rule = "its workers share only the keys on the servers"
+            raise nothing_sent(given, rule, "init, which writes the servers' values into every worker's tensors")
         values: dict[str, Tensor] = dict(key_value_pairs(key, value))
         if len(set(self.world.gather_json(hash_tensors(values)))) > 1:  # the tables themselves may be long
             agree(self.world, "parameter table", describe_tensors(values))
@@ -256,7 +254,7 @@ class KVStore:
         out: Any = None,
         priority: int = 0,
     ) -> Future[Any]:
-        """``push``, then ``pull``."""
+        """``push`` the values, then ``pull`` the results."""
         self.push(key, value, priority)
         return self.pull(key if isinstance(key, str) else list(key), out, priority)
 
@@ -336,7 +334,7 @@ class KVStore:
         any difference."""
         self._backend.load_state_dict(state)
 
-    # --- the trainer's seam, and the end ---------------------------------------------------------------------------
+    # --- gradients of a trainer, and the end -----------------------------------------------------------------------
 
     def gradients(
         self,
@@ -367,12 +365,8 @@ class KVStore:
     def _sum(self, key: str, value: Any) -> PushValue:
         parts = cast("list[PushValue]", value if isinstance(value, list) else [value])
         if not parts:
-            raise ConfigError(
-                given=f"an empty list for key {key!r}",
-                rule="a push has one value for each device of this worker, at least one",
-                consequence="nothing was sent",
-                nearest="zeros, where this worker has nothing to add",
-            )
+            rule = "a push has one value for each device of this worker, at least one"
+            raise nothing_sent(f"an empty list for key {key!r}", rule, "zeros, where this worker has nothing to add")
         for part in parts:
             self._keys.check_value(key, part)
         first = parts[0]
@@ -423,17 +417,17 @@ def create_kvstore(
 
     Raises ConfigError for options that do not fit the kind or the workers.
     """
-    given = {
-        "local_sgd": local_sgd is not None,
-        "hierarchical": hierarchical != "auto",
-        "shared_memory": shared_memory != "auto",
-        "servers": servers is not None,
-        "staleness": staleness is not None,
-        "staleness_lr_decay": staleness_lr_decay,
+    options = {  # its kind, and whether it is given
+        "local_sgd": ("dist_local", local_sgd is not None),
+        "hierarchical": ("dist_sync", hierarchical != "auto"),
+        "shared_memory": ("dist_sync", shared_memory != "auto"),
+        "servers": ("dist_async", servers is not None),
+        "staleness": ("dist_async", staleness is not None),
+        "staleness_lr_decay": ("dist_async", staleness_lr_decay),
     }
-    inert = [name for name, is_given in given.items() if is_given and _KIND_OF_OPTION[name] != kind]
+    inert = [name for name, (owner, is_given) in options.items() if is_given and owner != kind]
     if inert:
-        rule = ", ".join(f"{name} is for {owner!r}" for name, owner in _KIND_OF_OPTION.items())
+        rule = ", ".join(f"{name} is for {owner!r}" for name, (owner, _) in options.items())
         raise _no_store(kind, ", ".join(inert), rule, f"leave out {', '.join(inert)}")
     match kind:
         case "local" | "device":
@@ -460,16 +454,6 @@ def create_kvstore(
             rule = f"kinds are {', '.join(kinds)}"
             raise _no_store(kind, f"{world.world_size} workers", rule, nearest_name(kind, kinds))
     return KVStore(kind, world, backend)
-
-
-_KIND_OF_OPTION = {
-    "local_sgd": "dist_local",
-    "hierarchical": "dist_sync",
-    "shared_memory": "dist_sync",
-    "servers": "dist_async",
-    "staleness": "dist_async",
-    "staleness_lr_decay": "dist_async",
-}
 
 
 def _no_store(kind: str, given: str, rule: str, nearest: str) -> ConfigError:

@@ -17,11 +17,11 @@ from unisono.data.loading.loader import Loader, StepBatch
 from unisono.data.loading.stream_loader import StreamLoader
 from unisono.dist import JobSpec
 from unisono.errors import ConfigError
-from unisono.kvstore.backends.server_client import ServerClient, ServerConfig
+from unisono.kvstore.backends.server_client import Claim, ServerClient, ServerConfig, as_host_memory
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
-from unisono.kvstore.server.work_queue import WorkItem
+from unisono.kvstore.server.work_queue import WAIT, WorkItem
 from unisono.kvstore.wire.secret import read_secret
 from unisono.kvstore.wire.tls import read_tls
 from unisono.observe.events import EventLog
@@ -59,41 +59,27 @@ class RemoteOptimizer:
         self.batch_shard = 0
         self._servers, self._late_pull, self._timers = servers, late_pull, timers
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._sent = {name: _empty_host_like(p) for name, p in self._trained.items()}
-        # pulls write straight into parameters that are contiguous host memory
-        self._pulled = {
-            name: p.detach() if _is_host_memory(p) else _empty_host_like(p) for name, p in self._trained.items()
-        }
 
     @torch.no_grad()
     def step(self) -> None:
         """Push gradients, divided by ``grad_scale``, and load the new values; do nothing where ``found_inf`` is set."""
         if self.found_inf is not None and bool(self.found_inf):
             return
+        sent: dict[str, Tensor] = {}
         for name, parameter in self._trained.items():
             gradient = cast(Tensor, parameter.grad)
-            self._sent[name].copy_(gradient if self.grad_scale is None else gradient / self.grad_scale)
+            gradient = gradient if self.grad_scale is None else gradient / self.grad_scale
+            sent[name] = as_host_memory(gradient.to(parameter.dtype))
         lr = float(self.param_groups[0]["lr"])
+        into = None if self._late_pull else self._trained
         with self._timers.phase("comm_exposed"):
-            if self._late_pull:
-                self._servers.push(self._sent, lr=lr, batch_shard=self.batch_shard).wait()
-            else:
-                self._servers.pushpull(self._sent, self._pulled, lr=lr, batch_shard=self.batch_shard).wait()
-        if not self._late_pull:
-            self._copy_pulled()
+            self._servers.push(sent, into, lr=lr, batch_shard=self.batch_shard).wait()
         self._servers.commit()
 
-    @torch.no_grad()
     def pull(self) -> None:
         """Load the current values."""
         with self._timers.phase("comm_exposed"):
-            self._servers.pull(self._pulled).wait()
-        self._copy_pulled()
-
-    def _copy_pulled(self) -> None:
-        for name, parameter in self._trained.items():
-            if not _is_host_memory(parameter):
-                parameter.copy_(self._pulled[name])
+            self._servers.pull(self._trained).wait()
 
 
 def async_run_spec(
@@ -106,7 +92,7 @@ def async_run_spec(
     save_every: int,
     labels: Mapping[str, str],
 ) -> RunSpec:
-    """What all workers must agree on with the servers; there is a save every ``save_every`` of ``steps`` steps."""
+    """The run description that all workers send to the servers; there is a save every ``save_every`` of ``steps`` steps."""
     workers = plan.mesh.dp_replicate
     return RunSpec(
         table={name: (tuple(value.shape), value.dtype) for name, value in _model_tensors(state).items()},
@@ -124,7 +110,7 @@ def async_run_spec(
 class AsyncWorker:
     """This worker's side of a ``dist_async`` run: claims work from the servers, and keeps parameters and state there.
 
-    It puts a ``RemoteOptimizer`` into ``state``, and itself as the ``SyncState`` of what a codec holds back. ``run_spec`` and
+    It puts a ``RemoteOptimizer`` into ``state``, and itself as the ``SyncState`` of a codec's residuals. ``run_spec`` and
     ``optimizer_spec`` are the same for all workers. Raises LaunchError where there are no servers, CommError when they cannot be
     reached or serve another run.
     """
@@ -170,23 +156,22 @@ class AsyncWorker:
         self._optimizer.state.clear()  # the servers have it
         state.optimizer, state.sync_state = cast(torch.optim.Optimizer, self._optimizer), self
         self._num_shards = 0
-        self._unused_claim: WorkItem | None = None
-        self._weight_total = 0.0
+        self._unused_item: WorkItem | None = None
+        self._claim = Claim(item=WAIT, weight=0.0, is_last=False)  # the latest
         self._asked_to_stop = False
         self._saved_step = -1
-        self.work_item = WorkItem("wait")  # what the last batches ended with: save, end or stopped
-        self.is_final_save = False
+        self.work_item = WAIT  # the save, end or stopped item that ended the last batches
 
     # --- the start of a run ----------------------------------------------------------------------------------------
 
     def start(self, restore: Callable[[], bool]) -> None:
         """Take the servers' values; or, if this worker is the one to bring them, publish the model, after ``restore()`` if that
         finds a checkpoint."""
-        first = self._claim_other_than_wait()
+        first = self._claim_work()
         if first.kind == "begin":
             self._publish(resumed=restore())
         else:
-            self._unused_claim = first
+            self._unused_item = first
             self.pull_model()
 
     def _publish(self, *, resumed: bool) -> None:
@@ -204,7 +189,7 @@ class AsyncWorker:
 
     def batches(self, loader: Loader) -> Generator[StepBatch]:
         """The batch shards that this worker claims, up to a save or the end of the run, which is then ``work_item``."""
-        return loader.iterate_claimed(self._claim)
+        return loader.iterate_claimed(self._claim_shard)
 
     def start_shard(self, batch: StepBatch) -> None:
         """Prepare for the shard whose gradients are pushed next."""
@@ -248,13 +233,10 @@ class AsyncWorker:
     @torch.no_grad()
     def pull_model(self) -> None:
         """Copy the servers' parameters and buffers into the model, exactly; at a save or the end, take their step too."""
-        pulled = {name: _empty_host_like(value) for name, value in self._values.items()}
-        self._servers.pull(pulled, exact=True).wait()
-        for name, value in self._values.items():
-            value.copy_(pulled[name])
+        self._servers.pull(self._values, exact=True).wait()
         if self.work_item.kind != "wait":
             self._state.step = self.step
-            self._state.weight_total.fill_(self._weight_total)
+            self._state.weight_total.fill_(self._claim.weight)
 
     @property
     def step(self) -> int:
@@ -271,29 +253,28 @@ class AsyncWorker:
         """Whether this worker did the save that the run stands at."""
         return self._saved_step == self.step and self.work_item.kind != "wait"
 
-    def _claim(self, wait: bool) -> int | None:
+    @property
+    def is_final_save(self) -> bool:
+        """Whether no work follows the save that the run stands at, as far as is known."""
+        return self._claim.is_last
+
+    def _claim_shard(self, wait: bool) -> int | None:
         """The next batch shard for the loader; None for other work, and for none at once without ``wait``."""
         if self._bounded and not wait:
             return None  # other workers wait for a shard that is claimed ahead
-        if self._unused_claim is not None:
-            item, self._unused_claim = self._unused_claim, None
-        else:
-            item = self._claim_other_than_wait() if wait else self._ask(wait=False)
+        item, self._unused_item = self._unused_item or self._claim_work(wait=wait), None
         if item.kind == "unit":
             return item.number
         if item.kind != "wait":
             self.work_item = item
         return None
 
-    def _claim_other_than_wait(self) -> WorkItem:
-        while (item := self._ask(wait=True)).kind == "wait":
-            pass
-        return item
-
-    def _ask(self, *, wait: bool) -> WorkItem:
-        claim = self._servers.claim(wait=wait)
-        self._weight_total, self.is_final_save = claim.weight, claim.is_last
-        return claim.item
+    def _claim_work(self, *, wait: bool = True) -> WorkItem:
+        """The next item; ``WAIT`` only without ``wait``."""
+        while True:
+            self._claim = self._servers.claim(wait=wait)
+            if self._claim.item.kind != "wait" or not wait:
+                return self._claim.item
 
     # --- state -----------------------------------------------------------------------------------------------------
 
@@ -317,7 +298,7 @@ class AsyncWorker:
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """See ``SyncState``: what the codec holds back of this worker's gradients."""
+        """See ``SyncState``: the residuals of this worker's codec."""
         return self._servers.residuals()
 
     def load_rank_state(self, tensors: Mapping[str, Tensor] | None) -> None:
@@ -344,18 +325,8 @@ def require_random_access(loader: Loader | StreamLoader) -> Loader:
     if isinstance(loader, StreamLoader):
         raise ConfigError(
             given=f"plan.sync 'dist_async' with a stream ({type(loader).__name__})",
-            rule="shares of steps are dealt to whoever is free, so any sample can be read at any time",
-            consequence="a worker could not read the share it was dealt",
+            rule="any free worker claims the next batch shard, so samples are read in any order",
+            consequence="a worker could not read the shard it claims",
             nearest="a data set with a length, or plan.sync='dist_sync'",
         )
     return loader
-
-
-def _is_host_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _empty_host_like(tensor: Tensor) -> Tensor:
-    """Empty host memory for it, pinned where copies from and to its device are faster then."""
-    pin = tensor.device.type not in ("cpu", "mps", "meta")
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)

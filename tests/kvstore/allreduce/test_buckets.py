@@ -123,7 +123,7 @@ def paths(world) -> list[str]:
 
 def test_the_path_is_said(pool: Pool) -> None:
     pair = ["gloo: compressed", "gloo: a group of some of the workers", "shared memory"]
-    third = [pair[0], "nothing travels: no other rank has these parameters", pair[2]]
+    third = [pair[0], "nothing is sent: no other rank has these parameters", pair[2]]
     assert pool.run(paths, ranks=3) == [pair, pair, third]
 
 

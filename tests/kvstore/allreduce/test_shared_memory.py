@@ -38,7 +38,7 @@ def sums(world) -> list[list[float]]:
         again = [value(world.rank, dtype, count) for dtype, count in CASES]
         for each in again:
             work = shared.all_reduce(each)
-            assert work.is_completed()
+            assert work.done()
             work.wait()
     for total in totals:
         shared.all_reduce(total)
@@ -103,7 +103,7 @@ def gone_or_late(world, how: str) -> str:
 @pytest.mark.full
 def test_a_late_worker_is_named(pool: Pool, tmp_path: Path) -> None:
     text, _ = pool.run(in_folder, str(tmp_path), "late", comm_timeout_s=1.5)
-    assert "rank 1 has not come" in text
+    assert "rank 1 has not arrived" in text
     assert "within 1.5 s" in text
 
 

@@ -175,13 +175,13 @@ def test_a_worker_that_is_gone_is_a_comm_error(pool: Pool) -> None:
 
 def by_host(world, hosts: list[str]) -> tuple[bool, list[Any]]:
     used: list[int] = []
-    launch, this_host = network.HierarchicalWork, network.host_id
+    hierarchical, this_host = network.hierarchical_all_reduce, network.host_id
     network.host_id = lambda: hosts[world.rank]
-    network.HierarchicalWork = lambda *args: (used.append(1), launch(*args))[1]  # type: ignore[misc]
+    network.hierarchical_all_reduce = lambda *args: (used.append(1), hierarchical(*args))[1]
     try:
         pulled = sums(world, shared_memory=False)
     finally:
-        network.HierarchicalWork = launch
+        network.hierarchical_all_reduce = hierarchical
         network.host_id = this_host
     return bool(used), pulled
 

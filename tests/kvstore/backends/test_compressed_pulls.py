@@ -51,7 +51,7 @@ def test_a_pull_is_as_small_as_its_codes(nursery: Nursery, tmp_path: Path, name:
         codes = table["ids"].nbytes + sum(codec.encoded_bytes(chunk.num_elements) for chunk in chunks)
         gradients = {key: torch.randn_like(value) for key, value in trained.items()}
         for ask in (
-            lambda: worker.pushpull(gradients, {key: torch.empty_like(each) for key, each in trained.items()}).wait(),
+            lambda: worker.push(gradients, {key: torch.empty_like(each) for key, each in trained.items()}).wait(),
             lambda: pulled(worker, table),
         ):
             before = received(worker)
@@ -132,7 +132,7 @@ def test_codes_add_up_over_a_bad_network_and_killed_servers(
             for number, worker in enumerate(workers):
                 into = {key: torch.empty_like(value) for key, value in table.items()}
                 if step % 3:
-                    worker.pushpull(gradients, into).wait()
+                    worker.push(gradients, into).wait()
                 else:
                     worker.push(gradients).wait()
                     worker.pull(into).wait()

@@ -143,7 +143,7 @@ def test_rounds_say_all_that_is_wrong_at_once() -> None:
     ):
         assert part in text
     assert "local_steps is at least 1" not in text
-    with pytest.raises(ConfigError, match=r"mix = 0\.5 without overlap"):
+    with pytest.raises(ConfigError, match=r"mix = 0\.5\n.*only with outer_delay_steps"):
         LocalSGDConfig(local_steps=4, mix=0.5)
 
 

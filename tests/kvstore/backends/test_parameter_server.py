@@ -241,7 +241,7 @@ def test_a_worker_that_is_started_again_goes_on() -> None:
             second.push("w", torch.ones(2)).wait()  # its first, and no duplicate of the other's first
             assert second.pull("w").wait().tolist() == [-2.0, -2.0]
             late = first.push("w", torch.ones(2))
-            with pytest.raises(CommError, match="worker 0 in its incarnation 0"):
+            with pytest.raises(CommError, match="worker 0 of restart 0"):
                 late.wait()
 
 

@@ -21,7 +21,7 @@ def test_values_updates_and_state(tmp_path: Path) -> None:
         worker.pull(found).wait()
         assert all(torch.equal(found[key], table[key]) for key in table)
         gradients = numbers(*SHAPES, seed=1)
-        worker.pushpull(gradients, found, lr=0.01).wait()
+        worker.push(gradients, found, lr=0.01).wait()
         parameters = [torch.nn.Parameter(value.clone()) for value in table.values()]
         plain = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
         for parameter, gradient in zip(parameters, gradients.values(), strict=True):
@@ -41,7 +41,7 @@ def test_values_updates_and_state(tmp_path: Path) -> None:
         over_tcp = {key: torch.empty_like(value) for key, value in table.items()}
         second.pull(over_tcp).wait()
         assert all(torch.equal(over_tcp[key], found[key]) for key in table)
-        second.pushpull(gradients, over_tcp, lr=0.02).wait()
+        second.push(gradients, over_tcp, lr=0.02).wait()
         plain.param_groups[0]["lr"] = 0.02
         plain.step()
         assert all(torch.equal(over_tcp[key], each) for key, each in zip(table, parameters, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+import msgspec
 import pytest
 
 from unisono.errors import ConfigError
@@ -47,4 +48,4 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 
 def test_settings_travel_as_json() -> None:
     settings = BenchSettings(kinds=("local",), sizes=("1KB",), rounds=2)
-    assert BenchSettings.from_json(json.loads(json.dumps(asdict(settings)))) == settings
+    assert msgspec.json.decode(json.dumps(asdict(settings)), type=BenchSettings) == settings

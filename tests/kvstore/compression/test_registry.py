@@ -25,7 +25,7 @@ def test_arguments() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("2bits", ["compression = '2bits'", "did you mean '2bit'?", "gradients would travel in full"]),
+        ("2bits", ["compression = '2bits'", "did you mean '2bit'?", "gradients would be sent uncompressed"]),
         ("zip", ["fp16, bf16, int8, 2bit, 1bit, 1bit-mxnet, topk, powersgd", "one of: "]),
         ("", ["compression = ''"]),
         ("2bit:0", ["compression = '2bit:0'", "the threshold is above 0", "2bit:rms*1.5"]),

@@ -188,7 +188,7 @@ def refusals(world) -> list[str]:
 def test_refusals_say_why(pool: Pool) -> None:
     for texts in pool.run(refusals, ranks=2):
         assert "compression 'int8', and gradients such as that of 'weight' sent as torch.bfloat16" in texts[0]
-        assert "held back, such as 'factor/kernel'; this run has no compression" in texts[1]
+        assert "residuals of compression, such as 'factor/kernel'; this run has no compression" in texts[1]
         assert "compression state 'kernel' is missing in the checkpoint" in texts[2]
         assert "compression state 'bias' is missing in the checkpoint" in texts[3]
 

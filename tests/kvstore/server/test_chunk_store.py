@@ -130,7 +130,7 @@ def test_numbers_with_too_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch)
     for seq in (0, 2, 4):
         assert table.push(gradient, PushHeader(worker=0, stream=1, sequence_number=seq)).applied == 1
     before = table.pull(0)
-    with pytest.raises(CommError, match="push 6 of stream 1, of whose numbers 3 lots are missing before"):
+    with pytest.raises(CommError, match="push 6 of stream 1, which has 3 gaps before it"):
         table.push(gradient, PushHeader(worker=0, stream=1, sequence_number=6))
     assert torch.equal(table.pull(0)[0], before[0])
     assert table.pull(0)[1] == before[1]
@@ -294,7 +294,7 @@ def test_refusals_change_nothing_and_say_what_to_do() -> None:
         table.set_optimizer_spec(ServerOptimizerSpec(options=PLAIN, roles={"a": Role.DECAY}))
     value, version = table.pull(0)
     assert (value.tolist(), version) == ([0.0] * 4, 0)
-    with pytest.raises(CommError, match="image of 3 bytes"):
+    with pytest.raises(CommError, match="state of 3 bytes"):
         decode_chunk_state(b"abc")
 
 

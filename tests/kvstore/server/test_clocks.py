@@ -125,16 +125,16 @@ def test_a_lost_connection_shortens_the_lease_and_a_return_restores_it() -> None
     assert clocks.end_expired_leases() == [0]
 
 
-def test_a_new_incarnation_fences_the_old_one() -> None:
+def test_a_restarted_worker_fences_its_earlier_process() -> None:
     ended: list[int] = []
     clocks = Clocks(1, on_end=ended.append)
     clocks.join(0, 1)
     clocks.tick(0, 1, 5)
     assert clocks.join(0, 2) == 5
     assert ended == [0]
-    with pytest.raises(CommError, match="worker 0 in its incarnation 1"):
+    with pytest.raises(CommError, match="worker 0 of restart 1"):
         clocks.tick(0, 1, 6)
-    with pytest.raises(CommError, match="worker 0 in its incarnation 1"):
+    with pytest.raises(CommError, match="worker 0 of restart 1"):
         clocks.join(0, 1)
 
 

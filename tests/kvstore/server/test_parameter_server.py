@@ -211,13 +211,13 @@ def test_shadows_go_with_their_worker_and_with_replaced_values(how: str) -> None
         service.close()
 
 
-def test_an_older_incarnation_is_fenced(service: ParameterServer) -> None:
+def test_an_earlier_process_of_a_worker_is_fenced(service: ParameterServer) -> None:
     old = Worker(service, incarnation=1)
     old.init(filled(0.0))
     Worker(service, incarnation=2)
-    with pytest.raises(CommError, match="worker 0 in its incarnation 1"):
+    with pytest.raises(CommError, match="worker 0 of restart 1"):
         old.push(filled(1.0), seq=0)
-    with pytest.raises(CommError, match="2 has taken over"):
+    with pytest.raises(CommError, match="restart 2 has taken over"):
         Worker(service, incarnation=1)
 
 
@@ -413,7 +413,7 @@ def test_a_unit_is_not_dealt_to_one_who_died_while_it_waited(service: ParameterS
     Worker(service, 1, incarnation=2)
     holder.ask(Frame(Op.BYE))  # what it held goes to the one who waits
     thread.join(10)
-    assert "worker 1 in its incarnation 1" in errors[0]
+    assert "worker 1 of restart 1" in errors[0]
     assert [claimed(other, seq) for seq in range(4)] == [("unit", seq) for seq in range(4)]
 
 
@@ -429,7 +429,7 @@ def test_a_lost_worker_gives_its_units_back_and_holds_nobody_up() -> None:
     assert alive.ask(Frame(Op.TICK, clock=2)).clock == 2  # waits for the lease of the other to end
     beat.join()
     assert claimed(alive, 1) == ("unit", 0)
-    assert any("worker 0 gave no sign of life" in text for text in said)
+    assert any("worker 0 sent no heartbeat" in text for text in said)
     service.close()
 
 
@@ -502,7 +502,7 @@ def test_state_goes_out_and_comes_in_as_a_checkpoint_names_it(service: Parameter
     worker.push(filled(0.5), seq=1)
     worker.ask(Frame(Op.STATE, flags=WRITE, payload=image.payload))
     assert torch.equal(worker.pull()["a"], whole["a"].flatten())
-    with pytest.raises(CommError, match="image of 4 bytes"):
+    with pytest.raises(CommError, match="state of 4 bytes"):
         worker.ask(Frame(Op.STATE, flags=WRITE, payload=b"spam"))
 
 

@@ -71,14 +71,15 @@ class Open:
     def close(self):
         print("closed", flush=True)
 
-def serve(settings, service):
-    service.hello(Peer("worker", 0, 1, 0, ""), RunSpec(table={"a": ((2,), torch.float32)}, num_servers=1).to_json())
+def serve():
+    server.hello(Peer("worker", 0, 1, 0, ""), RunSpec(table={"a": ((2,), torch.float32)}, num_servers=1).to_json())
     print("serving", flush=True)
     return Open()
 
 folder = Path(sys.argv[1])
 settings = ServerSettings(server_index=0, addresses=(("h", 1),), server_restart_count=0, snapshots=folder)
-run_until_stopped(settings, ParameterServer(0, snapshots=folder), serve)
+server = ParameterServer(0, snapshots=folder)
+run_until_stopped(settings, server, serve)
 """
 
 

@@ -197,7 +197,7 @@ def test_a_claim_waits_for_what_comes_back() -> None:
 
 def test_work_that_is_none_cannot_be_done() -> None:
     for work in (WorkItem("unit", -1), WorkItem("unit", 5), WorkItem("save", 6), WorkItem("wait")):
-        with pytest.raises(CommError, match=f"{work.kind} {work.number} is said to be done\n.*has the units 0 to 4"):
+        with pytest.raises(CommError, match=f"{work.kind} {work.number} is done\n.*has the units 0 to 4"):
             WorkQueue(5).mark_done(work)
 
 

@@ -98,8 +98,8 @@ def test_a_replaced_server_learns_it_and_takes_nothing_more(wires: Any, counting
         proxy.target = old.addresses[0]
         new.close()
         error = wanderer.request(Frame(Op.PUSH, seq=7)).exception(20)
-        assert "is of epoch 1, and epoch 2 has been seen" in str(error)
+        assert "is of restart 1, and restart 2 has been seen" in str(error)
     assert stale == [2]
     refused = loyal.request(Frame(Op.PUSH, seq=2)).exception(10)
-    assert "this server is of epoch 1, and one of epoch 2 has taken its place" in str(refused)
+    assert "this server is of restart 1, and restart 2 has taken its place" in str(refused)
     assert counting.arrived == [1]

@@ -111,21 +111,17 @@ def test_no_secret_and_a_replayed_exchange_are_refused(wires: Any, counting: Any
     _works(wires, server.addresses[0])
 
 
-def test_requests_of_another_job_worker_incarnation_or_epoch_are_refused(
-    wires: Any, counting: Any, secret: bytes
-) -> None:
+def test_requests_of_another_job_worker_or_restart_are_refused(wires: Any, counting: Any, secret: bytes) -> None:
     server = wires.serve(counting)
     channel = _authenticated(server.addresses[0], secret)
-    right = {"job": 77, "worker": 3, "incarnation": 1}
-    for field, value in {"job": 78, "worker": 4, "incarnation": 2}.items():
-        fields = right | {field: value}
-        fields["worker_restart_count"] = fields.pop("incarnation")
-        channel.send(Frame(Op.PUSH, **fields))
+    right = {"job": 77, "worker": 3, "worker_restart_count": 1}
+    for field, value in {"job": 78, "worker": 4, "worker_restart_count": 2}.items():
+        channel.send(Frame(Op.PUSH, **(right | {field: value})))
         reply = channel.receive(wait_s=5)
         assert reply is not None
         assert reply.op is Op.ERROR
         given = read_json(reply)["problems"][0]["given"]
-        assert given == f"PUSH with {field} {value}, where this connection's is {right[field]}"
+        assert given == f"PUSH with {field.replace('_', ' ')} {value}, where this connection's is {right[field]}"
     channel.close()
     assert counting.arrived == []
 

@@ -16,6 +16,7 @@ With a codec, compressed gradients are sent instead (``kvstore.compression``); o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from unisono.dist import World
+from unisono.dist.roll_call import host_id
 from unisono.errors import CheckpointError, ConfigError
-from unisono.kvstore.allreduce.network import hierarchical_all_reduce, host_id, is_hierarchy_useful
+from unisono.kvstore.allreduce.network import hierarchical_all_reduce, is_hierarchy_useful
 from unisono.kvstore.allreduce.shared_memory import SharedMemoryAllReduce
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum
 from unisono.plan.plan import BUCKET_BYTES
@@ -97,7 +99,7 @@ class BucketedAllReduce:
         views = {name: self._bucket_of[name].views[name] for name in self._parameters}
         self._exchange = None if codec is None else compressed_sum(codec, views, self._group)
         self._memory: SharedMemoryAllReduce | None = None
-        self._sum: Callable[[Tensor], Any] = self._group_sum
+        self._sum: Callable[[Tensor], Any] = partial(dist.all_reduce, group=self._group, async_op=True)
         self.path = self._choose_transport() if codec is None else f"{transport_name(self._group)}: compressed"
         self.sent_bytes = self.received_bytes = 0
         self._sending = False
@@ -129,7 +131,7 @@ class BucketedAllReduce:
         """Choose the transport; returns ``path``, the same on all ranks."""
         by = transport_name(self._group)
         if self.num_workers == 1:
-            return "nothing travels: no other rank has these parameters"
+            return "nothing is sent: no other rank has these parameters"
         if self._group is None or self._group.size() < self._world.world_size:
             return f"{by}: a group of some of the workers"
         hosts: list[str] = self._world.gather_json(host_id())
@@ -144,12 +146,6 @@ class BucketedAllReduce:
             return f"{by}: {refusal.problems[0].given}"
         self._sum = self._memory.all_reduce
         return "shared memory"
-
-    def _sum_over_all(self, tensor: Tensor) -> Any:
-        return dist.all_reduce(tensor, group=self._world.group, async_op=True)
-
-    def _group_sum(self, tensor: Tensor) -> Any:
-        return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def prepare_last_backward(self, part: Sequence[nn.Module] | None = None) -> None:
         """Count the next backward pass's gradients as final. With a ``part`` nothing is sent early: buckets are sent in
@@ -188,7 +184,7 @@ class BucketedAllReduce:
         self._sending = False
         with self._world.guard("gradient all-reduce"):
             whole = self._exchange is None and (self._group is None or self._group.size() == self._world.world_size)
-            everywhere = self._sum if whole else self._sum_over_all
+            everywhere = self._sum if whole else partial(dist.all_reduce, group=self._world.group, async_op=True)
             self._pending.append(everywhere(totals))
             for work in self._pending:
                 work.wait()
@@ -250,8 +246,8 @@ def _codec_with_reduce_dtypes(codec: Codec | PowerSGD, reduce_dtypes: Mapping[st
 
 def _unused_residuals(state: Mapping[str, Tensor]) -> CheckpointError:
     return CheckpointError(
-        given=f"the checkpoint holds what compression held back, such as {min(state)!r}; this run has no compression",
-        rule="a run goes on with the compression it had",
+        given=f"the checkpoint holds residuals of compression, such as {min(state)!r}; this run has no compression",
+        rule="a run continues with the compression it had",
         consequence="they would be lost, so nothing was loaded",
         nearest="resume with the compression of the checkpoint, or start a new run from its weights",
     )

@@ -26,7 +26,7 @@ from torch import Tensor
 from unisono.dist import World
 from unisono.dist.roll_call import identity, missing_ranks
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.allreduce.network import CompletedWork
+from unisono.kvstore.keys import Future
 
 SLOT_BYTES = 4 * 2**20
 _LINE = 64  # a cache line per worker: its turn, and its last two numbers
@@ -70,8 +70,8 @@ class SharedMemoryAllReduce:
             self._typed[dtype] = [part.view(dtype) for part in self._parts]
         return self._typed[dtype]
 
-    def all_reduce(self, tensor: Tensor) -> CompletedWork:
-        """Sum a contiguous host tensor in place; returns completed work. A collective. Raises CommError naming the
+    def all_reduce(self, tensor: Tensor) -> Future[None]:
+        """Sum a contiguous host tensor in place; the future is done. A collective. Raises CommError naming the
         worker that is lost or late."""
         slot, total = self.slot(tensor.dtype), self.sums(tensor.dtype)
         for piece in tensor.detach().view(-1).split(len(slot)):
@@ -79,7 +79,7 @@ class SharedMemoryAllReduce:
             self._meet(tensor.nbytes)
             self.reduce_slots([(tensor.dtype, 0, len(piece))])
             piece.copy_(total[: len(piece)])
-        return CompletedWork()
+        return Future(lambda: None)
 
     def all_equal(self, number: int) -> bool:
         """Whether all workers passed the same ``number`` of 63 bits. A collective; slots may be summed afterwards."""
@@ -130,7 +130,7 @@ class SharedMemoryAllReduce:
         """Raise CommError if a worker has ended or the wait has timed out."""
         missing = missing_ranks(self._peers, self._world.rank, settle=False)
         if any(rank_state.endswith("has ended") for rank_state in missing) or waited_s > self._world.timeout_s:
-            why = "; ".join(missing) if missing else f"rank {rank} has not come"
+            why = "; ".join(missing) if missing else f"rank {rank} has not arrived"
             raise CommError(
                 given=f"a shared-memory sum of {num_bytes} bytes failed on rank {self._world.rank} of {self._world.world_size} "
                 f"after {waited_s:.1f} s: {why}",
@@ -193,7 +193,7 @@ _ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _StagedPart:
     """Elements of a tensor from ``first`` on, at ``start`` to ``end`` of a slot of their dtype."""
 
     key: str
@@ -213,7 +213,7 @@ class PushStaging:
 
     def __init__(self, memory: SharedMemoryAllReduce) -> None:
         self._memory = memory
-        self._parts: list[_Part] = []
+        self._parts: list[_StagedPart] = []
         self._used_bytes = 0
         # by key the sum of a tensor staged in parts, reused: fresh memory costs more than the copy into it, page by page
         self._wholes: dict[str, Tensor] = {}
@@ -227,7 +227,7 @@ class PushStaging:
             end = min(start + len(flat), len(slot))
             if end > start or not value.numel():
                 slot[start:end].copy_(flat[: end - start])
-                self._parts.append(_Part(key, value.shape, value.dtype, first, start, end))
+                self._parts.append(_StagedPart(key, value.shape, value.dtype, first, start, end))
                 self._used_bytes = -(-end * value.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
             first, flat = first + end - start, flat[end - start :]
             if not len(flat):
@@ -264,7 +264,7 @@ class PushStaging:
         self._memory.close()
 
 
-def _runs(parts: list[_Part]) -> list[tuple[torch.dtype, int, int]]:
+def _runs(parts: list[_StagedPart]) -> list[tuple[torch.dtype, int, int]]:
     """Neighbours of one dtype merged; the alignment gaps between them are summed too, and never read."""
     runs: list[tuple[torch.dtype, int, int]] = []
     for part in parts:

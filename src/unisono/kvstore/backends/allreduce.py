@@ -31,12 +31,12 @@ from torch.distributed import ProcessGroup
 
 from unisono.dist import World, agree
 from unisono.errors import ConfigError
-from unisono.kvstore.allreduce.network import CollectiveWork, CompletedWork, network_all_reduce
+from unisono.kvstore.allreduce.network import network_all_reduce
 from unisono.kvstore.allreduce.shared_memory import PushStaging, SharedMemoryAllReduce
+from unisono.kvstore.backends.local import LocalBackend
 from unisono.kvstore.compression import CompressedSum, compressed_sum, find_codec
 from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
-from unisono.kvstore.keys import Future, PushValue, SparseRows
-from unisono.kvstore.value_store import ValueStore
+from unisono.kvstore.keys import Future, PushValue, SparseRows, sum_rows
 from unisono.optim.options import OptimOptions
 
 # Measured with 2 workers on gloo over loopback, 400 keys of 16 KiB: 46 ms with queues of 1 MiB, 32 with 4, 68 with 16 and
@@ -57,7 +57,7 @@ class _Entry:
     targets: list[Tensor] = field(default_factory=list[Tensor])
 
     def ready(self) -> bool:
-        return self.applied or (self.batch is not None and self.batch.work.is_completed())
+        return self.applied or (self.batch is not None and self.batch.work.done())
 
 
 @dataclass(slots=True, eq=False)
@@ -65,11 +65,11 @@ class _Batch:
     """Pushes in one buffer; ``totals`` are their sums, valid after ``work``."""
 
     entries: list[_Entry]
-    work: CollectiveWork
+    work: Future[None]
     totals: list[PushValue]
 
 
-class AllReduceBackend:
+class AllReduceBackend(LocalBackend):
     """Values replicated on the workers of ``world``."""
 
     def __init__(
@@ -79,10 +79,10 @@ class AllReduceBackend:
         hierarchical: Literal["auto"] | bool = "auto",
         shared_memory: Literal["auto"] | bool = "auto",
     ) -> None:
+        super().__init__()
         self._world = world
         self._staging = _staging(world, hierarchical, shared_memory)
         self._requires_uncompressed = shared_memory is True or hierarchical is True
-        self._values = ValueStore()
         self._queue: list[_Entry] = []
         self._queued_bytes = 0
         self._pending: dict[str, _Entry] = {}
@@ -152,9 +152,7 @@ class AllReduceBackend:
         """Rows of the value after all pending pushes of the key."""
         if key in self._pending:
             self._apply_until(self._pending[key])
-        stored = self._values.tensors[key]
-        rows = SparseRows(ids, stored.index_select(0, ids.to(stored.device)))
-        return Future(lambda: rows)
+        return super().pull_rows(key, ids)
 
     def barrier(self) -> None:
         """Send and apply all pushes, then compare the calls once more; no worker returns before the last one has come."""
@@ -165,13 +163,13 @@ class AllReduceBackend:
     def set_optimizer(self, options: OptimOptions) -> None:
         """Pending pushes still replace."""
         self.apply_all()
-        self._values.set_optimizer(options)
+        super().set_optimizer(options)
 
     def set_learning_rate(self, lr: float) -> None:
         """Pending pushes are applied with the previous rate."""
         self.apply_all()
         self._record_call(f"set_learning_rate {lr!r}")
-        self._values.set_learning_rate(lr)
+        super().set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
         """Compress dense floating-point sums instead of plain all-reduces."""
@@ -183,7 +181,7 @@ class AllReduceBackend:
                 raise no_traffic_to_compress(codec, "with one worker")
             if self._requires_uncompressed:
                 raise no_traffic_to_compress(
-                    codec, "beside sums through shared memory or host by host, which are not coded"
+                    codec, "together with sums through shared memory or host by host, which are uncompressed"
                 )
             self._close_staging()
         self._codec = codec
@@ -191,15 +189,12 @@ class AllReduceBackend:
     def stats(self) -> dict[str, dict[str, float]]:
         return {} if self._exchange is None else self._exchange.stats()
 
-    def step(self) -> None:
-        pass
-
     def state_dict(self) -> dict[str, Tensor]:
         """State after all pending pushes; residuals are this worker's own."""
         self.apply_all()
         coder = self._coder()
         residuals = {} if coder is None else coder.state_dict()
-        return self._values.state_dict() | {f"{_RESIDUAL}{name}": tensor for name, tensor in residuals.items()}
+        return super().state_dict() | {f"{_RESIDUAL}{name}": tensor for name, tensor in residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Apply all pending pushes, then overwrite."""
@@ -209,7 +204,7 @@ class AllReduceBackend:
             prefixed = {name for name in state if name.startswith(_RESIDUAL)}
             coder.load_state_dict({name.removeprefix(_RESIDUAL): state[name] for name in prefixed})
             state = {name: state[name] for name in state.keys() - prefixed}
-        self._values.load_state_dict(state)
+        super().load_state_dict(state)
 
     def close(self) -> None:
         """Drop unsent pushes and the values."""
@@ -217,7 +212,7 @@ class AllReduceBackend:
         self._pending.clear()
         self._batches.clear()
         self._spare.clear()
-        self._values = ValueStore()
+        super().close()
         self._close_staging()
 
     # --- sending and applying --------------------------------------------------------------------------------------
@@ -300,16 +295,15 @@ class AllReduceBackend:
         values = [entry.value for entry in entries]
         dense = [value for value in values if isinstance(value, Tensor)]
         if not dense:
-            return _Batch(
-                entries, CompletedWork(), [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
-            )
+            totals = [self._sum_rows(*value) for value in values if not isinstance(value, Tensor)]
+            return _Batch(entries, Future(lambda: None), totals)
         coder = self._coder()
         if coder is not None and dense[0].is_floating_point():
             # residuals of one buffer are committed before those of the next are read
             while self._batches:
                 self._apply(self._batches.popleft())
             sums = dict(zip([entry.key for entry in entries], dense, strict=True))
-            return _Batch(entries, _CompressedWork(coder, sums), values)
+            return _Batch(entries, _compressed_all_reduce(coder, sums), values)
         if len(dense) == 1:
             whole = dense[0]
             return _Batch(entries, self._over_network(whole.view(-1)), [whole])
@@ -339,8 +333,7 @@ class AllReduceBackend:
             dist.all_gather(counts, ids.new_tensor([len(ids)]), group=group)
             lengths = [int(count) for count in counts]
             ids, rows = _gather(ids, lengths, group), _gather(rows, lengths, group)
-        distinct, places = ids.unique(return_inverse=True)
-        return SparseRows(distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows))
+        return sum_rows(ids, rows)
 
 
 _ROWS, _LARGE = "rows", "large"
@@ -367,21 +360,15 @@ def _gather(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor
     return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
 
-class _CompressedWork:
-    """A compressed sum, in place, finished in ``wait``, which all workers call in the same order."""
+def _compressed_all_reduce(coder: CompressedSum, tensors: Mapping[str, Tensor]) -> Future[None]:
+    """Start a compressed sum, in place, which ``wait`` finishes; all workers call it in the same order."""
+    pending = coder.launch(tensors)
 
-    def __init__(self, exchange: CompressedSum, tensors: Mapping[str, Tensor]) -> None:
-        self._exchange, self._tensors = exchange, tensors
-        self._pending = exchange.launch(tensors)
-        self._waited = False
+    def finish() -> None:
+        pending.wait()
+        coder.commit(torch.stack([tensor.isfinite().all() for tensor in tensors.values()]).all())
 
-    def wait(self) -> None:
-        self._pending.wait()
-        self._exchange.commit(torch.stack([tensor.isfinite().all() for tensor in self._tensors.values()]).all())
-        self._waited = True
-
-    def is_completed(self) -> bool:
-        return self._waited
+    return Future(finish, lambda: False)
 
 
 def _staging(

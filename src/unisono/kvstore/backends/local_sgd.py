@@ -27,11 +27,10 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CheckpointError, ConfigError, Problem
+from unisono.kvstore.backends.local import LocalBackend
 from unisono.kvstore.compression import Codec, PowerSGD, compressed_sum, find_codec
 from unisono.kvstore.compression.registry import codec_is_fixed, no_traffic_to_compress
-from unisono.kvstore.keys import Future, PushValue, SparseRows
-from unisono.kvstore.value_store import ValueStore
-from unisono.optim.options import OptimOptions
+from unisono.kvstore.keys import Future, PushValue
 from unisono.plan.validate import round_problems
 
 _RESIDUAL = "compression/"
@@ -53,27 +52,18 @@ class LocalSGDConfig:
     """Weight of the worker's current parameters when a sum is applied; None: 0.5 with a delay, else 0."""
 
     def __post_init__(self) -> None:
-        own = self.outer_delay_steps == 0 and self.mix not in (None, 0)
-        broken = [
-            (f"local_steps = {self.local_steps}", "local_steps is at least 1", self.local_steps < 1),
-            (f"outer_lr = {self.outer_lr}", "outer_lr is above 0", not self.outer_lr > 0),
-            (
-                f"outer_momentum = {self.outer_momentum}",
-                "outer_momentum is at least 0 and below 1",
-                not 0 <= self.outer_momentum < 1,
-            ),
-            (f"mix = {self.mix}", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
-            (f"mix = {self.mix} without overlap", "own parameters are mixed in where a sum arrives later", own),
-        ]
+        inert_mix = self.outer_delay_steps == 0 and self.mix not in (None, 0)
+        consequence, nearest = "copies would not be averaged as meant", "LocalSGDConfig(local_steps=16)"
         problems = [
-            Problem(
-                given=given,
-                rule=rule,
-                consequence="copies would not be averaged as meant",
-                nearest="LocalSGDConfig(local_steps=16)",
+            Problem(given=f"{name} = {getattr(self, name)}", rule=rule, consequence=consequence, nearest=nearest)
+            for name, rule, is_wrong in (
+                ("local_steps", "local_steps is at least 1", self.local_steps < 1),
+                ("outer_lr", "outer_lr is above 0", not self.outer_lr > 0),
+                ("outer_momentum", "outer_momentum is at least 0 and below 1", not 0 <= self.outer_momentum < 1),
+                ("mix", "mix is at least 0 and below 1", self.mix is not None and not 0 <= self.mix < 1),
+                ("mix", "mix has an effect only with outer_delay_steps above 0", inert_mix),
             )
-            for given, rule, bad in broken
-            if bad
+            if is_wrong
         ]
         problems += round_problems(self.local_steps, self.num_fragments, self.outer_delay_steps)
         if problems:
@@ -114,10 +104,11 @@ class _FragmentPart:
         self.outer.sub_(mean.add(self.momentum, alpha=config.outer_momentum), alpha=config.outer_lr)
         parts = self.outer.split([tensor.numel() for tensor in self._members.values()])
         for local, new in zip(self._members.values(), parts, strict=True):
-            new = new.view(local.shape).to(local.dtype)
-            local.detach().mul_(config.local_weight).add_(
-                new, alpha=1 - config.local_weight
-            ) if config.local_weight else local.detach().copy_(new)
+            local, new = local.detach(), new.view(local.shape).to(local.dtype)
+            if config.local_weight:
+                local.mul_(config.local_weight).add_(new, alpha=1 - config.local_weight)
+            else:
+                local.copy_(new)
 
 
 class LocalSGD:
@@ -302,15 +293,15 @@ def _by_kind(names: Sequence[str], parameters: Mapping[str, Tensor]) -> list[tup
     return [(what, list(run)) for what, run in groupby(sorted(names, key=kind), key=kind)]
 
 
-class LocalSGDBackend:
+class LocalSGDBackend(LocalBackend):
     """A push updates this worker's copy; after every ``local_steps``-th push of all keys the copies are averaged.
 
-    A step is one push of every key.
+    A step is one push of every key. ``set_optimizer`` sets the inner optimizer.
     """
 
     def __init__(self, world: World, config: LocalSGDConfig) -> None:
+        super().__init__()
         self._world, self._config = world, config
-        self._values = ValueStore()
         self._steps = 0
         self._pushed: set[str] = set()
         self._local: LocalSGD | None = None
@@ -349,22 +340,8 @@ class LocalSGDBackend:
                 self._steps += 1
         return Future(lambda: None)
 
-    def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        return self._values.copy_to(items)
-
-    def pull_rows(self, key: str, ids: Tensor) -> Future[SparseRows]:
-        return self._values.pull_rows(key, ids)
-
     def barrier(self) -> None:
         self._world.barrier()
-
-    def set_optimizer(self, options: OptimOptions) -> None:
-        """Set the inner optimizer."""
-        self._values.set_optimizer(options)
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the inner optimizer's learning rate."""
-        self._values.set_learning_rate(lr)
 
     def set_compression(self, codec: str | None) -> None:
         if self._local is not None:
@@ -374,15 +351,12 @@ class LocalSGDBackend:
             raise no_traffic_to_compress(codec, "with one worker")
         if isinstance(parsed, PowerSGD):
             raise no_traffic_to_compress(
-                codec or "", "with 'dist_local', whose parameters travel flat and have no factors"
+                codec or "", "with 'dist_local', whose parameters are sent flat and have no factors"
             )
         self._codec = parsed
 
     def stats(self) -> dict[str, dict[str, float]]:
         return {} if self._local is None else self._local.stats()
-
-    def step(self) -> None:
-        pass
 
     def state_dict(self) -> dict[str, Tensor]:
         """This worker's values and optimizer, the step, and the outer state. Raises ConfigError in the middle of a
@@ -416,7 +390,8 @@ class LocalSGDBackend:
         self._local, self._steps = local, int(steps)
 
     def close(self) -> None:
-        self._values, self._local = ValueStore(), None
+        super().close()
+        self._local = None
 
     def _between_steps(self) -> None:
         if self._pushed:

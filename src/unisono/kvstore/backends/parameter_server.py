@@ -22,9 +22,9 @@ from torch import Tensor
 
 from unisono.dist import World
 from unisono.errors import CommError, ConfigError
-from unisono.kvstore.backends.server_client import PushResult, ServerClient, ServerConfig
+from unisono.kvstore.backends.server_client import PushResult, ServerClient, ServerConfig, host_copy
 from unisono.kvstore.compression import Codec
-from unisono.kvstore.keys import Future, PushValue, SparseRows
+from unisono.kvstore.keys import Future, PushValue, SparseRows, nothing_sent, sum_rows
 from unisono.kvstore.server.chunk_optimizer import LAYERWISE_OPTIMIZERS, ServerOptimizerSpec
 from unisono.kvstore.server.parameter_server import server_codec
 from unisono.kvstore.server.run_spec import RunSpec
@@ -106,14 +106,14 @@ class ParameterServerBackend:
         futures: list[Future[None]] = []
         for run in _runs_of_distinct_keys(items):
             priority = self._ordered_priority(run, priority)
-            dense = {key: _host_copy(value) for key, value in run.items() if isinstance(value, Tensor)}
+            dense = {key: host_copy(value) for key, value in run.items() if isinstance(value, Tensor)}
             sent = client.push(dense, lr=self._lr, priority=priority)
             if self._codec is not None:
                 client.commit(all(bool(value.isfinite().all()) for value in dense.values()))
             self._remember(futures, list(dense), sent, priority)
             for key, value in run.items():
                 if not isinstance(value, Tensor):
-                    ids, rows = _sum_rows(*value)
+                    ids, rows = sum_rows(value[0].to(_HOST, torch.int64), host_copy(value[1]))
                     sent = client.push_rows(key, ids, rows, lr=self._lr, priority=priority)
                     self._remember(futures, [key], sent, priority)
 
@@ -125,22 +125,19 @@ class ParameterServerBackend:
 
     @torch.no_grad()
     def pull(self, items: Sequence[tuple[str, list[Tensor]]], priority: int) -> Future[None]:
-        """Receive straight into host tensors; through pinned memory into an accelerator's."""
-        into: dict[str, Tensor] = {}
-        copies: list[tuple[Tensor, Tensor]] = []
+        """Receive into the first tensor of each key, and copy it to the others."""
+        first: dict[str, Tensor] = {}
         for key, targets in items:
-            first = targets[0]
-            if key not in into:
-                direct = first.device == _HOST and first.is_contiguous()
-                into[key] = first if direct else _host_buffer(first.shape, first)
-            copies += [(into[key], target) for target in targets if target is not into[key]]
-        pulled = self._connected_client("pull").pull(into, priority=self._ordered_priority(into, priority))
+            first.setdefault(key, targets[0])
+        pulled = self._connected_client("pull").pull(first, priority=self._ordered_priority(first, priority))
 
         @torch.no_grad()
         def finish() -> None:
             pulled.wait()
-            for place, target in copies:
-                target.copy_(place)
+            for key, targets in items:
+                for target in targets:
+                    if target is not first[key]:
+                        target.copy_(first[key])
 
         return Future(finish, pulled.done)
 
@@ -329,24 +326,5 @@ def _runs_of_distinct_keys(items: Sequence[tuple[str, PushValue]]) -> list[dict[
     return runs
 
 
-def _host_buffer(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Host memory to copy to or from ``like``'s device; pinned for an accelerator."""
-    return torch.empty(shape, dtype=like.dtype, pin_memory=like.device != _HOST)
-
-
-def _host_copy(value: Tensor) -> Tensor:
-    """A copy in host memory, which the caller cannot change."""
-    return _host_buffer(value.shape, value).copy_(value)
-
-
-def _sum_rows(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows on the host, sorted by id, with equal ids added."""
-    ids, rows = ids.to(_HOST, torch.int64), _host_copy(rows)
-    distinct, places = ids.unique(return_inverse=True)
-    return distinct, rows.new_zeros(len(distinct), *rows.shape[1:]).index_add_(0, places, rows)
-
-
 def _refused(given: str, rule: str, nearest: str) -> ConfigError:
-    return ConfigError(
-        given=f"{given} on a store of kind 'dist_async'", rule=rule, consequence="nothing was sent", nearest=nearest
-    )
+    return nothing_sent(f"{given} on a store of kind 'dist_async'", rule, nearest)

@@ -4,7 +4,7 @@ Each server has one connection for values. Server 0, the coordinator, has a seco
 (claims, barriers, clocks), so that waiting delays neither values nor heartbeats. All connections survive a server's
 restart: unanswered requests are sent again, and every request is idempotent.
 
-Values travel from and to host memory; copies from and to an accelerator are the caller's.
+Values travel from and to host memory: pulls copy them on to tensors elsewhere; pushes take host tensors (``host_copy``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from unisono.errors import CommError, ConfigError
 from unisono.kvstore.compression import Codec, ErrorFeedback
 from unisono.kvstore.compression.codec import can_compress_values
-from unisono.kvstore.keys import Future
+from unisono.kvstore.keys import Future, nothing_sent
 from unisono.kvstore.server.chunk_optimizer import ServerOptimizerSpec
 from unisono.kvstore.server.chunk_payload import BATCH_SHARD, CODED, REFUSED, SLOT_BYTES, WRITE, raw_bytes, write_chunks
 from unisono.kvstore.server.chunk_state import decode_chunk_state, encode_chunk_state, merge_chunks, split_into_chunks
@@ -104,7 +104,7 @@ class ServerConfig:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """One per server."""
+        """The address and credentials of each server, in order."""
         return [Endpoint(address, self.secret, self.tls) for address in self.addresses]
 
 
@@ -172,53 +172,53 @@ class ServerClient:
     def init(self, values: Mapping[str, Tensor]) -> None:
         """Give the servers initial values where they have none. Returns when all servers have theirs."""
         parts = {key: raw_bytes(value.detach().cpu().contiguous()) for key, value in values.items()}
-        _all(
-            [self._request(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))]
-        )
+        requests = [(server, self._write(Op.INIT, group, parts)) for server, group in self._groups(tuple(values))]
+        _wait_all([self._connections[server].request(frame) for server, frame in requests])
 
     def push(
         self,
         values: Mapping[str, Tensor],
+        into: Mapping[str, Tensor] | None = None,
         *,
         lr: float = float("nan"),
         batch_shard: int | None = None,
         priority: int = 0,
     ) -> Future[PushResult]:
-        """Have the servers apply gradients, each key's exactly once.
+        """Have the servers apply gradients, each key's exactly once; with ``into``, also receive the updated values there.
 
-        ``values`` are on the CPU and stay unchanged until the future is done. ``batch_shard``: the shard whose
-        gradients these are, which identifies the push instead of this worker's own count. ``lr``: NaN for the
-        optimizer's own rate.
+        ``values`` are contiguous, on the CPU, and stay unchanged until the future is done. ``into``: tensors for the
+        same keys, as for ``pull``. ``batch_shard``: the shard whose gradients these are, which identifies the push
+        instead of this worker's own count. ``lr``: NaN for the optimizer's own rate.
         """
-        return self._pushed(Op.PUSH, values, {}, lr, batch_shard, priority)
-
-    def pushpull(
-        self,
-        values: Mapping[str, Tensor],
-        into: Mapping[str, Tensor],
-        *,
-        lr: float = float("nan"),
-        batch_shard: int | None = None,
-        priority: int = 0,
-    ) -> Future[PushResult]:
-        """``push``, then receive the updated values into the memory of ``into`` (same keys, contiguous, on the CPU)."""
-        return self._pushed(Op.PUSHPULL, values, into, lr, batch_shard, priority)
+        seq = next(self._sequence) if batch_shard is None else batch_shard
+        shard_flag = 0 if batch_shard is None else BATCH_SHARD
+        sources = self._encoded(values) if self._codec is not None else {k: raw_bytes(v) for k, v in values.items()}
+        targets = _PullTargets(into or {})
+        answers: list[tuple[int, int, Answer[Frame]]] = []
+        for server, group in self._groups(tuple(values)):
+            based = self._bases(group) if into else ()
+            op, prefix = Op.PUSHPULL if into else Op.PUSH, (lr, self._versions[server])
+            frame = self._write(op, group, sources, prefix=prefix, based=based)
+            codec = CODED if self._codec is not None else 0
+            frame = replace(frame, seq=seq, flags=frame.flags | shard_flag, codec=codec)
+            answers.append((server, len(group), self._send(server, frame, priority, group, based, targets)))
+        return self._push_result(answers, seq, batch_shard, targets)
 
     def pull(self, into: Mapping[str, Tensor], *, exact: bool = False, priority: int = 0) -> Future[None]:
-        """Receive the current values into the memory of ``into`` (contiguous, on the CPU). With compressed pulls, the
-        approximation received so far, unless ``exact``."""
-        targets = {key: raw_bytes(tensor) for key, tensor in into.items()}
+        """Receive the current values into ``into``: straight into contiguous CPU tensors, through host memory into
+        others. With compressed pulls, the approximation received so far, unless ``exact``."""
+        targets = _PullTargets(into)
         answers: list[tuple[int, Answer[Frame]]] = []
         for server, group in self._groups(tuple(into)):
             based = () if exact else self._bases(group)
-            frame = write_chunks(
-                Op.PULL, [(chunk.number, memoryview(b"")) for chunk in group], dtype="float32", based=based
-            )
-            answers.append((server, self._values(server, frame, priority, group, based, targets)))
+            parts = [(chunk.number, memoryview(b"")) for chunk in group]
+            frame = write_chunks(Op.PULL, parts, dtype="float32", based=based)
+            answers.append((server, self._send(server, frame, priority, group, based, targets)))
 
         def finish() -> None:
             for server, answer in answers:
                 self._versions[server] = answer.result().clock
+            targets.copy_to_devices()
 
         return Future(finish, lambda: all(answer.done() for _, answer in answers))
 
@@ -236,7 +236,7 @@ class ServerClient:
             frame = write_chunks(Op.ROWS, [(chunk.number, data)], dtype=_dtype(chunk), prefix=prefix)
             frame = replace(frame, seq=seq, flags=WRITE)
             answers.append((chunk.server, 1, self._connections[chunk.server].request(frame, priority)))
-        return self._sent(answers, seq)
+        return self._push_result(answers, seq)
 
     def pull_rows(self, key: str, ids: Tensor, *, priority: int = 0) -> Future[Tensor]:
         """The current rows ``ids`` [n] int64, ascending: [n, ...]. Raises ConfigError as ``push_rows``."""
@@ -249,7 +249,7 @@ class ServerClient:
             answers.append(self._connections[chunk.server].request(frame, priority, raw_bytes(rows[place])))
 
         def finish() -> Tensor:
-            _all(answers)
+            _wait_all(answers)
             return rows
 
         return Future(finish, lambda: all(answer.done() for answer in answers))
@@ -284,9 +284,9 @@ class ServerClient:
 
     # --- the optimizer ---------------------------------------------------------------------------------------------
 
-    def set_optimizer(self, recipe: ServerOptimizerSpec) -> None:
+    def set_optimizer(self, spec: ServerOptimizerSpec) -> None:
         """Set the servers' optimizer. Raises CommError where another one is set."""
-        _all([connection.request(json_frame(Op.OPTIMIZER, recipe.to_json())) for connection in self._connections])
+        _wait_all([connection.request(json_frame(Op.OPTIMIZER, spec.to_json())) for connection in self._connections])
 
     def state(self) -> dict[str, Tensor]:
         """Values and optimizer state, whole, as ``<key>`` and ``optim/<state>/<key>``; only the value of a key without
@@ -335,10 +335,10 @@ class ServerClient:
 
     def snapshot(self) -> None:
         """Have every server write a snapshot now."""
-        _all([connection.request(Frame(Op.SNAPSHOT)) for connection in self._connections])
+        _wait_all([connection.request(Frame(Op.SNAPSHOT)) for connection in self._connections])
 
     def stats(self) -> list[dict[str, Any]]:
-        """Each server's counters."""
+        """The counters of each server, in order (``ParameterServer.stats``)."""
         return [read_json(connection.request(Frame(Op.STATS)).result()) for connection in self._connections]
 
     def traffic(self) -> list[Traffic]:
@@ -356,45 +356,17 @@ class ServerClient:
         for connection in [self._coordinator, *self._connections]:
             connection.close()
 
-    # --- how -------------------------------------------------------------------------------------------------------
+    # --- frames ----------------------------------------------------------------------------------------------------
 
-    def _pushed(
-        self,
-        op: Op,
-        values: Mapping[str, Tensor],
-        into: Mapping[str, Tensor],
-        lr: float,
-        batch_shard: int | None,
-        priority: int,
-    ) -> Future[PushResult]:
-        seq = next(self._sequence) if batch_shard is None else batch_shard
-        sources = (
-            self._coded(values) if self._codec is not None else {key: raw_bytes(value) for key, value in values.items()}
-        )
-        targets = {key: raw_bytes(value) for key, value in into.items()}
-        answers: list[tuple[int, int, Answer[Frame]]] = []
-        for server, group in self._groups(tuple(values)):
-            based = self._bases(group) if into else ()
-            frame = self._write(op, group, sources, prefix=(lr, self._versions[server]), based=based)
-            frame = replace(
-                frame,
-                seq=seq,
-                flags=frame.flags | (0 if batch_shard is None else BATCH_SHARD),
-                codec=CODED if self._codec is not None else 0,
-            )
-            answers.append((server, len(group), self._values(server, frame, priority, group, based, targets)))
-        return self._sent(answers, seq if batch_shard is None else None, batch_shard, pulled=bool(into))
-
-    def _sent(
+    def _push_result(
         self,
         answers: Sequence[tuple[int, int, Answer[Frame]]],
-        seq: int | None,
+        seq: int,
         batch_shard: int | None = None,
-        *,
-        pulled: bool = False,
+        targets: _PullTargets | None = None,
     ) -> Future[PushResult]:
-        """Futures (server, number of chunks, answer) of a push as one: number ``seq`` of this worker's stream, or
-        ``batch_shard``."""
+        """The answers (server, number of chunks, answer) to a push: number ``seq`` of this worker's stream, or
+        ``batch_shard``. ``targets``: where the answers' values go."""
 
         def finish() -> PushResult:
             duplicates, refused = 0, False
@@ -403,12 +375,14 @@ class ServerClient:
                 refused |= bool(reply.flags & REFUSED)
                 duplicates += chunks - reply.entries if reply.op is Op.ACK and not reply.flags & REFUSED else 0
                 with self._acknowledging:
-                    if seq is not None:
+                    if batch_shard is None:
                         self._acknowledged[server] = max(self._acknowledged[server], seq + 1)
-                    elif batch_shard is not None and not reply.flags & REFUSED:
+                    elif not reply.flags & REFUSED:
                         self._acknowledged_shards[server].add(batch_shard)
-                if pulled:
+                if targets:
                     self._versions[server] = reply.clock
+            if targets:
+                targets.copy_to_devices()
             return PushResult(num_duplicates=duplicates, refused=refused)
 
         return Future(finish, lambda: all(answer.done() for *_, answer in answers))
@@ -419,33 +393,33 @@ class ServerClient:
             return ()
         return self._pull_decoder.bases(group)
 
-    def _values(
+    def _send(
         self,
         server: int,
         frame: Frame,
         priority: int,
         group: Sequence[Chunk],
         based: Sequence[int],
-        targets: Mapping[str, memoryview],
+        targets: _PullTargets,
     ) -> Answer[Frame]:
         """Send a request whose answer's values go to ``targets``, if there are any."""
-        places = [_of(targets[chunk.key], chunk) for chunk in group] if targets else None
+        places = [_chunk_bytes(targets.memory[chunk.key], chunk) for chunk in group] if targets else None
         if self._pull_decoder is None or places is None or not based:
             return self._connections[server].request(frame, priority, places)
         return self._pull_decoder.decode_when_received(
             self._connections[server].request(frame, priority), group, based, places
         )
 
-    def _coded(self, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _encoded(self, values: Mapping[str, Tensor]) -> dict[str, memoryview]:
         """Every chunk's code, by key and start."""
         assert self._codec is not None
         assert self._feedback is not None
-        parts = {
-            _name(chunk): (chunk, value.reshape(-1)[chunk.start : chunk.start + chunk.num_elements])
-            for key, value in values.items()
-            for chunk in self.placement.chunks_of(key)
-        }
-        return {name: raw_bytes(self._feedback.encode(self._codec, name, value)) for name, (_, value) in parts.items()}
+        codes: dict[str, memoryview] = {}
+        for key, value in values.items():
+            for chunk in self.placement.chunks_of(key):
+                part = value.reshape(-1)[chunk.start : chunk.start + chunk.num_elements]
+                codes[_name(chunk)] = raw_bytes(self._feedback.encode(self._codec, _name(chunk), part))
+        return codes
 
     def _residuals(self) -> ErrorFeedback:
         chunks = [chunk for chunk in self.placement.chunks if chunk.dtype.is_floating_point]
@@ -457,7 +431,11 @@ class ServerClient:
         parts: list[tuple[Chunk, Tensor, slice]] = []
         for chunk in self.placement.chunks_of(key):
             if not chunk.row_elements:
-                raise _no_rows(key)
+                raise nothing_sent(
+                    f"rows of {key!r}, whose chunks are no whole rows",
+                    "rows are sent alone where a chunk holds a multiple of 1024 elements that is whole rows",
+                    "push and pull all of it, or choose a row length with more factors of 2",
+                )
             first, count = chunk.start // chunk.row_elements, chunk.num_elements // chunk.row_elements
             low, high = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
             if low < high:
@@ -473,7 +451,10 @@ class ServerClient:
         based: Sequence[int] = (),
     ) -> Frame:
         parts = [
-            (chunk.number, sources[_name(chunk)] if _name(chunk) in sources else _of(sources[chunk.key], chunk))
+            (
+                chunk.number,
+                sources[_name(chunk)] if _name(chunk) in sources else _chunk_bytes(sources[chunk.key], chunk),
+            )
             for chunk in group
         ]
         return write_chunks(op, parts, dtype=_dtype(group[0]), prefix=prefix, based=based)
@@ -482,9 +463,6 @@ class ServerClient:
         """(server, chunks of one frame) in send order: servers alternate."""
         queues = [[(s, group) for group in self.placement.groups(keys, s)] for s in range(self.placement.num_servers)]
         return [frame for turn in itertools.zip_longest(*queues) for frame in turn if frame is not None]
-
-    def _request(self, server: int, frame: Frame) -> Answer[Frame]:
-        return self._connections[server].request(frame)
 
     def _ask_coordinator(self, frame: Frame) -> Frame:
         return self._coordinator.request(frame).result()
@@ -515,6 +493,44 @@ class ServerClient:
                     connection.request(Frame(Op.HEARTBEAT), priority=_FIRST)
 
 
+class _PullTargets:
+    """The tensors that values are received into, and host memory for each."""
+
+    def __init__(self, into: Mapping[str, Tensor]) -> None:
+        self._tensors = into
+        self._host = {key: tensor if _is_host_memory(tensor) else _host_buffer(tensor) for key, tensor in into.items()}
+        self.memory = {key: raw_bytes(tensor.detach()) for key, tensor in self._host.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self.memory)
+
+    @torch.no_grad()
+    def copy_to_devices(self) -> None:
+        """Copy received values from host memory to the tensors that are elsewhere."""
+        for key, tensor in self._tensors.items():
+            if self._host[key] is not tensor:
+                tensor.copy_(self._host[key])
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy in host memory, pinned where copies from and to the tensor's device are faster then."""
+    return _host_buffer(tensor).copy_(tensor)
+
+
+def as_host_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself if it is contiguous and on the CPU, else a copy that is."""
+    return tensor if _is_host_memory(tensor) else host_copy(tensor)
+
+
+def _host_buffer(like: Tensor) -> Tensor:
+    pin = like.device.type not in ("cpu", "mps", "meta")
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=pin)
+
+
+def _is_host_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
 def _name(chunk: Chunk) -> str:
     return f"{chunk.key}@{chunk.start}"
 
@@ -523,24 +539,15 @@ def _dtype(chunk: Chunk) -> str:
     return str(chunk.dtype).removeprefix("torch.")
 
 
-def _of(data: memoryview, chunk: Chunk) -> memoryview:
+def _chunk_bytes(data: memoryview, chunk: Chunk) -> memoryview:
     """A chunk's bytes among those of its key."""
     start = chunk.start * chunk.dtype.itemsize
     return data[start : start + chunk.nbytes]
 
 
-def _all(answers: Sequence[Answer[Frame]]) -> None:
+def _wait_all(answers: Sequence[Answer[Frame]]) -> None:
     for answer in answers:
         answer.result()
-
-
-def _no_rows(key: str) -> ConfigError:
-    return ConfigError(
-        given=f"rows of {key!r}, whose chunks are no whole rows",
-        rule="rows travel alone where a chunk holds a multiple of 1024 elements that is whole rows",
-        consequence="nothing was sent",
-        nearest="push and pull all of it, or choose a row length with more factors of 2",
-    )
 
 
 def _is_address(given: Any) -> bool:

@@ -230,7 +230,7 @@ def _stored(size: str, world: World, store: KVStore, theory_bytes: float, *, exa
 
 @contextmanager
 def _local(size: str, codec: object, world: World) -> Generator[_Side]:
-    """Every worker alone."""
+    """A store of one process on every worker."""
     alone = World(JobSpec(), timeout_s=_TIMEOUT_S)
     with _stored(size, alone, create_kvstore("local", alone), 0.0) as side:
         yield side
@@ -326,7 +326,7 @@ def _dist_async(
         return {key: value * -rounds for key, value in sums.items()}
 
     def go() -> None:
-        mine.pushpull(values, out).wait()
+        mine.push(values, out).wait()
         mine.commit()
 
     def settle() -> None:

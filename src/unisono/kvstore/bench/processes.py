@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from unisono.dist import JobSpec, job_from_environ
 from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.bench.settings import BenchSettings
@@ -81,7 +83,7 @@ def _failed(given: str) -> CommError:
 
 
 def main() -> int:
-    settings = BenchSettings.from_json(json.loads(_line()))
+    settings = msgspec.json.decode(_line(), type=BenchSettings)
     exit_with_parent()
     from unisono.kvstore.bench.measure import join_and_measure
 
@@ -95,12 +97,12 @@ def main() -> int:
     return 0
 
 
-def _line() -> str:
+def _line() -> bytes:
     """One line of standard input, read byte by byte so that nothing after it is consumed."""
     line = b""
     while (byte := os.read(0, 1)) not in (b"", b"\n"):
         line += byte
-    return line.decode()
+    return line
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
 """The settings of a measurement: kinds, codecs, and sizes or the parameter tables of known models.
 
-The tables are computed from how the models are built: ResNet-50 (He et al. 2015, arXiv:1512.03385) with torchvision's
-names for its parts, and BERT-base (Devlin et al. 2018, arXiv:1810.04805) with its pooler.
+The models are ResNet-50 (He et al. 2015, arXiv:1512.03385) and BERT-base (Devlin et al. 2018, arXiv:1810.04805).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING
 
 from unisono.errors import ConfigError, Problem, nearest_name
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # in the order of the table; "all_reduce" is torch's, of one flat tensor; "_shm" is with memory that processes of a host share
 KINDS = ("all_reduce", "local", "dist_sync", "dist_sync_shm", "dist_local", "dist_async", "dist_async_shm")
@@ -42,15 +45,9 @@ class BenchSettings:
     tls: str = ""
 
     def __post_init__(self) -> None:
+        rule = f"kinds are {', '.join(KINDS)}"
         problems = [
-            Problem(
-                given=f"kind {kind!r}",
-                rule=f"kinds are {', '.join(KINDS)}",
-                consequence="nothing was measured",
-                nearest=nearest_name(kind, KINDS),
-            )
-            for kind in self.kinds
-            if kind not in KINDS
+            _problem(f"kind {kind!r}", rule, nearest_name(kind, KINDS)) for kind in self.kinds if kind not in KINDS
         ]
         for size in self.sizes:
             try:
@@ -60,41 +57,25 @@ class BenchSettings:
         coded = [codec for codec in self.codecs if codec != "none"]
         problems += _unknown(coded)
         if coded and not set(self.kinds) & set(CODED_KINDS):
-            problems.append(
-                Problem(
-                    given=f"codecs {', '.join(self.codecs)} for {', '.join(self.kinds)}",
-                    rule=f"codecs are for {' and '.join(CODED_KINDS)}",
-                    consequence="they would have no effect, so nothing was measured",
-                    nearest="--kind dist_async, or no --codec",
-                )
-            )
+            given = f"codecs {', '.join(self.codecs)} for {', '.join(self.kinds)}, where they would have no effect"
+            rule = f"codecs are for {' and '.join(CODED_KINDS)}"
+            problems.append(_problem(given, rule, "--kind dist_async, or no --codec"))
         if self.tls and "dist_async" not in self.kinds:
-            problems.append(
-                Problem(
-                    given=f"TLS for {', '.join(self.kinds)}",
-                    rule="it is for what goes to servers, which 'dist_async' has",
-                    consequence="it would have no effect, so nothing was measured",
-                    nearest="--kind dist_async, or no --tls",
-                )
-            )
+            given = f"TLS for {', '.join(self.kinds)}, where it would have no effect"
+            problems.append(_problem(given, "TLS is for the servers of 'dist_async'", "--kind dist_async, or no --tls"))
         if "dist_async" in self.kinds:
+            rule = "PowerSGD needs the sums of all workers' factors, and servers add workers one by one"
             problems += [
-                Problem(
-                    given=f"codec {codec!r} for dist_async",
-                    rule="PowerSGD needs the sums of all workers' factors, and servers add workers one by one",
-                    consequence="nothing was measured",
-                    nearest="--kind dist_sync",
-                )
+                _problem(f"codec {codec!r} for dist_async", rule, "--kind dist_sync")
                 for codec in self.codecs
                 if codec.startswith("powersgd")
             ]
         if problems:
             raise ConfigError(*problems)
 
-    @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> BenchSettings:
-        listed = {name: tuple(given[name]) for name in ("kinds", "sizes", "codecs")}
-        return cls(**listed, servers=given["servers"], rounds=given["rounds"], tls=given["tls"])
+
+def _problem(given: str, rule: str, nearest: str) -> Problem:
+    return Problem(given=given, rule=rule, consequence="nothing was measured", nearest=nearest)
 
 
 def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:
@@ -110,17 +91,17 @@ def _unknown(codecs: Sequence[str]) -> Iterator[Problem]:
 
 def shapes_of(size: str) -> Shapes:
     """Shapes by key. Raises ConfigError for a size that is not known and not up to 8 GiB."""
-    if size in KEY_SETS:
-        return KEY_SETS[size]()
+    if size in _KEY_SETS:
+        return _KEY_SETS[size]()
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", size)
     unit = _UNITS.get(match[2].upper()) if match else None
     nbytes = float(match[1]) * unit if match and unit else 0.0
     if not ITEM_BYTES <= nbytes <= _MOST_BYTES:
         raise ConfigError(
             given=f"size {size!r}",
-            rule=f"it is 4B to 8GiB, or one of {', '.join(KEY_SETS)}",
+            rule=f"it is 4B to 8GiB, or one of {', '.join(_KEY_SETS)}",
             consequence="nothing was measured",
-            nearest=nearest_name(size, [*KEY_SETS, "1KB", "10MB", "100MB"]),
+            nearest=nearest_name(size, [*_KEY_SETS, "1KB", "10MB", "100MB"]),
         )
     return {"value": (int(nbytes) // ITEM_BYTES,)}
 
@@ -130,50 +111,32 @@ def nbytes_of(shapes: Shapes) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * ITEM_BYTES
 
 
-def resnet50() -> Shapes:
+@cache
+def _resnet50() -> Shapes:
     """25.6 million elements in 161 keys, the smallest of 64 elements."""
-    shapes: dict[str, tuple[int, ...]] = dict(_convolution("stem", 64, 3, 7))
-    channels = 64
-    for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
-        for block in range(blocks):
-            name, out = f"layer{stage}.{block}", 4 * width
-            parts = [("1", width, channels, 1), ("2", width, width, 3), ("3", out, width, 1)]
-            if block == 0:
-                parts.append(("down", out, channels, 1))
-            for part, into, of, side in parts:
-                shapes |= _convolution(f"{name}.{part}", into, of, side)
-            channels = out
-    return shapes | {"fc.weight": (1000, channels), "fc.bias": (1000,)}
+    from unisono.models import ResNet, ResNetOptions  # imports torch
+
+    return _parameter_shapes(lambda: ResNet(ResNetOptions()))
 
 
-def bert_base() -> Shapes:
-    """109.5 million elements in 199 keys, the largest of 94 MB."""
-    dim, hidden = 768, 3072
-    shapes: dict[str, tuple[int, ...]] = {"words": (30522, dim), "positions": (512, dim), "types": (2, dim)}
-    shapes |= _norm("embeddings.norm", dim)
-    for layer in range(12):
-        for part in ("query", "key", "value", "out"):
-            shapes |= _linear(f"{layer}.{part}", dim, dim)
-        shapes |= _norm(f"{layer}.attention.norm", dim)
-        shapes |= {**_linear(f"{layer}.up", hidden, dim), **_linear(f"{layer}.down", dim, hidden)}
-        shapes |= _norm(f"{layer}.norm", dim)
-    return shapes | dict(_linear("pooler", dim, dim))
+@cache
+def _bert_base() -> Shapes:
+    """109.5 million elements in 199 keys, the largest of 94 MB: the encoder with the paper's pooler, without a head."""
+    from unisono.models import BERT, BertOptions
+
+    shapes = _parameter_shapes(lambda: BERT(BertOptions(vocab_size=30522)))
+    encoder = {key: shape for key, shape in shapes.items() if not key.startswith("head.")}
+    return encoder | {"pooler.weight": (768, 768), "pooler.bias": (768,)}
 
 
-KEY_SETS = {"resnet50": resnet50, "bert-base": bert_base}
+def _parameter_shapes(build: Callable[[], nn.Module]) -> Shapes:
+    import torch
+
+    with torch.device("meta"):
+        return {key: tuple(parameter.shape) for key, parameter in build().named_parameters()}
 
 
-def _convolution(name: str, into: int, of: int, side: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{name}.conv", (into, of, side, side)
-    yield from _norm(f"{name}.norm", into).items()
-
-
-def _norm(name: str, dim: int) -> Shapes:
-    return {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}
-
-
-def _linear(name: str, into: int, of: int) -> Shapes:
-    return {f"{name}.weight": (into, of), f"{name}.bias": (into,)}
+_KEY_SETS = {"resnet50": _resnet50, "bert-base": _bert_base}
 
 
 def split_repeated(texts: Sequence[str]) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ class CommittedTensors:
         self._proposed.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The live tensors."""
+        """The live tensors by name, not copies."""
         return dict(self._values)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -56,8 +56,8 @@ class CommittedTensors:
             raise CheckpointError(
                 given=f"compression state {name!r} is {theirs.get(name, 'missing')} in the checkpoint "
                 f"and {mine.get(name, 'not used')} here",
-                rule="a run goes on with the compression and the parameters it had",
-                consequence="gradients held back so far would be lost, so nothing was loaded",
+                rule="a run continues with the compression and the parameters it had",
+                consequence="its residuals would be lost, so nothing was loaded",
                 nearest="resume with the compression of the checkpoint, or start a new run from its weights",
             )
         for name, value in state.items():

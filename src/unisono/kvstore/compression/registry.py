@@ -44,7 +44,7 @@ def find_codec(text: str) -> Codec | PowerSGD:
     raise ConfigError(
         given=f"compression = {text!r}",
         rule=f"it is built in ({', '.join(_BUILT_IN)}) or an installed entry point of the group {ENTRY_POINT_GROUP!r}",
-        consequence="gradients would travel in full, so nothing was started",
+        consequence="gradients would be sent uncompressed, so nothing was started",
         nearest=nearest_name(name, [*_BUILT_IN, *plugins]),
     )
 
@@ -52,7 +52,7 @@ def find_codec(text: str) -> Codec | PowerSGD:
 def no_traffic_to_compress(text: str, where: str) -> ConfigError:
     return ConfigError(
         given=f"compression {text!r} {where}",
-        rule="compression is of what travels between the workers of 'dist_sync', 'dist_async' and 'dist_local'",
+        rule="compression is for tensors sent between the workers of 'dist_sync', 'dist_async' and 'dist_local'",
         consequence="it would act on nothing",
         nearest="compression 'none'",
     )
@@ -61,8 +61,8 @@ def no_traffic_to_compress(text: str, where: str) -> ConfigError:
 def codec_is_fixed(text: str | None) -> ConfigError:
     return ConfigError(
         given=f"compression {text or 'none'!r} after the first push",
-        rule="what a codec holds back belongs to that codec, so it stays from the first push on",
-        consequence="compression is what it was",
+        rule="residuals belong to their codec, so it stays from the first push on",
+        consequence="compression was not changed",
         nearest="set_compression before the first push, or a new store from this one's values",
     )
 

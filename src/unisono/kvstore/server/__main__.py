@@ -40,9 +40,7 @@ def main(listening: Callable[[], None] = lambda: None) -> int:
             say=say,
         )
         warm_up()
-        run_until_stopped(
-            settings, server, lambda settings, server: serve(settings, server, secret, replica, tls, listening)
-        )
+        run_until_stopped(settings, server, lambda: serve(settings, server, secret, replica, tls, listening))
     except UnisonoError as error:
         say(str(error))
         return error.exit_code
@@ -98,12 +96,12 @@ def serve(
         secret,
         PEER_LIMITS,
         restart_count=settings.server_restart_count,
-        on_stale=lambda count: leave(f"epoch {count} has taken the place of {settings.server_restart_count}"),
+        on_stale=lambda count: leave(f"restart {count} has taken the place of restart {settings.server_restart_count}"),
         tls=tls,
     )
     host, port = frame_server.addresses[0]
     say(
-        f"server {settings.server_index} of {len(settings.addresses)}, epoch {settings.server_restart_count}, "
+        f"server {settings.server_index} of {len(settings.addresses)}, restart {settings.server_restart_count}, "
         f"listens at {host}:{port}{' under TLS' if tls is not None else ''}"
     )
     listening()

@@ -19,8 +19,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from unisono.errors import LaunchError
-from unisono.launch.exit_report import FATAL, USER_ERROR
+from unisono.errors import FATAL, USER_ERROR, LaunchError
 from unisono.launch.resources import TUNED_ALLOCATOR
 from unisono.launch.secret import secret_pipe
 
@@ -64,7 +63,12 @@ def child_servers(
             stack.callback(children[-1].end)
         ended = world.gather_json({child.server: code for child in children if (code := child.begun()) is not None})
         if wrong := [f"server {server} with exit code {code}" for codes in ended for server, code in codes.items()]:
-            raise _not_there(", ".join(wrong))
+            raise LaunchError(
+                given=f"{', '.join(wrong)} ended before it listened",
+                rule="all servers listen before the first worker connects",
+                consequence="no worker of this job began",
+                nearest="see above what that server said",
+            )
         yield addresses, secret
         for child in children:
             child.drain()
@@ -116,7 +120,7 @@ class _Child:
         self._lock = threading.Lock()
         self._settled, self._ended = threading.Event(), None
         self._process = self._start()
-        self._watcher = threading.Thread(target=self._restart_when_dead, name="unisono-server-beside", daemon=True)
+        self._watcher = threading.Thread(target=self._restart_when_dead, name="unisono-server-child", daemon=True)
         self._watcher.start()
 
     def begun(self) -> int | None:
@@ -135,7 +139,7 @@ class _Child:
         self._watcher.join()
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the server and wait until it has exited."""
         with self._lock:
             self._is_leaving = True
             kill_process(self._process)
@@ -187,15 +191,6 @@ def _address(world: World) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: the kernel only chooses a route
         probe.connect((world.job.master_addr, 9))
         return str(probe.getsockname()[0])
-
-
-def _not_there(given: str) -> LaunchError:
-    return LaunchError(
-        given=f"{given} ended before it listened",
-        rule="servers beside workers are there before the first worker asks for them",
-        consequence="no worker of this job began",
-        nearest="see above what that server said",
-    )
 
 
 def _tell_starter() -> None:

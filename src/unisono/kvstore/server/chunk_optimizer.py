@@ -65,16 +65,12 @@ class ServerOptimizerSpec:
 class ChunkOptimizer:
     """The optimizer of one chunk; ``value`` [elements] is updated in place. Not thread-safe."""
 
-    def __init__(self, recipe: ServerOptimizerSpec, key: str, value: nn.Parameter) -> None:
-        if key not in recipe.roles:
-            raise CommError(
-                given=f"a gradient of {key!r}",
-                rule="the optimizer names every key that is trained",
-                consequence="nothing was applied",
-                nearest=nearest_name(key, recipe.roles) if recipe.roles else "name keys in set_optimizer",
-            )
-        self.spec, self._key, self._value = recipe, key, value
-        self._optimizer = self._built(value)
+    def __init__(self, spec: ServerOptimizerSpec, key: str, value: nn.Parameter) -> None:
+        if key not in spec.roles:
+            nearest = nearest_name(key, spec.roles) if spec.roles else "name keys in set_optimizer"
+            raise refused(f"a gradient of {key!r}", "the optimizer names every key that is trained", nearest)
+        self.spec, self._key, self._value = spec, key, value
+        self._optimizer = self._build(value)
         self.state: dict[str, Tensor] = self._state_of(value, self._optimizer)
 
     def step(self, gradient: Tensor, lr: float, rows: Tensor | None = None) -> None:
@@ -84,7 +80,7 @@ class ChunkOptimizer:
             return
         table = self._value.detach().view(-1, gradient.shape[1])
         part = nn.Parameter(table[rows].flatten())
-        optimizer = self._built(part)
+        optimizer = self._build(part)
         mine = self._state_of(part, optimizer)
         for name, whole in self.state.items():
             mine[name].copy_(whole.view(table.shape)[rows].flatten() if whole.ndim else whole)
@@ -96,11 +92,9 @@ class ChunkOptimizer:
             else:
                 whole.copy_(mine[name])
 
-    def _built(self, value: nn.Parameter) -> torch.optim.Optimizer:
-        key = self._key
-        return build_optimizer(
-            nn.Module(), self.spec.options, pieces={key: value}, named_roles={key: self.spec.roles[key]}
-        )
+    def _build(self, value: nn.Parameter) -> torch.optim.Optimizer:
+        roles = {self._key: self.spec.roles[self._key]}
+        return build_optimizer(nn.Module(), self.spec.options, pieces={self._key: value}, named_roles=roles)
 
     def _state_of(self, value: nn.Parameter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The optimizer's tensors by state name."""
@@ -113,42 +107,16 @@ class ChunkOptimizer:
         value.grad = None
 
 
-def effective_learning_rate(recipe: ServerOptimizerSpec, lr: float, lag: int) -> float:
+def effective_learning_rate(spec: ServerOptimizerSpec, lr: float, lag: int) -> float:
     """The learning rate of a push. ``lr``: its own, NaN for the spec's. Raises CommError for a negative or infinite
     rate."""
-    rate = recipe.options.lr if math.isnan(lr) else lr
+    rate = spec.options.lr if math.isnan(lr) else lr
     if not 0.0 <= rate < math.inf:
-        raise CommError(
-            given=f"a push with learning rate {lr}",
-            rule="a learning rate is finite and at least 0; NaN asks for the optimizer's own",
-            consequence="nothing was applied",
-            nearest="the schedule's value at this step",
-        )
-    return rate / (1 + lag) if recipe.staleness_lr_decay else rate
+        rule = "a learning rate is finite and at least 0; NaN asks for the optimizer's own"
+        raise refused(f"a push with learning rate {lr}", rule, "the schedule's value at this step")
+    return rate / (1 + lag) if spec.staleness_lr_decay else rate
 
 
-def no_optimizer_error(key: str) -> CommError:
-    return CommError(
-        given=f"a push of {key!r} to servers without an optimizer",
-        rule="in dist_async the servers apply gradients, so they are told how before the first push",
-        consequence="nothing was applied",
-        nearest="store.set_optimizer(OptimOptions(...)) on any worker, after init",
-    )
-
-
-def rows_not_supported_error(key: str, kind: str) -> CommError:
-    return CommError(
-        given=f"rows of {key!r} with optimizer kind {kind!r}",
-        rule=f"{' and '.join(LAYERWISE_OPTIMIZERS)} need the norm of the whole gradient",
-        consequence="nothing was applied",
-        nearest="push the whole gradient, or choose adamw or sgd",
-    )
-
-
-def not_floating_error(dtype: torch.dtype, key: str) -> CommError:
-    return CommError(
-        given=f"a push of {key!r}, which is {dtype}",
-        rule="gradients are of floating dtypes",
-        consequence="nothing was applied",
-        nearest="push parameters only; buffers are set by init",
-    )
+def refused(given: str, rule: str, nearest: str) -> CommError:
+    """The error of a request that changed nothing."""
+    return CommError(given=given, rule=rule, consequence="nothing was changed", nearest=nearest)

@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.errors import CommError
 from unisono.kvstore.server.chunk_store import ChunkGradient
 from unisono.kvstore.server.placement import CHUNK_BYTES, Chunk
-from unisono.kvstore.wire.frame import DTYPES, Frame, Op, payload_views
+from unisono.kvstore.wire.frame import DTYPES, Frame, Op, payload_views, protocol_error
 
 BATCH_SHARD = 1  # flag of a push: seq is its batch shard, else the worker's own count
 WRITE = 2  # flag of ROWS and STATE: the payload replaces or updates; else it is a request
@@ -188,12 +188,8 @@ def _same_dtype(frame: Frame, chunk: Chunk) -> None:
 
 
 def _torn(frame: Frame, given: int, needed: int) -> CommError:
-    return CommError(
-        given=f"{frame.op.name} of {frame.entries} entries in {given} bytes, whose parts add up to {needed}",
-        rule="entries and their data fill a payload exactly",
-        consequence="nothing of it was used",
-        nearest="use the same release of unisono everywhere",
-    )
+    text = f"{frame.op.name} of {frame.entries} entries in {given} bytes, whose parts add up to {needed}"
+    return protocol_error(text, "entries and their data fill a payload exactly")
 
 
 def _misfit(frame: Frame, chunk: Chunk, what: str) -> CommError:

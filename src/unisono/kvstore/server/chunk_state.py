@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from unisono.errors import CommError
 from unisono.kvstore.server.placement import ChunkPlacement
+from unisono.kvstore.wire.frame import protocol_error
 
 _LENGTH_BYTES = 8
 
@@ -34,12 +34,8 @@ def decode_chunk_state(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
         header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
         return json.loads(header["__metadata__"]["unisono"]), tensors
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CommError(
-            given=f"an image of {len(data)} bytes that cannot be read: {error!r}",
-            rule="it is a safetensors file with a JSON text in its metadata",
-            consequence="nothing was taken from it",
-            nearest="use the same release of unisono everywhere",
-        ) from error
+        given = f"a state of {len(data)} bytes that cannot be read: {error!r}"
+        raise protocol_error(given, "it is a safetensors file with a JSON text in its metadata") from error
 
 
 def merge_chunks(placement: ChunkPlacement, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

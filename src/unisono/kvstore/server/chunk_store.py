@@ -25,9 +25,7 @@ from unisono.kvstore.server.chunk_optimizer import (
     ChunkOptimizer,
     ServerOptimizerSpec,
     effective_learning_rate,
-    no_optimizer_error,
-    not_floating_error,
-    rows_not_supported_error,
+    refused,
 )
 from unisono.kvstore.server.placement import Chunk
 from unisono.kvstore.server.range_set import RangeSet
@@ -129,17 +127,16 @@ class ChunkStore:
             cell.value = nn.Parameter(value.detach().clone().flatten(), requires_grad=value.is_floating_point())
             return True
 
-    def set_optimizer_spec(self, recipe: ServerOptimizerSpec) -> None:
+    def set_optimizer_spec(self, spec: ServerOptimizerSpec) -> None:
         """Set the optimizer. The same again changes nothing; a different one raises CommError."""
-        if self.optimizer_spec is not None and self.optimizer_spec != recipe:
-            raise CommError(
-                given=f"optimizer {recipe.options.kind!r} for servers that have {self.optimizer_spec.options.kind!r}, "
-                "or with other options or keys",
-                rule="all workers name one optimizer, and it stays: its state belongs to it",
-                consequence="the servers keep the one they have",
-                nearest="send learning rates with the pushes; for another optimizer start a new run from the weights",
+        if self.optimizer_spec is not None and self.optimizer_spec != spec:
+            kind = self.optimizer_spec.options.kind
+            raise refused(
+                f"optimizer {spec.options.kind!r} for servers that have {kind!r}, or with other options or keys",
+                "all workers name one optimizer, and it stays: its state belongs to it",
+                "send learning rates with the pushes; for another optimizer start a new run from the weights",
             )
-        self.optimizer_spec = recipe
+        self.optimizer_spec = spec
 
     def push(
         self, entries: Sequence[ChunkGradient], push: PushHeader, then: Callable[[], None] | None = None
@@ -161,8 +158,12 @@ class ChunkStore:
             for cell in cells:
                 locks.enter_context(cell.lock)
             for cell in cells:
-                if len(cell.applied.get(push.stream, ())) >= _MOST_GAPS:
-                    raise _scattered(push)
+                if len(cell.applied.get(push.stream, ())) >= _MOST_GAPS:  # memory for gaps is bounded
+                    raise refused(
+                        f"push {push.sequence_number} of stream {push.stream}, which has {_MOST_GAPS:,} gaps before it",
+                        "a stream counts its pushes one by one, and lost pushes are sent again",
+                        "use the same release of unisono everywhere, and end other processes with the job's secret",
+                    )
             work = [(cell, self._updater(cell), cell.lag(push.worker, push.base_version)) for cell in cells]
             rates = [effective_learning_rate(updater.spec, push.lr, late) for _, updater, late in work]
             for (cell, updater, late), entry, rate in zip(work, entries, rates, strict=True):
@@ -192,9 +193,9 @@ class ChunkStore:
             return value.view(-1, cell.chunk.row_elements)[rows], cell.version
 
     def state(self, numbers: Iterable[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The full state of chunks, each as of one moment: facts as JSON by number, tensors as ``<number>/value`` and
-        ``<number>/<state>``. Chunks without a value are left out."""
-        facts: dict[str, Any] = {}
+        """The optimizer spec and the full state of chunks, each as of one moment: facts as JSON (``recipe``; ``chunks``
+        by number), tensors as ``<number>/value`` and ``<number>/<state>``. Chunks without a value are left out."""
+        chunks: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for number in numbers:
             cell = self._cell(number)
@@ -202,23 +203,26 @@ class ChunkStore:
                 if cell.value is None:
                     continue
                 applied = {str(stream): numbers.to_json() for stream, numbers in cell.applied.items()}
-                facts[str(number)] = {"version": cell.version, "applied": applied}
+                chunks[str(number)] = {"version": cell.version, "applied": applied}
                 tensors[f"{number}/value"] = cell.value.detach().clone()
                 state = cell.updater.state if cell.updater is not None else {}
                 tensors |= {f"{number}/{name}": tensor.clone() for name, tensor in state.items()}
-        return facts, tensors
+        recipe = None if self.optimizer_spec is None else self.optimizer_spec.to_json()
+        return {"recipe": recipe, "chunks": chunks}, tensors
 
     def load_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Load chunks from ``state``, after the optimizer spec. Raises CommError for an invalid state, before any
-        change."""
-        named: dict[int, dict[str, Tensor]] = {int(number): {} for number in facts}
+        """Load the result of ``state``. Raises CommError for an invalid state, before any chunk is changed."""
+        if facts.get("recipe") is not None:
+            self.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
+        chunks = facts["chunks"]
+        named: dict[int, dict[str, Tensor]] = {int(number): {} for number in chunks}
         for name, tensor in tensors.items():
             number, _, state = name.partition("/")
             named.setdefault(int(number), {})[state] = tensor
-        if named.keys() - {int(number) for number in facts}:
-            raise _unlike(self.chunk(min(named.keys() - {int(number) for number in facts})), "tensors without facts")
-        restored = [self._made(number, parts) for number, parts in named.items()]
-        counts = [_history(facts[str(number)]) for number in named]
+        if without_facts := named.keys() - {int(number) for number in chunks}:
+            raise _unlike(self.chunk(min(without_facts)), "tensors without facts")
+        restored = [self._restored(number, parts) for number, parts in named.items()]
+        counts = [_history(chunks[str(number)]) for number in named]
         for (number, parts), (value, updater), (version, applied) in zip(named.items(), restored, counts, strict=True):
             cell = self._cells[number]
             with cell.lock, torch.no_grad():
@@ -227,7 +231,7 @@ class ChunkStore:
                 cell.value, cell.updater, cell.own = value, updater, {}
                 cell.version, cell.applied = version, applied
 
-    def _made(self, number: int, parts: Mapping[str, Tensor]) -> tuple[nn.Parameter, ChunkOptimizer | None]:
+    def _restored(self, number: int, parts: Mapping[str, Tensor]) -> tuple[nn.Parameter, ChunkOptimizer | None]:
         """Value and empty optimizer for a chunk's saved state."""
         chunk = self._cell(number).chunk
         saved = parts.get("value")
@@ -238,9 +242,7 @@ class ChunkStore:
         states = parts.keys() - {"value"}
         if not states:
             return value, None
-        if self.optimizer_spec is None:
-            raise no_optimizer_error(chunk.key)
-        updater = ChunkOptimizer(self.optimizer_spec, chunk.key, value)
+        updater = self._new_updater(chunk.key, value)
         if states != updater.state.keys():
             raise _unlike(chunk, f"the state {sorted(states)} where the optimizer keeps {sorted(updater.state)}")
         for name, own in updater.state.items():
@@ -251,43 +253,45 @@ class ChunkStore:
     def _check(self, cell: _Cell, entry: ChunkGradient) -> None:
         chunk = cell.chunk
         if not chunk.dtype.is_floating_point:
-            raise not_floating_error(chunk.dtype, chunk.key)
+            nearest = "push parameters only; buffers are set by init"
+            raise refused(
+                f"a push of {chunk.key!r}, which is {chunk.dtype}", "gradients are of floating dtypes", nearest
+            )
         if entry.rows is None:
             _fits(chunk, entry.gradient.numel(), entry.gradient.dtype)
             return
         _check_rows(chunk, entry.rows)
         if self.optimizer_spec is not None and self.optimizer_spec.options.kind in LAYERWISE_OPTIMIZERS:
-            raise rows_not_supported_error(chunk.key, self.optimizer_spec.options.kind)
+            given = f"rows of {chunk.key!r} with optimizer kind {self.optimizer_spec.options.kind!r}"
+            rule = f"{' and '.join(LAYERWISE_OPTIMIZERS)} need the norm of the whole gradient"
+            raise refused(given, rule, "push the whole gradient, or choose adamw or sgd")
         if entry.gradient.shape != (len(entry.rows), chunk.row_elements) or entry.gradient.dtype != chunk.dtype:
             raise _unlike(chunk, f"{len(entry.rows)} rows as {entry.gradient.dtype} {list(entry.gradient.shape)}")
 
     def _updater(self, cell: _Cell) -> ChunkOptimizer:
-        value = self._value(cell)
-        if self.optimizer_spec is None:
-            raise no_optimizer_error(cell.chunk.key)
         if cell.updater is None:
-            cell.updater = ChunkOptimizer(self.optimizer_spec, cell.chunk.key, value)
+            cell.updater = self._new_updater(cell.chunk.key, self._value(cell))
         return cell.updater
+
+    def _new_updater(self, key: str, value: nn.Parameter) -> ChunkOptimizer:
+        if self.optimizer_spec is None:
+            given = f"a push of {key!r} to servers without an optimizer"
+            rule = "in dist_async the servers apply gradients, so their optimizer is set before the first push"
+            raise refused(given, rule, "store.set_optimizer(OptimOptions(...)) on any worker, after init")
+        return ChunkOptimizer(self.optimizer_spec, key, value)
 
     def _value(self, cell: _Cell) -> nn.Parameter:
         if cell.value is None:
-            raise CommError(
-                given=f"chunk {cell.chunk.number} of {cell.chunk.key!r}, which has no value yet",
-                rule="a key is initialised before it is pushed or pulled",
-                consequence="nothing was changed",
-                nearest="store.init with all parameters, on any worker",
-            )
+            given = f"chunk {cell.chunk.number} of {cell.chunk.key!r}, which has no value yet"
+            rule = "a key is initialised before it is pushed or pulled"
+            raise refused(given, rule, "store.init with all parameters, on any worker")
         return cell.value
 
     def _cell(self, number: int) -> _Cell:
         cell = self._cells.get(number)
         if cell is None:
-            raise CommError(
-                given=f"chunk {number}",
-                rule=f"this server holds {len(self._cells)} chunks, and that is none of them",
-                consequence="nothing was changed",
-                nearest="send it where the placement puts it",
-            )
+            rule = f"this server holds {len(self._cells)} chunks, and that is none of them"
+            raise refused(f"chunk {number}", rule, "send it where the placement puts it")
         return cell
 
 
@@ -315,39 +319,19 @@ def _fits(chunk: Chunk, elements: int, dtype: torch.dtype) -> None:
 
 def _check_rows(chunk: Chunk, rows: Tensor) -> None:
     if not chunk.row_elements:
-        raise CommError(
-            given=f"rows of {chunk.key!r}, whose chunks are no whole rows",
-            rule="rows of a key are pushed and pulled where 1024 of them, or fewer, fill a chunk evenly",
-            consequence="nothing was changed",
-            nearest="name the key in whole, or push and pull all of it",
-        )
+        rule = "rows of a key are pushed and pulled where 1024 of them, or fewer, fill a chunk evenly"
+        nearest = "name the key in whole, or push and pull all of it"
+        raise refused(f"rows of {chunk.key!r}, whose chunks are no whole rows", rule, nearest)
     count = chunk.num_elements // chunk.row_elements
     if len(rows) and (int(rows[0]) < 0 or int(rows[-1]) >= count or not bool((rows[1:] > rows[:-1]).all())):
         raise _unsorted(f"rows of {chunk.key!r}, chunk {chunk.number} with {count} rows,")
 
 
-def _scattered(push: PushHeader) -> CommError:
-    return CommError(
-        given=f"push {push.sequence_number} of stream {push.stream}, of whose numbers {_MOST_GAPS:,} lots are missing before",
-        rule="a stream counts its pushes one by one, and those that are lost are sent again",
-        consequence="nothing was changed; a server would need memory without end to tell pushes apart",
-        nearest="use the same release of unisono everywhere, and end whatever else has the job's secret",
-    )
+def _unsorted(name: str) -> CommError:
+    given = f"{name} that are not in strictly rising order, or out of range"
+    return refused(given, "each is named once, in order, counted from 0", "sort, and add up repeated ones")
 
 
-def _unsorted(what: str) -> CommError:
-    return CommError(
-        given=f"{what} that are not in strictly rising order, or out of range",
-        rule="each is named once, in order, counted from the first of what holds it",
-        consequence="nothing was changed",
-        nearest="sort, and add up what is named twice",
-    )
-
-
-def _unlike(chunk: Chunk, what: str) -> CommError:
-    return CommError(
-        given=f"{what} for chunk {chunk.number}",
-        rule=f"it is {chunk.num_elements} elements of {chunk.dtype}, of {chunk.key!r} from element {chunk.start} on",
-        consequence="nothing was changed",
-        nearest="start all workers with one model and one precision",
-    )
+def _unlike(chunk: Chunk, given: str) -> CommError:
+    rule = f"it is {chunk.num_elements} elements of {chunk.dtype}, of {chunk.key!r} from element {chunk.start} on"
+    return refused(f"{given} for chunk {chunk.number}", rule, "start all workers with one model and one precision")

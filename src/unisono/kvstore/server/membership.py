@@ -74,12 +74,7 @@ class NumberedBarriers:
             self._open(number)
             while self._passed < number:
                 if self._closed:
-                    raise CommError(
-                        given=f"barrier {number} on a server that is stopping",
-                        rule="a barrier opens when all live workers have arrived",
-                        consequence="the wait has ended without the others",
-                        nearest="connect again: the launcher starts the server from its last snapshot",
-                    )
+                    raise _stopping(f"barrier {number} on a server that is stopping")
                 self._change.wait()
                 self._open(number)
 
@@ -243,12 +238,7 @@ class Clocks:
 
     def _running(self) -> None:
         if self._closed:
-            raise CommError(
-                given="the server is stopping",
-                rule="a worker waits while its servers run",
-                consequence="the wait has ended without an answer",
-                nearest="connect again: the launcher starts the server from its last snapshot",
-            )
+            raise _stopping("the server is stopping")
 
     def _alive(self, worker: int, restart_count: int) -> _Member:
         self._running()
@@ -256,19 +246,28 @@ class Clocks:
         if member is None:
             raise CommError(
                 given=f"worker {worker}, whose lease has ended",
-                rule=f"a worker gives a sign of life every {LEASE_S:g} s; a lost connection comes back in {GRACE_S:g} s",
-                consequence="the others no longer wait for it, and its units of work were dealt to them",
-                nearest="say hello again: it joins at the clock of the slowest",
+                rule=f"heartbeats are at most {LEASE_S:g} s apart, and a lost connection is back within {GRACE_S:g} s",
+                consequence="the others no longer wait for it, and may claim its work",
+                nearest="connect again: it joins at the clock of the slowest",
             )
         if member.restart_count != restart_count:
             raise _replaced("worker", worker, restart_count, member.restart_count)
         return member
 
 
+def _stopping(given: str) -> CommError:
+    return CommError(
+        given=given,
+        rule="a worker waits for the others while its servers run",
+        consequence="the wait has ended without an answer",
+        nearest="connect again: the launcher starts the server from its last snapshot",
+    )
+
+
 def _replaced(role: str, index: int, older: int, newer: int) -> CommError:
     return CommError(
-        given=f"{role} {index} in its incarnation {older}",
-        rule=f"a {role} has one incarnation at a time, and {newer} has taken over",
+        given=f"{role} {index} of restart {older}",
+        rule=f"a {role} is one process at a time, and that of restart {newer} has taken over",
         consequence="nothing of the older one is applied",
         nearest="let the older process end",
     )

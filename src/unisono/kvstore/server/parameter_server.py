@@ -51,7 +51,7 @@ from unisono.kvstore.server.pull_compression import PullEncoder, RequestedChunk
 from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.server.work_queue import WorkItem, WorkQueue
 from unisono.kvstore.wire.auth import Peer
-from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, read_json
+from unisono.kvstore.wire.frame import Frame, Op, json_frame, payload_views, protocol_error, read_json
 
 _CHECK_S = 0.25  # interval between checks of leases
 _STALL_S = 1.0  # a longer gap between checks means that this process stood still
@@ -60,7 +60,7 @@ _NEEDS_LEASE = frozenset({Op.TICK, Op.HEARTBEAT, Op.CLAIM, Op.BARRIER})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class _RunState:
     """State that exists once the first hello, or a snapshot, has described the run."""
 
     run_spec: RunSpec
@@ -102,9 +102,9 @@ class ParameterServer:
         self._snapshots, self._snapshot_every_s, self._say, self._now = snapshots, snapshot_every_s, say, now
         self._lock = threading.Lock()
         self._saving = threading.Lock()
-        self._run: _Run | None = None
+        self._run: _RunState | None = None
         self._peers = {"worker": PeerTable(), "server": PeerTable()}
-        self._claims: dict[int, tuple[int, int, WorkItem]] = {}  # by worker: incarnation, number of the CLAIM, its work
+        self._claims: dict[int, tuple[int, int, WorkItem]] = {}  # by worker: restart count, CLAIM, item
         self._claiming: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._counts: Counter[str] = Counter()
         self._largest_lag = 0
@@ -192,7 +192,8 @@ class ParameterServer:
             case Op.TICK | Op.HEARTBEAT | Op.CLAIM | Op.DONE | Op.BARRIER | Op.BYE:
                 answer = self._coordinate(run, peer, frame)
             case _:
-                raise _not_a_request(frame)
+                rule = "servers answer requests; HELLO, ACK, DATA, JSON and ERROR are none"
+                raise protocol_error(f"{frame.op.name} as a request", rule)
         with self._lock:
             self._counts["bytes_out"] += sum(part.nbytes for part in payload_views(answer))
         return replace(answer, seq=frame.seq)
@@ -261,7 +262,7 @@ class ParameterServer:
 
     # --- requests
 
-    def _init(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+    def _init(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
         store, (parts, _, _) = run.stores[peer.role], read_chunks(frame, prefix=False)
         given = [(chunk, chunk_tensor(replace(frame, codec=0), data, store.chunk(chunk), {})) for chunk, data in parts]
         num_new = sum(store.init(chunk, value) for chunk, value in given)
@@ -269,7 +270,7 @@ class ParameterServer:
             self._replicate(run, frame, [chunk for chunk, _ in given])
         return Frame(Op.ACK, entries=num_new)
 
-    def _push(self, run: _Run, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
+    def _push(self, run: _RunState, peer: Peer, frame: Frame, entries: list[ChunkGradient] | None = None) -> Frame:
         store, (parts, lr, base_version) = run.stores[peer.role], read_chunks(frame, prefix=True)
         if entries is None:
             entries = [
@@ -291,7 +292,7 @@ class ParameterServer:
             self._largest_lag = max(self._largest_lag, outcome.lag)
         return Frame(Op.ACK, entries=outcome.applied, clock=outcome.version, flags=REFUSED if outcome.refused else 0)
 
-    def _pull(self, run: _Run, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
+    def _pull(self, run: _RunState, peer: Peer, frame: Frame, chunks: list[int]) -> Frame:
         store, based = run.stores[peer.role], read_bases(frame, prefix=frame.op is Op.PUSHPULL)
         if based and run.pull_encoder is not None and all(store.chunk(n).dtype.is_floating_point for n in chunks):
             return self._pull_compressed(run.pull_encoder, store, peer, list(zip(chunks, based, strict=True)))
@@ -310,7 +311,7 @@ class ParameterServer:
         frame = write_chunks(Op.DATA, parts, dtype=common_dtype(chunk.value for chunk in pulled), based=answer.numbers)
         return replace(frame, codec=CODED if answer.coded else 0, clock=answer.version)
 
-    def _rows(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+    def _rows(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
         store, writes = run.stores[peer.role], bool(frame.flags & WRITE)
         parts, _, _ = read_chunks(frame, prefix=writes)
         entries = [chunk_rows(frame, data, store.chunk(chunk)) for chunk, data in parts]
@@ -318,7 +319,7 @@ class ParameterServer:
             return self._push(run, peer, frame, entries)
         return chunk_values_frame([(entry.chunk, *store.pull(entry.chunk, entry.rows)) for entry in entries])
 
-    def _state(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
+    def _state(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
         store = run.stores[peer.role]
         if frame.flags & WRITE:
             self._load_state(store, *decode_chunk_state(b"".join(payload_views(frame))))
@@ -330,11 +331,11 @@ class ParameterServer:
             raise _wrong(frame, "chunks", chunks, "chunks is a list of the numbers of chunks")
         return Frame(Op.DATA, payload=encode_chunk_state(*self._full_state(run, store, sorted(set(chunks)))))
 
-    def _coordinate(self, run: _Run, peer: Peer, frame: Frame) -> Frame:
-        worker, incarnation = peer.index, peer.worker_restart_count
+    def _coordinate(self, run: _RunState, peer: Peer, frame: Frame) -> Frame:
+        worker, restart_count = peer.index, peer.worker_restart_count
         match frame.op:
             case Op.TICK:
-                return Frame(Op.ACK, clock=run.clocks.tick(worker, incarnation, frame.clock))
+                return Frame(Op.ACK, clock=run.clocks.tick(worker, restart_count, frame.clock))
             case Op.CLAIM:
                 work = self._claim(run, peer, frame)
                 more = {"weight": run.work_queue.total_weight, "last": work.number >= run.work_queue.goal}
@@ -345,12 +346,12 @@ class ParameterServer:
                 run.barriers.arrive(worker, _integer(frame, "number"))
                 return Frame(Op.ACK)
             case Op.BYE:
-                run.clocks.leave(worker, incarnation)
+                run.clocks.leave(worker, restart_count)
                 return Frame(Op.ACK)
             case _:
                 return Frame(Op.ACK, clock=run.clocks.slowest_clock)
 
-    def _claim(self, run: _Run, peer: Peer, frame: Frame) -> WorkItem:
+    def _claim(self, run: _RunState, peer: Peer, frame: Frame) -> WorkItem:
         """A work item. The same CLAIM, by its number, gets the same item; an item whose answer was lost would otherwise
         be held for ever."""
         content = read_json(frame)
@@ -372,7 +373,7 @@ class ParameterServer:
                 self._claims[peer.index] = peer.worker_restart_count, frame.seq, work
             return work
 
-    def _done(self, run: _Run, frame: Frame) -> Frame:
+    def _done(self, run: _RunState, frame: Frame) -> Frame:
         content = read_json(frame)
         kind, weight = content.get("kind"), content.get("weight", 0.0)
         if kind in ("stop", "finish"):
@@ -388,24 +389,25 @@ class ParameterServer:
 
     # --- state
 
-    def _ensure_run(self, run_spec: RunSpec) -> _Run:
+    def _ensure_run(self, run_spec: RunSpec) -> _RunState:
         with self._lock:
             if self._run is None:
                 self._run = self._new_run(run_spec)
             return self._run
 
-    def _new_run(self, run_spec: RunSpec) -> _Run:
+    def _new_run(self, run_spec: RunSpec) -> _RunState:
         placement = run_spec.placement()
         if self._server >= run_spec.num_servers:
             raise CommError(
                 given=f"a worker that knows of {run_spec.num_servers} servers, at server {self._server}",
                 rule="servers are numbered from 0",
-                consequence="it was not let in",
+                consequence="the worker was refused",
                 nearest="start as many servers as the configuration says",
             )
         before = (self._server - 1) % run_spec.num_servers
+        codec = None if run_spec.codec == "none" else server_codec(run_spec.codec)
         clocks = Clocks(run_spec.staleness, on_end=self._lease_ended, now=self._now)
-        return _Run(
+        return _RunState(
             run_spec=run_spec,
             placement=placement,
             stores={
@@ -420,20 +422,18 @@ class ParameterServer:
                 staleness=run_spec.staleness,
             ),
             barriers=NumberedBarriers(lambda: clocks.live_clocks.keys()),
-            decoders=_decoders(run_spec.codec),
-            pull_encoder=_pull_encoder(run_spec.codec),
+            decoders={} if codec is None else {CODED: _decoder(codec)},
+            pull_encoder=PullEncoder(codec) if codec is not None and can_compress_values(codec) else None,
         )
 
     def _full_state(
-        self, run: _Run, store: ChunkStore, numbers: Sequence[int]
+        self, run: _RunState, store: ChunkStore, numbers: Sequence[int]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """The full state. The work queue is read first: a batch shard that is done in it was applied before, so it is
         in the chunks read after."""
         work_queue, clock = run.work_queue.to_json(), run.clocks.slowest_clock
-        chunks, tensors = store.state(numbers)
-        recipe = store.optimizer_spec.to_json() if store.optimizer_spec is not None else None
-        run_spec = run.run_spec.to_json()
-        return {"agreed": run_spec, "recipe": recipe, "deal": work_queue, "clock": clock, "chunks": chunks}, tensors
+        facts, tensors = store.state(numbers)
+        return {"agreed": run.run_spec.to_json(), "deal": work_queue, "clock": clock, **facts}, tensors
 
     def _restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         run = self._new_run(RunSpec.from_json(facts["agreed"]))
@@ -444,33 +444,25 @@ class ParameterServer:
 
     def _load_state(self, store: ChunkStore, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         try:
-            if facts.get("recipe") is not None:
-                store.set_optimizer_spec(ServerOptimizerSpec.from_json(facts["recipe"]))
-            store.load_state(facts["chunks"], tensors)
+            store.load_state(facts, tensors)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CommError(
-                given=f"a state whose facts cannot be read: {error!r}",
-                rule="they name recipe and chunks, and of each chunk version and applied",
-                consequence="it was not taken over",
-                nearest="use the same release of unisono everywhere",
-            ) from error
+            given = f"a state whose facts cannot be read: {error!r}"
+            rule = "they name recipe and chunks, and of each chunk version and applied"
+            raise protocol_error(given, rule, "nothing was loaded") from error
 
-    def _replicate(self, run: _Run, frame: Frame, chunks: list[int]) -> None:
+    def _replicate(self, run: _RunState, frame: Frame, chunks: list[int]) -> None:
         """Forward a frame to the next server or, where that fails, the full state of its chunks."""
         if self._forward is None:
             return
         try:
             self._forward(run.run_spec, frame)
         except UnisonoError:
-            store = run.stores["worker"]
-            facts, tensors = store.state(chunks)
-            recipe = store.optimizer_spec.to_json() if store.optimizer_spec is not None else None
-            image = encode_chunk_state({"recipe": recipe, "chunks": facts}, tensors)
+            image = encode_chunk_state(*run.stores["worker"].state(chunks))
             self._forward(run.run_spec, Frame(Op.STATE, flags=WRITE, payload=image))
             with self._lock:
                 self._counts["mirrored_whole"] += 1
 
-    def _require_run(self) -> _Run:
+    def _require_run(self) -> _RunState:
         if self._run is None:
             raise CommError(
                 given="a request to a server that knows no run",
@@ -498,7 +490,9 @@ class ParameterServer:
             if gap_s > _STALL_S:
                 run.clocks.extend_leases(gap_s)
             for worker in run.clocks.end_expired_leases():
-                self._say(f"server {self._server}: worker {worker} gave no sign of life, and is no longer waited for")
+                self._say(
+                    f"server {self._server}: worker {worker} sent no heartbeat, and no worker waits for it any more"
+                )
             if self._snapshots is None or len(run.stores["worker"].initialised_chunks) < len(
                 run.placement.chunks_on(self._server)
             ):
@@ -517,23 +511,12 @@ class ParameterServer:
                 saved_s = time.monotonic()
 
 
-def _decoders(codec: str) -> dict[int, Decoder]:
-    """The decoder of the run's codec. Raises ConfigError for a codec that servers cannot add."""
-    if codec == "none":
-        return {}
-    parsed = server_codec(codec)
-
-    def decoder(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
+def _decoder(codec: Codec) -> Decoder:
+    def decode(data: memoryview, elements: int, dtype: torch.dtype) -> torch.Tensor:
         code = torch.frombuffer(data, dtype=torch.uint8) if data.nbytes else torch.empty(0, dtype=torch.uint8)
-        return parsed.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
+        return codec.decode(code, elements, accumulation_dtype(dtype)).to(dtype)
 
-    return {CODED: decoder}
-
-
-def _pull_encoder(codec: str) -> PullEncoder | None:
-    """The encoder of compressed pulls, None where the codec cannot compress values."""
-    parsed = server_codec(codec) if codec != "none" else None
-    return PullEncoder(parsed) if parsed is not None and can_compress_values(parsed) else None
+    return decode
 
 
 def server_codec(text: str) -> Codec:
@@ -557,12 +540,7 @@ def _integer(frame: Frame, name: str) -> int:
 
 
 def _wrong(frame: Frame, name: str, value: object, rule: str) -> CommError:
-    return CommError(
-        given=f"{frame.op.name} with {name} = {value!r}",
-        rule=rule,
-        consequence="nothing was done",
-        nearest="use the same release of unisono everywhere",
-    )
+    return protocol_error(f"{frame.op.name} with {name} = {value!r}", rule)
 
 
 def _wait_s(content: Mapping[str, Any]) -> float:
@@ -570,19 +548,10 @@ def _wait_s(content: Mapping[str, Any]) -> float:
     return min(float(value), _LONGEST_WAIT_S) if isinstance(value, (int, float)) else 0.0
 
 
-def _not_a_request(frame: Frame) -> CommError:
-    return CommError(
-        given=f"{frame.op.name} as a request",
-        rule="servers answer requests; HELLO, ACK, DATA, JSON and ERROR are none",
-        consequence="nothing was done",
-        nearest="use the same release of unisono everywhere",
-    )
-
-
 def _snapshot_not_written(reason: str) -> CommError:
     return CommError(
         given=f"a snapshot that was not written: {reason}",
         rule="a server saves itself to its own folder",
         consequence="earlier snapshots are as they were, and training goes on",
-        nearest="mend what the reason names",
+        nearest="remove the cause above; the next snapshot is tried in time",
     )

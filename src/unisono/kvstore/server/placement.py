@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.errors import ConfigError, nearest_name
+from unisono.kvstore.keys import nothing_sent
 
 CHUNK_BYTES = 4 << 20
 BLOCK_ELEMENTS = 1024  # a block of the codecs
@@ -85,12 +86,8 @@ class ChunkPlacement:
 
     def _known(self, key: str) -> None:
         if key not in self.shapes:
-            raise ConfigError(
-                given=f"key {key!r}",
-                rule="keys are those of the table that the store started with",
-                consequence="nothing was sent",
-                nearest=nearest_name(key, self.shapes),
-            )
+            rule = "keys are those of the table that the store started with"
+            raise nothing_sent(f"key {key!r}", rule, nearest_name(key, self.shapes))
 
 
 def place_chunks(

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.dist import StopNotice
 from unisono.errors import LaunchError
@@ -32,6 +32,7 @@ from unisono.kvstore.server.run_spec import RunSpec
 from unisono.kvstore.wire.auth import Peer
 from unisono.kvstore.wire.connection import Connection, Endpoint
 from unisono.kvstore.wire.frame import PEER_LIMITS, Frame, Op, json_frame, payload_views
+from unisono.kvstore.wire.frame_server import FrameServer
 from unisono.kvstore.wire.tls import TLSContexts
 
 _LOOK_S = 1.0
@@ -56,14 +57,6 @@ class ServerSettings:
     def next_address(self) -> tuple[str, int]:
         """The address of the server that keeps this one's replica."""
         return self.addresses[(self.server_index + 1) % len(self.addresses)]
-
-
-class RunningServer(Protocol):
-    """A server that accepts requests."""
-
-    def close(self) -> None:
-        """Answer running requests and accept no more."""
-        ...
 
 
 def server_settings(environ: Mapping[str, str]) -> ServerSettings:
@@ -98,19 +91,17 @@ def server_addresses(environ: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
     return tuple(_address(address) for address in text.split(","))
 
 
-def run_until_stopped(
-    settings: ServerSettings, server: ParameterServer, serve: Callable[[ServerSettings, ParameterServer], RunningServer]
-) -> None:
-    """Serve until a stop signal, then write a snapshot, so that nothing acknowledged is lost. Call it on the main
-    thread."""
+def run_until_stopped(settings: ServerSettings, server: ParameterServer, serve: Callable[[], FrameServer]) -> None:
+    """Serve until a stop signal, then write a snapshot, so that nothing acknowledged is lost. ``serve`` opens the
+    socket. Call it on the main thread."""
     with StopNotice() as notice:
-        serving = serve(settings, server)
+        frame_server = serve()
         while not notice.wait(_LOOK_S):
             pass
         while settings.drain and server.num_live_workers:
             time.sleep(_DRAIN_LOOK_S)
         server.close()  # wakes waiting requests
-        serving.close()  # nothing is acknowledged after this
+        frame_server.close()  # nothing is acknowledged after this
         if settings.snapshots is not None and server.run_spec is not None:
             server.save()
 

@@ -35,7 +35,7 @@ from unisono.kvstore.compression.codec import accumulation_dtype
 from unisono.kvstore.server.chunk_payload import chunk_tensor, read_bases, read_chunks
 from unisono.kvstore.server.chunk_store import is_finite
 from unisono.kvstore.server.placement import Chunk
-from unisono.kvstore.wire.frame import Frame, Op
+from unisono.kvstore.wire.frame import Frame, Op, protocol_error
 
 _FIRST_BELOW = 1 << 62
 
@@ -249,9 +249,4 @@ class PullDecoder:
 
 
 def _unlike(answer: Frame, given: str, rule: str) -> CommError:
-    return CommError(
-        given=f"an answer to a pull with {given}, in {answer.entries} entries",
-        rule=rule,
-        consequence="nothing of it was used",
-        nearest="use the same release of unisono everywhere",
-    )
+    return protocol_error(f"an answer to a pull with {given}, in {answer.entries} entries", rule)

@@ -15,7 +15,7 @@ import torch
 
 from unisono.errors import CommError
 from unisono.kvstore.server.placement import CHUNK_BYTES, ChunkPlacement, place_chunks
-from unisono.kvstore.wire.frame import DTYPES
+from unisono.kvstore.wire.frame import DTYPES, protocol_error
 
 # bounds on the placement that a hello can make a server compute
 _MOST_BYTES = 1 << 44
@@ -91,12 +91,9 @@ class RunSpec:
                 labels={str(name): str(value) for name, value in given["about"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CommError(
-                given=f"a hello that cannot be read: {error!r}",
-                rule="it tells table, servers, whole, chunk_bytes, staleness, units, codec and about",
-                consequence="the worker was not let in",
-                nearest="use the same release of unisono everywhere",
-            ) from error
+            rule = "it has table, servers, whole, chunk_bytes, staleness, units, codec and about"
+            refusal = protocol_error(f"a hello that cannot be read: {error!r}", rule, "the worker was refused")
+            raise refusal from error
 
     def require_equal(self, other: RunSpec, who: str) -> None:
         """Raise CommError naming the first difference."""
@@ -105,15 +102,15 @@ class RunSpec:
             mine, theirs = here["table"].get(key), there["table"].get(key)
             if mine != theirs:
                 raise _different(
-                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} to those who came before"
+                    who, f"key {key!r} as {_text(theirs)}", f"it is {_text(mine)} for the workers before it"
                 )
         for name in sorted(self.labels.keys() | other.labels.keys()):
             mine, theirs = here["about"].get(name), there["about"].get(name)
             if mine != theirs:
-                raise _different(who, f"{name} {theirs}", f"it is {mine} to those who came before")
+                raise _different(who, f"{name} {theirs}", f"it is {mine} for the workers before it")
         for name in here.keys() - {"table", "about"}:
             if here[name] != there[name]:
-                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} to those who came before")
+                raise _different(who, f"{name} = {there[name]}", f"it is {here[name]} for the workers before it")
 
 
 def _text(entry: list[Any] | None) -> str:
@@ -140,6 +137,6 @@ def _different(who: str, given: str, rule: str) -> CommError:
     return CommError(
         given=f"{who} has {given}",
         rule=rule,
-        consequence="it was not let in, so no tensor is added to another one",
+        consequence="it was refused, so that no tensor is added to a different one",
         nearest="start all workers with one configuration and one version of the model",
     )

@@ -197,8 +197,8 @@ class WorkQueue:
                 return new
             case _:
                 raise CommError(
-                    given=f"{work.kind} {work.number} is said to be done",
+                    given=f"a report that {work.kind} {work.number} is done",
                     rule=f"this run has the units 0 to {self.num_batch_shards - 1}, and saves up to {self.num_batch_shards}",
-                    consequence="it was not counted",
+                    consequence="the report was ignored",
                     nearest="claim work from the coordinator, server 0",
                 )

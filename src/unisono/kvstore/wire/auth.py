@@ -4,6 +4,7 @@
     client   {nonce, role, worker, incarnation, job, epoch, proof}
     server   {proof}
 
+In the JSON ``epoch`` is the server's restart count, ``incarnation`` the worker's.
 A proof is HMAC-SHA256 under the secret over a label of its direction, both nonces and every field above, so a recorded
 exchange is useless a second time, in the other direction, or for another worker. The following frames are not signed:
 an attacker who can alter packets is kept out by TLS only (``tls``). Before the proof is checked, a peer can make this
@@ -21,7 +22,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.errors import CommError, ConfigError, Problem
+from unisono.errors import CommError, ConfigError
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import Limits, Op, error_frame, json_frame, read_error, read_json
 
@@ -55,17 +56,19 @@ def preauth_limits(limits: Limits) -> Limits:
     )
 
 
-def server_handshake(channel: Channel, secret: bytes, epoch: int, address: str, limits: Limits) -> tuple[Peer, int]:
+def server_handshake(
+    channel: Channel, secret: bytes, restart_count: int, address: str, limits: Limits
+) -> tuple[Peer, int]:
     """The server's part: returns the peer and the highest server restart count it has seen. Raises AuthError or
     ConnectionLost."""
     mine = secrets.token_hex(32)
-    channel.send(json_frame(Op.HELLO, {"nonce": mine, "epoch": epoch}))
+    channel.send(json_frame(Op.HELLO, {"nonce": mine, "epoch": restart_count}))
     answer = _hello(channel, limits)
     role, theirs, proof = (answer.get(name) for name in ("role", "nonce", "proof"))
     numbers = [answer.get(name) for name in _RANGES]
     good = role in ROLES and _is_nonce(theirs) and _is_nonce(proof)
     good = good and all(type(n) is int and 0 <= n < top for n, top in zip(numbers, _RANGES.values(), strict=True))
-    bound = [mine, theirs, role, *numbers, epoch]
+    bound = [mine, theirs, role, *numbers, restart_count]
     if not good or not hmac.compare_digest(str(proof), _proof(secret, "client", bound)):
         refusal = AuthError(
             given=f"the proof that came from {address} is wrong",
@@ -76,8 +79,8 @@ def server_handshake(channel: Channel, secret: bytes, epoch: int, address: str, 
         channel.send(error_frame(refusal))
         raise refusal
     channel.send(json_frame(Op.HELLO, {"proof": _proof(secret, "server", bound)}))
-    worker, incarnation, job, seen = (int(str(n)) for n in numbers)
-    return Peer(str(role), worker, incarnation, job, address), seen
+    worker, worker_restart_count, job, seen = (int(str(n)) for n in numbers)
+    return Peer(str(role), worker, worker_restart_count, job, address), seen
 
 
 def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limits: Limits) -> int:
@@ -88,12 +91,12 @@ def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limit
     one.
     """
     offer = _hello(channel, limits)
-    theirs, epoch = offer.get("nonce"), offer.get("epoch")
-    if not _is_nonce(theirs) or type(epoch) is not int or not 0 <= epoch < _RANGES["epoch"]:
+    theirs, restart_count = offer.get("nonce"), offer.get("epoch")
+    if not _is_nonce(theirs) or type(restart_count) is not int or not 0 <= restart_count < _RANGES["epoch"]:
         raise _nonsense(me.address)
     mine = secrets.token_hex(32)
-    known = max(seen, epoch)
-    bound = [theirs, mine, me.role, me.index, me.worker_restart_count, me.job, known, epoch]
+    known = max(seen, restart_count)
+    bound = [theirs, mine, me.role, me.index, me.worker_restart_count, me.job, known, restart_count]
     named = {"nonce": mine, "role": me.role, "worker": me.index, "incarnation": me.worker_restart_count, "job": me.job}
     channel.send(json_frame(Op.HELLO, named | {"epoch": known, "proof": _proof(secret, "client", bound)}))
     proof = _hello(channel, limits).get("proof")
@@ -104,16 +107,14 @@ def client_handshake(channel: Channel, secret: bytes, me: Peer, seen: int, limit
             consequence="nothing was sent to it",
             nearest="see what else listens at that address; start both sides with the same secret",
         )
-    if epoch < seen:
+    if restart_count < seen:
         raise ConnectionLost(
-            Problem(
-                given=f"the server at {me.address} is of epoch {epoch}, and epoch {seen} has been seen",
-                rule="a server that was replaced takes no more requests",
-                consequence="this worker did not join it",
-                nearest="end the old server process",
-            )
+            given=f"the server at {me.address} is of restart {restart_count}, and restart {seen} has been seen",
+            rule="a server that was replaced takes no more requests",
+            consequence="this worker did not join it",
+            nearest="end the old server process",
         )
-    return epoch
+    return restart_count
 
 
 def require_private(host: str, *, tls: bool) -> None:
@@ -123,7 +124,7 @@ def require_private(host: str, *, tls: bool) -> None:
         return
     raise ConfigError(
         given=f"the address {host} is not a private one, and no TLS is set up",
-        rule="gradients and values travel in the clear only over loopback and private networks",
+        rule="gradients and values are sent unencrypted only over loopback and private networks",
         consequence="no connection was made and no port opened",
         nearest="launch.tls=FOLDER (or unisono launch --tls FOLDER) with certificates, or a private address",
     )
@@ -137,7 +138,12 @@ def _hello(channel: Channel, limits: Limits) -> dict[str, Any]:
             raise
         frame = None
     if frame is None:
-        raise _silent()
+        raise ConnectionLost(
+            given="the other side sent nothing: it is busy, has ended, or waits for TLS",
+            rule="a server says hello first, unless it is under TLS",
+            consequence="the connection is closed",
+            nearest="the same launch.tls for servers and workers",
+        )
     if frame.op not in (Op.HELLO, Op.ERROR):
         raise _nonsense("the other side")
     if frame.op is Op.ERROR:
@@ -154,23 +160,10 @@ def _is_nonce(text: object) -> bool:
     return isinstance(text, str) and _NONCE.fullmatch(text) is not None
 
 
-def _silent() -> ConnectionLost:
-    return ConnectionLost(
-        Problem(
-            given="the other side gave no sign of itself: it has no time, has ended, or waits for TLS",
-            rule="a server says hello first, unless it is under TLS",
-            consequence="the connection is closed",
-            nearest="the same launch.tls for servers and workers",
-        )
-    )
-
-
 def _nonsense(who: str) -> ConnectionLost:
     return ConnectionLost(
-        Problem(
-            given=f"{who} did not say hello as it should, or not in time",
-            rule="a connection begins with the exchange of proofs",
-            consequence="the connection is closed",
-            nearest="see what else uses this port; use the same release of unisono on both sides",
-        )
+        given=f"{who} did not say hello as it should, or not in time",
+        rule="a connection begins with the exchange of proofs",
+        consequence="the connection is closed",
+        nearest="see what else uses this port; use the same release of unisono on both sides",
     )

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 import xxhash
 
-from unisono.errors import CommError, Problem
+from unisono.errors import CommError
 from unisono.kvstore.wire.frame import (
     HEADER_BYTES,
     Frame,
@@ -61,11 +61,12 @@ class Channel:
         if hasattr(socket, "TCP_KEEPIDLE"):
             for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._sock, self.limits = sock, limits
+        self._sock, self._is_tls, self.limits = sock, isinstance(sock, ssl.SSLSocket), limits
         # nothing is waited for beyond this time
         self.deadline = until
         self.shared_slots = SharedSlots()
-        self._tls = threading.Lock() if isinstance(sock, ssl.SSLSocket) else None
+        # a TLS socket serves one call at a time
+        self._tls = threading.Lock() if self._is_tls else contextlib.nullcontext()
         self._sending = threading.Lock()
         self._header = bytearray(HEADER_BYTES)
         self.sent_bytes = self.received_bytes = self.shared_sent_bytes = self.shared_received_bytes = 0
@@ -150,10 +151,7 @@ class Channel:
     def _fill(self, view: memoryview, deadline: float | None, *, begun: bool = True) -> bool:
         while view.nbytes:
             try:
-                if self._tls:
-                    with self._tls:
-                        count = self._sock.recv_into(view)
-                else:
+                with self._tls:
                     count = self._sock.recv_into(view)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 if self._ready(select.POLLIN, self._soon(deadline) if begun else deadline):
@@ -173,10 +171,8 @@ class Channel:
     def _push(self, parts: list[memoryview], deadline: float) -> int:
         while True:
             try:
-                if self._tls:
-                    with self._tls:
-                        return self._sock.send(parts[0])
-                return self._sock.sendmsg(parts)
+                with self._tls:
+                    return self._sock.send(parts[0]) if self._is_tls else self._sock.sendmsg(parts)
             except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 if not self._ready(select.POLLOUT, self._soon(deadline)):
                     raise _lost("the peer stopped reading", "in time") from None
@@ -215,10 +211,8 @@ class Channel:
 
 def _lost(given: str, how: str) -> ConnectionLost:
     return ConnectionLost(
-        Problem(
-            given=given,
-            rule=f"a message arrives {how}, or not at all",
-            consequence="this connection is closed; nothing of a message that was cut short has been used",
-            nearest="see whether the other process still runs and can be reached",
-        )
+        given=given,
+        rule=f"a message arrives {how}, or not at all",
+        consequence="this connection is closed; nothing of a message that was cut short has been used",
+        nearest="see whether the other process still runs and can be reached",
     )

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from unisono.errors import CommError, Problem, UnisonoError
+from unisono.errors import CommError, UnisonoError
 from unisono.kvstore.wire.auth import AuthError, Peer, client_handshake, preauth_limits, require_private
 from unisono.kvstore.wire.channel import Channel, ConnectionLost
 from unisono.kvstore.wire.frame import (
@@ -32,6 +32,7 @@ from unisono.kvstore.wire.frame import (
     Slot,
     json_frame,
     payload_views,
+    protocol_error,
     read_error,
     read_json,
 )
@@ -225,11 +226,8 @@ class Connection:
             channel.limits, channel.deadline = self._limits, None
             channel.send(self._stamped(json_frame(Op.HELLO, self._facts), 0, restart_count))
             content = read_json(self._reply(channel))
-            self._server_restart_count, self._credits, self.hello = (
-                restart_count,
-                int(content["credits"]),
-                dict(content["reply"]),
-            )
+            self._server_restart_count = restart_count
+            self._credits, self.hello = int(content["credits"]), dict(content["reply"])
             self._no_shared_memory_reason = self._offer_shared_memory(channel, str(content["host"]))
             self._free_slots = list(channel.shared_slots.slots)
         except BaseException as error:
@@ -448,15 +446,13 @@ class Connection:
         )
 
 
-def _wrong_slot(found: int, own: int) -> ConnectionLost:
-    return ConnectionLost(
-        Problem(
-            given=f"an answer in slot {found} to a request in slot {own}",
-            rule="an answer lies in the slot of its request, or follows its header",
-            consequence="nothing was read from there, and the connection is closed",
-            nearest="use the same release of unisono on both sides",
-        )
+def _wrong_slot(given: int, own: int) -> ConnectionLost:
+    error = protocol_error(
+        f"an answer in slot {given} to a request in slot {own}",
+        "an answer lies in the slot of its request, or follows its header",
+        "nothing was read from there, and the connection is closed",
     )
+    return ConnectionLost(*error.problems)
 
 
 def _error(reply: Frame) -> UnisonoError:

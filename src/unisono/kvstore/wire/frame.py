@@ -60,7 +60,7 @@ _LARGEST_U32 = 2**32 - 1
 
 
 class Op(IntEnum):
-    """Requests, then replies."""
+    """The kinds of frames: requests, then from 32 on replies."""
 
     HELLO = 1
     INIT = 2
@@ -245,12 +245,14 @@ def read_json(frame: Frame) -> dict[str, Any]:
         content = error
     if isinstance(content, dict):
         return content
-    raise CommError(
-        given=f"{frame.op.name} with a payload that is not a JSON object ({type(content).__name__})",
-        rule="control messages carry one JSON object",
-        consequence="the message was not used",
-        nearest="use the same release of unisono on both sides",
-    )
+    given = f"{frame.op.name} with a payload that is not a JSON object ({type(content).__name__})"
+    raise protocol_error(given, "control messages carry one JSON object", "the message was not used")
+
+
+def protocol_error(given: str, rule: str, consequence: str = "nothing was done") -> CommError:
+    """A message that no other process of this release sends."""
+    nearest = "use the same release of unisono everywhere"
+    return CommError(given=given, rule=rule, consequence=consequence, nearest=nearest)
 
 
 def error_frame(error: UnisonoError) -> Frame:

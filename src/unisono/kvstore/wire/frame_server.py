@@ -62,7 +62,7 @@ def listen(host: str, port: int = 0, *, tls: bool = False) -> socket.socket:
     if str(address[0]) in ("0.0.0.0", "::"):
         raise ConfigError(
             given=f"{host or 'no host'} means every interface of this machine",
-            rule="a server listens on the one interface it is told",
+            rule="a server listens on one interface",
             consequence="no port was opened",
             nearest="give the address of one interface, such as 127.0.0.1",
         )
@@ -98,12 +98,8 @@ class FrameServer:
         tls: TLSContexts | None = None,
     ) -> None:
         self._listeners, self._handler, self._secret, self._limits = list(listeners), handler, secret, limits
-        self._restart_count, self._admission, self._on_stale, self._tls = (
-            restart_count,
-            admission or Admission(),
-            on_stale,
-            tls,
-        )
+        self._restart_count, self._on_stale, self._tls = restart_count, on_stale, tls
+        self._admission = admission or Admission()
         self._lock = threading.Lock()
         self._threads: dict[socket.socket, threading.Thread] = {}
         self._strangers: dict[socket.socket, None] = {}
@@ -267,32 +263,25 @@ class FrameServer:
     def _refuse_if_replaced(self) -> None:
         if self._newest > self._restart_count:
             raise CommError(
-                given=f"this server is of epoch {self._restart_count}, and one of epoch {self._newest} has taken its place",
+                given=f"this server is of restart {self._restart_count}, and restart {self._newest} has taken its place",
                 rule="a server that was replaced takes no more requests",
                 consequence="the request was refused and has changed nothing",
                 nearest="end this old server process",
             )
 
     def _check_identity(self, peer: Peer, frame: Frame) -> None:
-        given = {
-            "epoch": frame.server_restart_count,
-            "job": frame.job,
-            "worker": frame.worker,
-            "incarnation": frame.worker_restart_count,
-        }
-        expected = {
-            "epoch": self._restart_count,
-            "job": peer.job,
-            "worker": peer.index,
-            "incarnation": peer.worker_restart_count,
-        }
-        for name, value in given.items():
-            if value != expected[name]:
+        for name, given, expected in (
+            ("server restart count", frame.server_restart_count, self._restart_count),
+            ("job", frame.job, peer.job),
+            ("worker", frame.worker, peer.index),
+            ("worker restart count", frame.worker_restart_count, peer.worker_restart_count),
+        ):
+            if given != expected:
                 raise CommError(
-                    given=f"{frame.op.name} with {name} {value}, where this connection's is {expected[name]}",
-                    rule="every request carries what its connection was opened with, and the server's epoch",
+                    given=f"{frame.op.name} with {name} {given}, where this connection's is {expected}",
+                    rule="every request has the job and the restart counts of its connection",
                     consequence="the request was refused and has changed nothing",
-                    nearest="open a new connection: its hello says which epoch the server is of",
+                    nearest="open a new connection: the server's hello has its restart count",
                 )
 
     def _send_heartbeats(self) -> None:
@@ -325,7 +314,7 @@ class FrameServer:
         if left := sum(thread.is_alive() for _, thread in threads):
             raise CommError(
                 given=f"{left} requests are still being handled {timeout_s:g} s after the server was told to close",
-                rule="a handler lets go of what it keeps waiting before the server closes",
+                rule="the handler ends its waiting requests before the server closes",
                 consequence="their threads are left behind",
                 nearest="wake barriers and clocks first",
             )

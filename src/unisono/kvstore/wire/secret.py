@@ -79,7 +79,7 @@ def _from_file(path: Path) -> bytes:
             rule = f"the secret's file belongs to the user who reads it ({os.geteuid()})"
             raise _refused(f"{path} belongs to user {facts.st_uid}", rule, nearest)
         if facts.st_mode & 0o077:
-            rule = "nobody but its owner may read or write it"
+            rule = "only its owner may read or write it"
             raise _refused(f"{path} has mode {stat.S_IMODE(facts.st_mode):04o}", rule, f"chmod 600 {path}")
         return _checked(_read(fd), str(path), nearest)
     finally:
@@ -92,7 +92,7 @@ def _own(path: Path) -> bytes:
         _make(path)
     if path.parent.stat().st_mode & 0o022:
         mode = stat.S_IMODE(path.parent.stat().st_mode)
-        rule = "nobody but its owner may write to the folder of the secret"
+        rule = "only its owner may write to the folder of the secret"
         raise _refused(f"{path.parent} has mode {mode:04o}", rule, f"chmod 700 {path.parent}")
     return _from_file(path)
 

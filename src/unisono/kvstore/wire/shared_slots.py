@@ -19,13 +19,13 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from unisono.dist.roll_call import host_id
 from unisono.errors import CommError
-from unisono.kvstore.wire.frame import Slot
+from unisono.kvstore.wire.frame import Slot, protocol_error
 
 MEMFD_NAME = "unisono-wire"
 
@@ -40,12 +40,8 @@ class SharedSlots:
         """Slot ``number``, from 1. Raises CommError where there is none, or it is smaller than ``nbytes``."""
         if not 0 < number <= len(self.slots) or nbytes > self.slots[number - 1].view.nbytes:
             has = f"{len(self.slots)} slots of {self.slots[0].view.nbytes} bytes" if self.slots else "no slots"
-            raise CommError(
-                given=f"a frame with {nbytes} bytes in slot {number}",
-                rule=f"this connection has {has}",
-                consequence="nothing was read, and the connection is closed",
-                nearest="use the same release of unisono on both sides",
-            )
+            given = f"a frame with {nbytes} bytes in slot {number}"
+            raise protocol_error(given, f"this connection has {has}", "nothing was read, and the connection is closed")
         return self.slots[number - 1]
 
 
@@ -71,10 +67,7 @@ def copy_from_slot(data: memoryview, parts: Iterable[memoryview]) -> None:
 def sharing_scope() -> str:
     """An id that is equal for processes that can share memory: one boot of one host, one process table, one user. Empty
     where none can."""
-    if sys.platform != "linux":
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
+    return f"{host_id()}/{os.geteuid()}" if sys.platform == "linux" else ""
 
 
 def create_shared_slots(slots: int, slot_bytes: int) -> tuple[int, dict[str, int]]:
