@@ -30,7 +30,7 @@ from unisono.optim import clip_coefficient
 from unisono.parallel.context import ContextParallel
 from unisono.parallel.device import autocast
 from unisono.parallel.pipeline.executor import PipelineExecutor
-from unisono.parallel.replicated_grads import ReplicatedGradients
+from unisono.parallel.sharding import GradGroups
 from unisono.plan.plan import Plan
 from unisono.train.objectives import Batch, Objective
 from unisono.train.state import TrainState
@@ -73,7 +73,7 @@ class TrainStep:
     plan: Plan
     state: TrainState
     sync: GradientSync
-    replicated_grads: ReplicatedGradients
+    replicated_grad_groups: GradGroups
     timers: StepTimers
     stop: StopNotice | None
     observe_gradients: Callable[[int, list[Tensor], Tensor], None]
@@ -96,7 +96,7 @@ class TrainStep:
         totals[2] = float(self.stop is not None and self.stop.requested)
         with timers.phase("comm_exposed"):
             self.sync.wait(totals)
-            self.replicated_grads.reduce(state.sharded)
+            state.sharded.sum_replicated_grads(self.replicated_grad_groups)
         fault_point("all_reduce", state.step)
         with timers.phase("optimizer"):
             lr, stats = self._update(totals)

@@ -46,7 +46,6 @@ from unisono.parallel.memory_ledger import MemoryLedger, build_ledger, check_led
 from unisono.parallel.mesh import ParallelDims
 from unisono.parallel.pipeline.executor import PipelineExecutor
 from unisono.parallel.precision import LossScale
-from unisono.parallel.replicated_grads import ReplicatedGradients
 from unisono.parallel.sharding import ShardedParameters
 from unisono.parallel.tensor.dtensor_placements import parameter_placements
 from unisono.parallel.transforms import parallelize
@@ -257,14 +256,14 @@ class Trainer:
         self._optimizer = build_optimizer(
             self.model,
             self._optim,
-            pieces=sharded.parameters,
+            sharded_params=sharded.parameters,
             named_roles=self._roles,
-            whole_norms=sharded.global_norms if sharded.is_sharded else None,
+            global_norms=sharded.global_norms if sharded.is_sharded else None,
         )
         self._ledger = self._check_memory()
         total_dtype = torch.float64 if self.device.type != "mps" else torch.float32
         scales = self.plan.precision.uses_loss_scale
-        loss_scale = LossScale.create(self.device, initial=options.loss_scale) if scales else LossScale.off(self.device)
+        loss_scale = LossScale.create(self.device, initial=options.loss_scale if scales else 1.0, dynamic=scales)
         self.state = TrainState(
             model=self.model,
             sharded=sharded,
@@ -407,9 +406,7 @@ class Trainer:
             plan=plan,
             state=self.state,
             sync=self._sync,
-            replicated_grads=ReplicatedGradients(
-                [*self._shard_table.replicated_grad_groups, *stage_groups], self.world
-            ),
+            replicated_grad_groups=[*self._shard_table.replicated_grad_groups, *stage_groups],
             timers=self._timers,
             stop=self._stop,
             observe_gradients=GradientStats(self._sharded, self.events, options.gradient_stats_every_steps),
