@@ -278,7 +278,7 @@ class ThreadWorker(PoolWorker[MicroBatchSpec, _Delivered]):
         self._builder, self._deliver = builder, deliver
         self.progress = ThreadProgress()
 
-    def __call__(self, request: MicroBatchSpec) -> _Delivered:
+    def __call__(self, request: MicroBatchSpec, /) -> _Delivered:
         return self._deliver(self._builder.build(request, self.progress))
 
 

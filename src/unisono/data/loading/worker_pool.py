@@ -12,18 +12,19 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 WorkerKind = Literal["thread", "process"]
 Request = TypeVar("Request")
 Result = TypeVar("Result")
+Request_contra = TypeVar("Request_contra", contravariant=True)
+Result_co = TypeVar("Result_co", covariant=True)
 
 
-class PoolWorker(Generic[Request, Result]):
+class PoolWorker(Protocol[Request_contra, Result_co]):
     """Computes results for one thread of a pool, which creates it, calls it and closes it."""
 
-    def __call__(self, request: Request) -> Result:
-        raise NotImplementedError
+    def __call__(self, request: Request_contra, /) -> Result_co: ...
 
     def interrupt(self) -> None:
         """Called by another thread: make a call in progress raise, if the worker can."""
@@ -38,7 +39,7 @@ class FunctionWorker(PoolWorker[Request, Result]):
     def __init__(self, function: Callable[[Request], Result]) -> None:
         self._function = function
 
-    def __call__(self, request: Request) -> Result:
+    def __call__(self, request: Request, /) -> Result:
         return self._function(request)
 
 

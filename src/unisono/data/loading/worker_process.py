@@ -61,7 +61,7 @@ class ProcessWorker(PoolWorker[MicroBatchSpec, Delivered]):
         self._child: Subprocess | None = None
         self._interrupted = False
 
-    def __call__(self, request: MicroBatchSpec) -> Delivered:
+    def __call__(self, request: MicroBatchSpec, /) -> Delivered:
         return self._deliver(self._build(request))
 
     def _build(self, spec: MicroBatchSpec) -> BuiltBatch:
