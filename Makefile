@@ -23,7 +23,7 @@ $(BIN)/.dev: $(BIN)/.base
 demo: $(BIN)/.base
 	@$(BIN)/unisono train --set run.dir=$(RUN) || { code=$$?; test $$code -eq 75 && echo "saved; 'make demo' again goes on" || exit $$code; }
 
-# A file of tests is run by one of the processes; each has warm workers of its own.
+# A file of tests is run by one of the processes; each has warm workers of its own. Three keep two cores busy: tests also wait.
 test: $(BIN)/.dev
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not full and not gpu and not peer"
 

@@ -58,6 +58,11 @@ def test_a_page_has_the_figures_of_the_result_files(page: str) -> None:
     assert (ROOT / page).read_text() == tables.pages()[ROOT / page], "make tables writes it"
 
 
+def test_a_result_of_changed_code_is_marked() -> None:
+    marked = {name: record.load(name).stale for name in tables.stale(BENCHMARKS)}
+    assert [name for name, packages in marked.items() if not packages] == [], "python -m benchmarks.tables --mark-stale"
+
+
 def test_every_headline_is_a_row_of_its_benchmark_alone() -> None:
     headlines = [row.headline for benchmark in BENCHMARKS for row in benchmark.rows if row.headline]
     assert 10 <= len(headlines) <= 14

@@ -45,7 +45,7 @@ with EventLog(folder / "e.jsonl", rank=0, run_id="r", attempt=1) as log, Console
         if step == total // 2 and "talk" in sys.argv:
             log.emit("eval", step=step, **{"eval/loss": 1.5})
             print("printed by the user")
-            log.notice("SLOW01", what="fp32", why="no bf16", cost="2x", fix="none")
+            log.emit("notice", code="SLOW01", what="fp32", why="no bf16", cost="2x", fix="none")
             log.emit("warning", code="DATA01", message="evil \\x1b[2J\\x1b]0;title\\x07 text")
     log.emit("run_end", reason="finished", step=total)
     facts = RunEndFacts(sample_text="gr\\u00fc\\u00dfe \\u6f22 <b>\\x1b[31m", next_commands=("unisono generate x",))

@@ -181,14 +181,6 @@ def test_a_listener_may_emit(tmp_path: Path) -> None:
     assert [event["kind"] for event in read_events(log.path).events] == ["step", "echo"]
 
 
-def test_notice_is_said_once_per_code(tmp_path: Path) -> None:
-    with open_log(tmp_path / "e.jsonl") as log:
-        for _ in range(3):
-            log.notice("SLOW01", what="fp32", why="no bf16 unit", cost="2x", fix="none")
-        log.notice("SLOW02", what="a", why="b", cost="c", fix="d")
-    assert [event["code"] for event in read_events(log.path).events] == ["SLOW01", "SLOW02"]
-
-
 def test_threads_do_not_mix_lines(tmp_path: Path) -> None:
     with open_log(tmp_path / "e.jsonl") as log:
 

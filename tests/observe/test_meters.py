@@ -67,22 +67,6 @@ def test_take_starts_a_new_window_even_inside_a_phase() -> None:
     assert timers.take().fields() == {}  # no time passed: no division by it
 
 
-def test_device_figures_replace_host_launch_times() -> None:
-    clock = HandClock()
-    timers = StepTimers(clock)
-    with timers.phase("forward"):
-        clock.pass_s(0.01)  # the launch
-    with timers.phase("data_wait"):
-        clock.pass_s(0.5)
-    clock.pass_s(4)
-    split = timers.take(device_s={"forward": 1.25, "backward": 2.0})
-    assert split.seconds["forward"] == 1.25
-    assert split.seconds["data_wait"] == 0.5
-    assert split.seconds["other"] == pytest.approx(4.51 - 3.75)
-    with pytest.raises(KeyError, match="unknown phases"):
-        timers.take(device_s={"warp": 1.0})
-
-
 def test_phase_survives_exceptions_and_refuses_nonsense() -> None:
     clock = HandClock()
     timers = StepTimers(clock)
@@ -136,7 +120,6 @@ def test_rates_against_a_hand_made_clock() -> None:
     assert rates.tokens_per_s == 600.0
     assert rates.tokens_per_s_device == 150.0
     assert rates.eta_s == (100 - 6) * 2.0
-    assert meter.overall_tokens_per_s() == 4 * 1200 / 13
     assert rates.fields() == {
         "perf/step_s": 2.0,
         "perf/tokens_per_s": 600.0,
@@ -154,7 +137,6 @@ def test_one_reading_may_cover_several_steps() -> None:
     rates = meter.rates()
     assert rates is not None
     assert (rates.step_s, rates.tokens_per_s, rates.eta_s) == (1.0, 100.0, 60.0)
-    assert meter.overall_tokens_per_s() == 75.0
 
 
 def test_pauses_count_for_the_eta_only_and_excluded_steps_for_nothing() -> None:
@@ -173,7 +155,6 @@ def test_pauses_count_for_the_eta_only_and_excluded_steps_for_nothing() -> None:
     assert rates.step_s == 1.0
     assert rates.tokens_per_s == 100.0
     assert rates.eta_s == (10 - 3) * (4 + 1) / 2
-    assert meter.overall_tokens_per_s() == 100.0
 
 
 def test_eta_ends_at_zero_and_counts_from_the_resumed_step() -> None:

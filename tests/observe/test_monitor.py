@@ -5,9 +5,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from unisono.observe.monitor import Monitor, host_memory_limit_bytes, peak_rss_bytes
+from unisono.observe.monitor import host_memory_limit_bytes, peak_rss_bytes
 
 
 def machine(tmp_path: Path, groups: str, limits: dict[str, str]) -> tuple[Path, Path]:
@@ -44,25 +43,10 @@ def test_no_proc_at_all(tmp_path: Path) -> None:
     assert host_memory_limit_bytes(tmp_path / "none", tmp_path / "none") == psutil.virtual_memory().total
 
 
-def test_sample_on_a_cpu() -> None:
-    monitor = Monitor(torch.device("cpu"))
+def test_the_peak_does_not_go_down() -> None:
     block = bytearray(64 * 2**20)
     block[:: resource.getpagesize()] = b"\1" * len(block[:: resource.getpagesize()])
-    taken = monitor.sample()
-    assert set(taken) == {"sys/cpu_frac", "sys/rss_bytes", "sys/rss_peak_bytes", "mem/peak_bytes", "mem/limit_bytes"}
-    assert 0 <= taken["sys/cpu_frac"] <= 1
-    assert len(block) < taken["sys/rss_bytes"] <= taken["sys/rss_peak_bytes"] == taken["mem/peak_bytes"]
+    peak = peak_rss_bytes()
+    assert peak > len(block)
     del block
-    assert monitor.sample()["sys/rss_peak_bytes"] >= taken["sys/rss_bytes"]  # a peak does not go down
-    assert taken["mem/limit_bytes"] <= psutil.virtual_memory().total
-    assert peak_rss_bytes() > 2**20
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_sample_on_an_accelerator() -> None:
-    device = torch.accelerator.current_accelerator()
-    assert device is not None
-    block = torch.zeros(2**26, device=device)
-    taken = Monitor(device).sample()
-    assert block.numel() * 4 <= taken["mem/peak_bytes"] <= taken["mem/limit_bytes"]
+    assert peak_rss_bytes() > peak - 2**20  # the kernel updates its counters in batches

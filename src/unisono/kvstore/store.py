@@ -140,7 +140,7 @@ class Backend(Protocol):
 
 
 class KVStore:
-    """A store shared by the workers of ``world``; made by ``create``.
+    """A store shared by the workers of ``world``; made by ``create_kvstore``.
 
     With 'dist_sync' and 'dist_local' all workers call ``init``, ``push``, ``pushpull``, ``barrier``, ``broadcast`` and
     the ``set_*`` methods in the same order, and also ``wait`` of a push, or of a pull of keys that were pushed. Workers

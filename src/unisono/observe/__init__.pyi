@@ -10,7 +10,6 @@ from .meters import RateMeter as RateMeter
 from .meters import Rates as Rates
 from .meters import StepTimers as StepTimers
 from .meters import TimeSplit as TimeSplit
-from .monitor import Monitor as Monitor
 from .options import ObserveOptions as ObserveOptions
 from .report import write_report as write_report
 from .run_summary import RunSummary as RunSummary

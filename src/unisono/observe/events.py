@@ -75,7 +75,6 @@ class EventLog:
         self._monotonic_clock = monotonic_clock
         self._lock = threading.RLock()  # re-entrant: a listener may emit
         self._listeners: list[tuple[str, Listener]] = []
-        self._noticed: set[str] = set()
         self._plain_names: set[str] = set()
         self._lost_lines = 0
         self._fd, self._line_open = _open_for_append(path)
@@ -113,22 +112,6 @@ class EventLog:
             self._write(event)
             for entry in tuple(self._listeners):
                 self._deliver(entry, event)
-
-    def notice(self, code: str, *, what: str, why: str, cost: str, fix: str) -> None:
-        """Report once per process that a slower path is used.
-
-        Args:
-            code: Key of the notice; a second notice with the same code is dropped.
-            what: The slower path.
-            why: The reason.
-            cost: Its cost.
-            fix: How to avoid it.
-        """
-        with self._lock:
-            if code in self._noticed:
-                return
-            self._noticed.add(code)
-            self.emit("notice", code=code, what=what, why=why, cost=cost, fix=fix)
 
     def subscribe(self, listener: Listener, name: str | None = None) -> None:
         """Pass every later event to ``listener``; its first exception detaches it."""

@@ -2,8 +2,7 @@
 
 ``StepTimers`` splits wall time into phases that add up to it exactly. ``RateMeter`` computes tokens per second and an ETA
 from finished steps, without first steps, compilation, evaluation and checkpoints. Both take an injected clock. Neither reads
-device clocks: on an accelerator the caller measures phases with device events and passes their seconds to
-``StepTimers.take``.
+device clocks: on an accelerator, which runs behind the host, a phase's time is that of its launches.
 """
 
 from __future__ import annotations
@@ -70,32 +69,17 @@ class StepTimers:
         self.mark_ns = clock()
         self.phase: Callable[[str], _Phase] = self._phases.__getitem__  # a plain look-up: this runs in the hot loop
 
-    def take(self, device_s: Mapping[str, float] | None = None) -> TimeSplit:
-        """Return the times since the last ``take`` or construction, and start the next window. Allowed inside a phase.
-
-        Args:
-            device_s: Phases measured on the device, in seconds. They replace the host's times for these phases, which on an
-                asynchronous device only cover the launches; the remaining wall time, at least 0, counts as ``other``.
-
-        Raises:
-            KeyError: ``device_s`` has a name outside ``PHASES``.
-        """
+    def take(self) -> TimeSplit:
+        """Return the times since the last ``take`` or construction, and start the next window. Allowed inside a phase."""
         now = self.clock()
         self.current.elapsed_ns += now - self.mark_ns
         self.mark_ns = now
-        phases = (*self._phases.values(), self._other)
-        wall_s = sum(phase.elapsed_ns for phase in phases) / _NS_PER_S
-        seconds = {name: phase.elapsed_ns / _NS_PER_S for name, phase in self._phases.items()}
-        other_s = self._other.elapsed_ns / _NS_PER_S
-        for phase in phases:
+        phases = {**self._phases, "other": self._other}
+        wall_s = sum(phase.elapsed_ns for phase in phases.values()) / _NS_PER_S
+        seconds = {name: phase.elapsed_ns / _NS_PER_S for name, phase in phases.items()}
+        for phase in phases.values():
             phase.elapsed_ns = 0
-        if device_s:
-            unknown = set(device_s) - set(PHASES)
-            if unknown:
-                raise KeyError(f"unknown phases {sorted(unknown)}; known: {', '.join(PHASES)}")
-            seconds |= device_s
-            other_s = max(0.0, wall_s - sum(seconds.values()))
-        return TimeSplit(wall_s=wall_s, seconds={**seconds, "other": other_s})
+        return TimeSplit(wall_s=wall_s, seconds=seconds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +151,6 @@ class RateMeter:
         self._clock = clock
         self._window_steps = window_steps
         self._window: deque[_Reading] = deque()
-        self._steady_tokens = 0
-        self._steady_ns = 0
         self._steps_done = 0
         self._paused_ns = 0
         self._mark_ns = clock()
@@ -205,8 +187,6 @@ class RateMeter:
             self._window.append(reading)
             while sum(old.steps for old in self._window) - self._window[0].steps >= self._window_steps:
                 self._window.popleft()
-            self._steady_tokens += tokens
-            self._steady_ns += reading.busy_ns
 
     def rates(self) -> Rates | None:
         """Rates over the window, or None before the first steady step."""
@@ -222,7 +202,3 @@ class RateMeter:
             tokens_per_s_device=tokens_per_s / self._devices,
             eta_s=max(0, self._steps_total - self._steps_done) * wall_s / steps,
         )
-
-    def overall_tokens_per_s(self) -> float | None:
-        """Tokens per second of all devices over all steady steps of this process, or None before the first one."""
-        return self._steady_tokens * _NS_PER_S / self._steady_ns if self._steady_ns > 0 else None

@@ -1,8 +1,4 @@
-"""Samples of the host and the device: CPU share, resident memory, memory limits.
-
-No thread: the training loop calls ``Monitor.sample`` at each logged step. Power, temperature and clocks of accelerators
-are not sampled.
-"""
+"""Memory of the host: this process's peak, and the limit of its cgroup."""
 
 from __future__ import annotations
 
@@ -11,54 +7,11 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 
-if TYPE_CHECKING:
-    import torch
-
 _NO_LIMIT_BYTES: Final = 1 << 60  # cgroup v1 writes "no limit" as the largest page-aligned number
-
-
-class Monitor:
-    """Samples this process, this host and, if given, one accelerator.
-
-    Args:
-        device: The training device; None or a CPU reports host memory as ``mem/…``.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._process = psutil.Process()
-        self._device = device if device is not None and device.type != "cpu" else None
-        self._rss_peak_bytes = 0
-        self._host_limit_bytes = host_memory_limit_bytes()
-        psutil.cpu_percent()  # the first call has nothing to compare with
-
-    def sample(self) -> dict[str, float | int]:
-        """Fields of a ``step`` event.
-
-        Returns:
-            ``sys/cpu_frac`` (use of all cores of the host since the last sample, 0 to 1), ``sys/rss_bytes``,
-            ``sys/rss_peak_bytes``, and the training device's ``mem/peak_bytes`` and ``mem/limit_bytes``. On an accelerator
-            these come from ``torch.accelerator``; on a CPU they are the peak resident set and ``host_memory_limit_bytes``.
-        """
-        rss_bytes = self._process.memory_info().rss
-        # the kernel updates its counters in batches, so its own peak may be below a sample
-        self._rss_peak_bytes = max(self._rss_peak_bytes, peak_rss_bytes(), rss_bytes)
-        fields: dict[str, float | int] = {
-            "sys/cpu_frac": psutil.cpu_percent() / 100.0,
-            "sys/rss_bytes": rss_bytes,
-            "sys/rss_peak_bytes": self._rss_peak_bytes,
-            "mem/peak_bytes": self._rss_peak_bytes,
-            "mem/limit_bytes": self._host_limit_bytes,
-        }
-        if self._device is not None:
-            import torch
-
-            fields["mem/peak_bytes"] = torch.accelerator.max_memory_reserved(self._device)
-            fields["mem/limit_bytes"] = torch.accelerator.get_memory_info(self._device)[1]
-        return fields
 
 
 def peak_rss_bytes() -> int:

@@ -77,7 +77,7 @@ def autocast(plan: Plan) -> contextlib.AbstractContextManager[Any]:
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """(peak allocated, limit) of an accelerator; (0, 0) on the CPU, whose memory the process monitor reads."""
+    """(peak allocated, limit) of an accelerator; (0, 0) on the CPU, whose memory is that of the process."""
     if device.type == "cpu":
         return 0, 0
     backend: Any = getattr(torch, device.type)
