@@ -11,7 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/unisono"
-CODE = [path for folder in ("src", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py*"))]
+CODE = [
+    path
+    for folder in ("src", "tests", "benchmarks")
+    for path in sorted((ROOT / folder).rglob("*.py*"))
+    if path.suffix in (".py", ".pyi")
+]
 # the changelog and the decisions tell of old names; the reference is generated from the exports
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")),
